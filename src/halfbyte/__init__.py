@@ -1,0 +1,38 @@
+"""halfbyte: QLoRA fine-tuning of language models whose frozen weights are stored in 2 to 8 bits.
+
+Importing this package imports neither torch nor transformers; each public name is imported when first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "finetune": "halfbyte.train.sft",
+    "RunConfig": "halfbyte.config",
+    "load_config": "halfbyte.config",
+    "load_model": "halfbyte.models.load",
+    "load_tokenizer": "halfbyte.models.load",
+    "add_adapter": "halfbyte.adapters",
+    "HalfbyteConfig": "halfbyte.models.quantizer",
+    "QuantizedTensor": "halfbyte.tensor",
+    "Linear4bit": "halfbyte.layers",
+    "LinearNF4": "halfbyte.layers",
+    "LinearFP4": "halfbyte.layers",
+    "Embedding4bit": "halfbyte.layers",
+    "functional": "halfbyte.functional",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+    module = import_module(_PUBLIC[name])
+    return module if _PUBLIC[name].rsplit(".", 1)[1] == name else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

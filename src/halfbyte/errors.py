@@ -1,0 +1,38 @@
+"""The errors a user can act on. Each message names the thing at fault (key, file, line, tensor) and the fix.
+
+The command line prints a `HalfbyteError` as one line and exits with 2; any other exception is a bug and keeps its
+traceback.
+"""
+
+
+class HalfbyteError(Exception):
+    """Base of all errors with a known cause.
+
+    Args:
+        message: what is wrong, naming the key, file, line or tensor.
+        fix: what to do about it, as an imperative sentence; empty when the message already says it.
+    """
+
+    def __init__(self, message: str, fix: str = ""):
+        super().__init__(f"{message}\n  fix: {fix}" if fix else message)
+        self.message, self.fix = message, fix
+
+
+class ConfigError(HalfbyteError):
+    """A configuration key or value is wrong."""
+
+
+class DataError(HalfbyteError):
+    """A dataset is missing, malformed or leaves nothing to train on."""
+
+
+class CheckpointError(HalfbyteError):
+    """A file of weights is missing, truncated, misshapen or made for something else."""
+
+
+class ModelError(HalfbyteError):
+    """The model, tokenizer or a target module is not what the request needs."""
+
+
+class TrainingError(HalfbyteError):
+    """Training had to stop: NaN/Inf, no trained tokens, out of memory, no space left."""

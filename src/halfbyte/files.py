@@ -1,0 +1,85 @@
+"""Writing without loss: everything is written aside, flushed to disk, and renamed into place.
+
+A reader never sees a half-written file, and a crash (or a full disk) leaves the previous version untouched.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import TrainingError
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path | str, text: str) -> Path:
+    """Write `text` to `path` atomically (UTF-8), making parent directories.
+
+    Raises:
+        TrainingError: the disk is full or the directory cannot be written; `path` is left as it was.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise TrainingError(f"cannot write {path}: {error.strerror}", "free some space and run again") from error
+    finally:
+        Path(aside).unlink(missing_ok=True)
+    return path
+
+
+def write_json(path: Path | str, value: Any) -> Path:
+    """Write `value` as indented JSON, atomically."""
+    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def new_directory(path: Path | str) -> Iterator[Path]:
+    """Yield a directory beside `path` to fill; on success it is synced and renamed to `path`, replacing a former one.
+
+    On any error the half-filled directory is removed and a former `path` stays.
+
+    Raises:
+        TrainingError: the disk is full or the place cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    former = aside.with_name(aside.name + ".former")
+    try:
+        os.chmod(aside, 0o755)
+        yield aside
+        for entry in sorted(aside.rglob("*")):
+            if entry.is_file():
+                with open(entry, "rb") as file:
+                    os.fsync(file.fileno())
+        if path.exists():
+            os.replace(path, former)
+        os.replace(aside, path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        if former.exists() and not path.exists():
+            os.replace(former, path)
+        raise TrainingError(f"cannot write {path}: {error}", "free some space and run again") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
