@@ -1,0 +1,190 @@
+"""NF4 and FP4 in bitsandbytes' layout: bytes, nested scales and state-dict keys interchange with it.
+
+The values are specified in `halfbyte.ops.blockwise4`; this module says which tensors hold them and how they are named in a
+checkpoint. For a parameter `weight`:
+
+    weight                                uint8 [(n+1)//2, 1]
+    weight.absmax                         fp32 [blocks], or uint8 [blocks] when nested
+    weight.quant_map                      fp32 [16], the codebook
+    weight.nested_absmax                  fp32 [⌈blocks/256⌉]        only when nested
+    weight.nested_quant_map               fp32 [256]                 only when nested
+    weight.quant_state.bitsandbytes__nf4  uint8, JSON: quant_type, blocksize, dtype, shape[, nested_blocksize,
+                                          nested_dtype, nested_offset]   (or __fp4)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ModelError
+from ..ops.blockwise4 import (
+    NESTED_BLOCK,
+    dequantize_blockwise4,
+    dequantize_rows_blockwise4,
+    quantize_blockwise4,
+    quantize_scales,
+)
+from ..ops.codebooks import codebook4, dynamic_map
+from .base import FLOATS, Format, Parts, PartSpecs, register_format
+
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+STATE_KEYS = {kind: f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+PART_OF_KEY = {"": "packed", "absmax": "absmax", "nested_absmax": "nested_absmax", "nested_quant_map": "nested_code"}
+
+
+@register_format
+@dataclass(frozen=True)
+class Blockwise4(Format):
+    """4-bit codes with one scale per `blocksize` weights.
+
+    Args:
+        quant_type: "nf4" or "fp4".
+        blocksize: one of 32, 64, ..., 4096.
+        nested: store the scales in 8 bits (double quantization).
+    """
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    blocksize: int = 64
+    nested: bool = False
+
+    name: ClassVar[str] = "blockwise4"
+
+    def __post_init__(self) -> None:
+        if self.quant_type not in STATE_KEYS:
+            raise ModelError(f"quant_type {self.quant_type!r} is not a 4-bit type", "use 'nf4' or 'fp4'")
+        if self.blocksize not in BLOCKSIZES:
+            raise ModelError(f"blocksize {self.blocksize} is not supported", f"use one of {BLOCKSIZES}")
+
+    @property
+    def spec(self) -> str:
+        return f"{self.name}:{self.quant_type}:{self.blocksize}:{'nested' if self.nested else 'plain'}"
+
+    @classmethod
+    def parse(cls, options: str) -> Blockwise4:
+        quant_type, blocksize, scales = options.split(":")
+        return cls(quant_type, int(blocksize), scales == "nested")  # type: ignore[arg-type]
+
+    def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        numel = torch.Size(shape).numel()
+        blocks = -(-numel // self.blocksize)
+        specs: PartSpecs = {"packed": (((numel + 1) // 2, 1), torch.uint8)}
+        if not self.nested:
+            return specs | {"absmax": ((blocks,), torch.float32)}
+        return specs | {
+            "absmax": ((blocks,), torch.uint8),
+            "nested_absmax": ((-(-blocks // NESTED_BLOCK),), torch.float32),
+            "nested_code": ((256,), torch.float32),
+            "nested_offset": ((), torch.float32),
+        }
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        self.check_weight(weight)
+        packed, absmax = quantize_blockwise4(weight, self.blocksize, self.quant_type)
+        if not bool(torch.isfinite(absmax).all()):
+            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a quantized block would hold only NaN")
+        if not self.nested:
+            return {"packed": packed, "absmax": absmax}
+        code = dynamic_map(weight.device)
+        quantized, second, offset = quantize_scales(absmax, code)
+        return {
+            "packed": packed,
+            "absmax": quantized,
+            "nested_absmax": second,
+            "nested_code": code,
+            "nested_offset": offset,
+        }
+
+    def _nested(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor] | None:
+        return (parts["nested_absmax"], parts["nested_code"], parts["nested_offset"]) if self.nested else None
+
+    def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        numel = torch.Size(shape).numel()
+        return dequantize_blockwise4(
+            parts["packed"], parts["absmax"], self._nested(parts), self.blocksize, self.quant_type, numel, dtype
+        ).view(shape)
+
+    def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantize_rows_blockwise4(
+            parts["packed"],
+            parts["absmax"],
+            self._nested(parts),
+            self.blocksize,
+            self.quant_type,
+            shape[1],
+            rows,
+            dtype,
+        )
+
+    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+        packed = parts["packed"]
+        meta: dict[str, Any] = {
+            "quant_type": self.quant_type,
+            "blocksize": self.blocksize,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(shape),
+        }
+        state = {suffix: parts[part] for suffix, part in PART_OF_KEY.items() if part in parts}
+        state["quant_map"] = codebook4(self.quant_type, packed.device).clone()
+        if self.nested:
+            offset = float(parts["nested_offset"])
+            meta |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+        state[STATE_KEYS[self.quant_type]] = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
+        return state
+
+    @classmethod
+    def from_state(cls, state: Parts, name: str) -> tuple[Blockwise4, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+        meta = read_quant_state(state, name)
+        nested = "nested_offset" in meta
+        try:
+            format_ = cls(meta["quant_type"], meta["blocksize"], nested)
+            shape, dtype = tuple(meta["shape"]), getattr(torch, meta["dtype"])
+        except (KeyError, ModelError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{name}: its quant_state is not usable: {error}", "re-download the checkpoint") from error
+        parts = {part: state[suffix] for suffix, part in PART_OF_KEY.items() if suffix in state}
+        # bitsandbytes can store the bytes as bf16, fp16 or fp32 words (bnb_4bit_quant_storage).
+        parts["packed"] = parts["packed"].contiguous().view(torch.uint8).view(-1, 1)
+        if nested:
+            device = parts["packed"].device
+            parts["nested_offset"] = torch.tensor(meta["nested_offset"], dtype=torch.float32, device=device)
+        format_._check_parts(parts, shape, dtype, name)
+        stored_map = state.get("quant_map")
+        if stored_map is not None and not stored_map.is_meta:
+            expected = codebook4(format_.quant_type, stored_map.device)
+            if not torch.allclose(stored_map.float(), expected, atol=1e-6):
+                raise CheckpointError(f"{name}.quant_map is not the {format_.quant_type} codebook", "re-quantize the model")
+        return format_, parts, shape, dtype
+
+    def _check_parts(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+        if dtype not in FLOATS:
+            raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
+        key_of_part = {part: key for key, part in PART_OF_KEY.items()}
+        for part, (size, expected) in self.part_specs(shape).items():
+            label = f"{name}.{key_of_part.get(part, part)}".rstrip(".")
+            if part not in parts:
+                raise CheckpointError(f"{label} is missing from the checkpoint", "re-download the checkpoint")
+            found = parts[part]
+            if tuple(found.shape) != size or found.dtype != expected:
+                raise CheckpointError(
+                    f"{label} is {found.dtype} {tuple(found.shape)}, expected {expected} {size} for a weight of shape {shape}",
+                    "re-download the checkpoint",
+                )
+
+
+def read_quant_state(state: Parts, name: str) -> dict[str, Any]:
+    """The JSON beside a bitsandbytes 4-bit weight, as a dict.
+
+    Raises:
+        CheckpointError: the entry is missing or is not JSON.
+    """
+    for key in STATE_KEYS.values():
+        if key in state:
+            try:
+                return json.loads(bytes(state[key].cpu().tolist()))
+            except ValueError as error:
+                raise CheckpointError(f"{name}.{key} is not JSON: {error}", "re-download the checkpoint") from error
+    raise CheckpointError(f"{name}.quant_state.bitsandbytes__* is missing", "re-download the checkpoint")

@@ -1,0 +1,163 @@
+"""4-bit blockwise quantization: the specification of NF4 and FP4 with optional nested scales.
+
+A tensor is read flat, row-major, in blocks that cross rows. Each block has one scale, its largest magnitude (absmax);
+each weight becomes the code of the nearest of 16 values after division by the scale. Two codes share a byte, the even
+element in the high nibble. Nested scales (double quantization, QLoRA section 3) store absmax minus its mean in 8 bits of
+the signed dynamic data type, in blocks of 256 scales.
+
+Bytes equal those of bitsandbytes' CPU backend, values those of all its backends: value = fp32 codebook entry × fp32
+scale, rounded once to the result's dtype; a nested scale is two roundings (× then +), never a fused multiply-add.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+from .codebooks import codebook4, pair_table, thresholds4
+
+NESTED_BLOCK = 256
+# Bytes decoded at a time on the CPU: index, pair and value buffers stay in the second-level cache.
+CPU_CHUNK = 1 << 15
+
+
+def _normalized(flat: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
+    """fp32 values in [-1, 1] and fp32 absmax per block of a flat tensor.
+
+    Full blocks multiply by the reciprocal, a partial last block divides: that is what bitsandbytes' CPU backend does,
+    and some codes differ between the two. An all-zero full block keeps absmax 0 and encodes zeros.
+    """
+    flat = flat.float()
+    full = flat.numel() // blocksize * blocksize
+    blocks = flat[:full].view(-1, blocksize)
+    absmax = torch.linalg.vector_norm(blocks, torch.inf, dim=1) if full else flat.new_empty(0)
+    scaled = (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1).view(-1)
+    if full < flat.numel():
+        tail_max = flat[full:].abs().max().clamp(min=1e-38)
+        absmax = torch.cat([absmax, tail_max.view(1)])
+        scaled = torch.cat([scaled, (flat[full:] / tail_max).clamp_(-1, 1)])
+    return scaled, absmax
+
+
+@op(twins="blockwise4")
+def quantize_blockwise4(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a tensor of n values.
+
+    Args:
+        weight: any shape; fp32, fp16 or bf16.
+        blocksize: values per scale, 32-4096.
+        quant_type: "nf4" or "fp4".
+
+    Returns:
+        packed uint8 [(n+1)//2, 1] and absmax fp32 [⌈n/blocksize⌉]. With odd n the last low nibble encodes 0.
+    """
+    scaled, absmax = _normalized(weight.reshape(-1), blocksize)
+    if scaled.numel() % 2:
+        scaled = torch.nn.functional.pad(scaled, (0, 1))
+    midpoints, code_of_rank = thresholds4(quant_type, weight.device)
+    rank = torch.bucketize(scaled, midpoints, out_int32=True)
+    codes = rank.to(torch.uint8) if quant_type == "nf4" else code_of_rank[rank]
+    return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
+
+
+@op(twins="blockwise4")
+def dequantize_blockwise4(
+    packed: Tensor,
+    absmax: Tensor,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    blocksize: int,
+    quant_type: str,
+    numel: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Values of packed codes.
+
+    Args:
+        packed: uint8, (numel+1)//2 bytes.
+        absmax: fp32 [⌈numel/blocksize⌉], or uint8 of that length when `nested` is given.
+        nested: fp32 [⌈blocks/256⌉] second-level scales, fp32 [256] their code, fp32 [] offset.
+        blocksize: values per scale; even.
+        quant_type: "nf4" or "fp4".
+        numel: number of values.
+        dtype: fp32, fp16 or bf16.
+
+    Returns:
+        `dtype` [numel].
+    """
+    scales = absmax if nested is None else dequantize_scales(absmax, *nested)
+    if packed.device.type == "cpu":
+        return _dequantize_cpu(packed.view(-1), scales, blocksize, quant_type, numel, dtype)
+    codes = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], dim=1).view(-1)[:numel]
+    values = codebook4(quant_type, packed.device)[codes.int()]
+    return (values * scales.repeat_interleave(blocksize)[:numel]).to(dtype)
+
+
+def _dequantize_cpu(
+    packed: Tensor, scales: Tensor, blocksize: int, quant_type: str, numel: int, dtype: torch.dtype
+) -> Tensor:
+    """One gather per byte from a table of value pairs, in chunks that stay in cache."""
+    table = pair_table(quant_type)
+    padded = scales.numel() * blocksize
+    out = torch.empty(padded, dtype=dtype)
+    chunk = max(CPU_CHUNK, blocksize // 2)
+    index = torch.empty(min(chunk, padded // 2), dtype=torch.int32)
+    pairs = torch.empty(index.numel(), dtype=torch.float64)
+    for start in range(0, packed.numel(), chunk):
+        length = min(chunk, packed.numel() - start)
+        whole = -(-length * 2 // blocksize) * blocksize // 2  # up to the end of the last block
+        index[length:whole].zero_()
+        index[:length].copy_(packed[start : start + length])
+        torch.index_select(table, 0, index[:whole], out=pairs[:whole])
+        values = pairs[:whole].view(torch.float32).view(-1, blocksize)
+        blocks = slice(2 * start // blocksize, 2 * (start + whole) // blocksize)
+        values.mul_(scales[blocks].unsqueeze(1))
+        out[2 * start : 2 * (start + whole)].view(-1, blocksize).copy_(values)
+    return out[:numel]
+
+
+def quantize_scales(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Nested scales: uint8 [blocks], fp32 [⌈blocks/256⌉] second-level scales, fp32 [] offset (the mean).
+
+    Args:
+        absmax: fp32 [blocks].
+        code: fp32 [256], sorted (`dynamic_map`).
+    """
+    offset = absmax.mean()
+    centred = absmax - offset
+    blocks = torch.nn.functional.pad(centred, (0, -centred.numel() % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    second = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
+    normal = blocks * (1.0 / second).unsqueeze(1)  # NaN in a block of zeros, which encodes as 0 below
+    # bitsandbytes' CPU backend looks the code up in a table of 65,536 points over [-1, 1]; so do we, for equal bytes.
+    point = ((normal + 1) * 0.5 * 65535 + 0.5).int().float() / 65535 * 2 - 1
+    index = torch.bucketize(point, (code[:-1] + code[1:]) / 2).masked_fill_(second.unsqueeze(1) == 0, 0)
+    return index.to(torch.uint8).view(-1)[: absmax.numel()].contiguous(), second, offset
+
+
+def dequantize_scales(quantized: Tensor, second: Tensor, code: Tensor, offset: Tensor) -> Tensor:
+    """fp32 [blocks] scales from their nested form; the arguments are as `quantize_scales` returns them."""
+    values = code[quantized.int()]
+    return values.mul_(second.repeat_interleave(NESTED_BLOCK)[: values.numel()]).add_(offset)
+
+
+def dequantize_rows_blockwise4(
+    packed: Tensor,
+    absmax: Tensor,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    blocksize: int,
+    quant_type: str,
+    width: int,
+    rows: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`dtype` [rows, width]: the chosen rows of a [*, width] table; arguments as in `dequantize_blockwise4`."""
+    element = rows.long().unsqueeze(1) * width + torch.arange(width, device=packed.device)
+    byte = packed.view(-1)[element >> 1]
+    codes = torch.where(element % 2 == 0, byte >> 4, byte & 15)
+    block = element // blocksize
+    if nested is None:
+        scales = absmax[block]
+    else:
+        second, code, offset = nested
+        scales = code[absmax[block].int()] * second[block // NESTED_BLOCK] + offset
+    return (codebook4(quant_type, packed.device)[codes.int()] * scales).to(dtype)

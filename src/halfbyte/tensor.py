@@ -1,0 +1,261 @@
+"""QuantizedTensor: a tensor of ordinary shape and dtype whose storage is the parts of a format.
+
+It is the only tensor subclass of the package. A frozen `nn.Linear` (and PEFT's LoRA around it) works on it unchanged:
+`F.linear` and `F.embedding` run on the parts, everything structural (detach, clone, device moves, sharding) maps over the
+parts, and any other operation is refused, since a silent dequantize would cost the memory that quantizing saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import ModelError
+from .formats import Format, from_spec
+
+aten = torch.ops.aten
+ALIGNMENT = 16  # bytes; every part starts at a multiple of it in a shard's buffer
+
+
+class QuantizedTensor(Tensor):
+    """A frozen floating-point tensor stored in a quantized format.
+
+    Args:
+        format: how values are stored.
+        parts: the stored tensors, as `format.part_specs(shape)` lists them.
+        shape: shape of the values.
+        dtype: dtype of the values; what `dequantize()` returns by default.
+    """
+
+    format: Format
+
+    @staticmethod
+    def __new__(cls, format: Format, parts: dict[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype):
+        device = next(iter(parts.values())).device
+        return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+    def __init__(self, format: Format, parts: dict[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype):
+        self.format = format
+        self._names = tuple(parts)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    @classmethod
+    def quantize(cls, weight: Tensor, format: Format) -> QuantizedTensor:
+        """Quantize `weight` (any shape; fp32, fp16, bf16) on its device; on "meta", only the parts' shapes."""
+        if weight.is_meta:
+            specs = format.part_specs(tuple(weight.shape))
+            parts = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in specs.items()}
+            return cls(format, parts, tuple(weight.shape), weight.dtype)
+        return cls(format, format.quantize(weight.detach()), tuple(weight.shape), weight.dtype)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The stored tensors by name."""
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes, scales included."""
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The values, in `dtype` or the tensor's own, rounded once from fp32."""
+        return self.format.dequantize(self.parts, tuple(self.shape), dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"QuantizedTensor({self.format.spec}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self):
+        return list(self._names), (self.format.spec, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, outer_size, outer_stride):
+        return cls(from_spec(meta[0]), inner, outer_size, meta[1])
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.linear:
+            from .autograd.linear import quantized_linear
+
+            return quantized_linear(*args, **kwargs)
+        if function is F.embedding:
+            return _embedding(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        handler = _HANDLERS.get(function)
+        if handler is None:
+            raise ModelError(
+                f"{function} is not defined on a quantized weight ({args[0]!r})" if args else f"{function}",
+                "call .dequantize() first if the memory for the full-precision weight is there",
+            )
+        return handler(function, *args, **(kwargs or {}))
+
+    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+        """The same values with `function` applied to every stored part."""
+        parts = {name: function(part) for name, part in self.parts.items()}
+        return QuantizedTensor(self.format, parts, tuple(self.shape), dtype or self.dtype)
+
+    def to_bytes(self, chunks: int = 1) -> Tensor:
+        """uint8 [chunks, length]: all parts one after another, padded so that the chunks are equal."""
+        offsets, total = part_offsets(self.format, tuple(self.shape))
+        length = -(-total // (chunks * ALIGNMENT)) * ALIGNMENT
+        buffer = torch.zeros(chunks * length, dtype=torch.uint8, device=self.device)
+        for name, part in self.parts.items():
+            raw = part.contiguous().view(-1).view(torch.uint8)
+            buffer[offsets[name] : offsets[name] + raw.numel()] = raw
+        return buffer.view(chunks, length)
+
+    @classmethod
+    def from_bytes(cls, raw: Tensor, format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedTensor:
+        """The reverse of `to_bytes`; the parts are views of `raw`."""
+        offsets, _ = part_offsets(format, shape)
+        parts = {}
+        for name, (size, part_dtype) in format.part_specs(shape).items():
+            end = offsets[name] + math.prod(size) * part_dtype.itemsize
+            parts[name] = raw[offsets[name] : end].view(part_dtype).view(size)
+        return cls(format, parts, shape, dtype)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        raise ModelError("a whole quantized tensor reached FSDP2's all-gather", "shard modules with fully_shard")
+
+    fsdp_post_all_gather = fsdp_pre_all_gather
+
+
+class QuantizedShard(Tensor):
+    """One rank's share of a QuantizedTensor under FSDP2: an equal slice of its bytes.
+
+    Slices ignore the boundaries of rows and blocks: the frozen parts are only ever gathered whole, so a shard needs no
+    values of its own, nested scales included. `rows` of its shape is what FSDP2 believes it holds.
+    """
+
+    def __new__(cls, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
+        shape = torch.Size((rows, *full_shape[1:]))
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=raw.device)  # type: ignore[attr-defined]
+
+    def __init__(self, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
+        self.raw, self.spec, self.full_shape, self.rows = raw, spec, tuple(full_shape), rows
+
+    def __tensor_flatten__(self):
+        return ["raw"], (self.spec, self.full_shape, self.rows, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, outer_size, outer_stride):
+        return cls(inner["raw"], *meta)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"QuantizedShard({self.spec}, {self.raw.numel()} bytes of a {self.full_shape} tensor)"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        shard, kwargs = args[0], kwargs or {}
+        if function is aten.copy_.default:
+            shard.raw.copy_(args[1].raw)
+            return shard
+        # FSDP2 views, narrows and pads shards by rows; equal byte slices need none of it.
+        structural = (aten.view.default, aten.slice.Tensor, aten.detach.default, aten.alias.default, aten.as_strided.default)
+        if function in structural:
+            return shard._with(shard.raw)
+        if function is aten.clone.default:
+            return shard._with(shard.raw.clone())
+        if function in (aten._to_copy.default, aten._pin_memory.default):
+            kwargs.pop("dtype", None)
+            return shard._with(function(shard.raw, *args[1:], **kwargs))
+        raise ModelError(f"{function} is not defined on a shard of a quantized weight")
+
+    def _with(self, raw: Tensor) -> QuantizedShard:
+        return QuantizedShard(raw, self.spec, self.full_shape, self.rows, self.dtype)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.raw,), (self.spec, self.full_shape, self.dtype)
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        if out is not None:  # the parts are views of the gathered buffer, which FSDP2 has refilled in place
+            return None
+        spec, full_shape, dtype = metadata
+        return QuantizedTensor.from_bytes(outputs[0].view(-1), from_spec(spec), full_shape, dtype), outputs
+
+
+def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int], int]:
+    """Byte offset of each part in a flat buffer, and the buffer's length."""
+    offsets, end = {}, 0
+    for name, (size, dtype) in format.part_specs(shape).items():
+        offsets[name] = end
+        end += -(-math.prod(size) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def _embedding(
+    index: Tensor,
+    weight: QuantizedTensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of a frozen quantized table; only the rows asked for are dequantized."""
+    if max_norm is not None:
+        raise ModelError("max_norm renormalizes the table in place, which a quantized table cannot", "leave max_norm unset")
+    rows = weight.format.dequantize_rows(weight.parts, tuple(weight.shape), index.reshape(-1), weight.dtype)
+    return rows.view(*index.shape, weight.shape[1])
+
+
+def _to_copy(function, tensor: QuantizedTensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
+    """`.to(...)`: a dtype changes what the values are dequantized to, a device moves the parts."""
+    return tensor.map(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
+
+
+def _split(function, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedShard]:
+    if dim != 0:
+        raise ModelError("a quantized weight is sharded by its first dimension only", "use FSDP2's default placement")
+    slices = tensor.to_bytes(-(-tensor.shape[0] // size))
+    return [QuantizedShard(raw, tensor.format.spec, tuple(tensor.shape), size, tensor.dtype) for raw in slices]
+
+
+def _new_shard(function, tensor: QuantizedTensor, size, **kwargs) -> QuantizedShard:
+    """FSDP2 asks for zeros of a shard's size to copy the shard into."""
+    raw = torch.zeros_like(tensor.to_bytes(-(-tensor.shape[0] // size[0]))[0])
+    return QuantizedShard(raw, tensor.format.spec, tuple(tensor.shape), size[0], tensor.dtype)
+
+
+def _copy(function, target: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
+    if not isinstance(source, QuantizedTensor):
+        source = QuantizedTensor.quantize(source.to(target.device, target.dtype), target.format)
+    for part, new in zip(target.parts.values(), source.parts.values(), strict=True):
+        part.copy_(new, non_blocking=non_blocking)
+    return target
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: lambda function, tensor: tensor.map(function),
+    aten.alias.default: lambda function, tensor: tensor.map(function),
+    aten.clone.default: lambda function, tensor, **kwargs: tensor.map(torch.clone),
+    aten.as_strided.default: lambda function, tensor, *args, **kwargs: tensor.map(aten.alias.default),
+    aten.view.default: lambda function, tensor, size: _same_shape_view(tensor, size),
+    aten._to_copy.default: _to_copy,
+    aten._pin_memory.default: lambda function, tensor, *args: tensor.map(lambda part: part.pin_memory()),
+    aten.empty_like.default: lambda function, tensor, *, dtype=None, device=None, **kwargs: tensor.map(
+        lambda part: torch.empty_like(part, device=device), dtype
+    ),
+    aten.copy_.default: _copy,
+    aten.split.Tensor: _split,
+    aten.new_zeros.default: _new_shard,
+}
+
+
+def _same_shape_view(tensor: QuantizedTensor, size: list[int]) -> QuantizedTensor:
+    if tuple(size) != tuple(tensor.shape):
+        raise ModelError(f"a quantized weight of shape {tuple(tensor.shape)} cannot be viewed as {tuple(size)}")
+    return tensor.map(aten.alias.default)
