@@ -100,16 +100,22 @@ class Linear4bit(_QuantizedWeight, nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, format: Format) -> Linear4bit:
         """The same layer with its weight in `format`; the bias is shared."""
+        module = cls.unfilled(linear)
+        module.weight = quantized_parameter(linear.weight, format)
+        return module
+
+    @classmethod
+    def unfilled(cls, linear: nn.Linear) -> Linear4bit:
+        """The same layer, its weight not quantized yet: a loader sets it."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.in_features, module.out_features = linear.in_features, linear.out_features
-        module.weight = quantized_parameter(linear.weight, format)
-        module.register_parameter("bias", linear.bias)
-        module.train(linear.training)
-        return module
+        module.weight, module.bias = linear.weight, linear.bias
+        module.weight.requires_grad_(False)
+        return module.train(linear.training)
 
     def extra_repr(self) -> str:
-        spec = self.weight.format.spec if isinstance(self.weight, QuantizedTensor) else "sharded"
+        spec = self.weight.format.spec if isinstance(self.weight, QuantizedTensor) else "none yet"
         return f"{super().extra_repr()}, format={spec}"
 
 

@@ -1,0 +1,1 @@
+"""Everything that knows Hugging Face transformers: loading, quantizing while loading, heads."""

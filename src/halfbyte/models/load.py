@@ -1,0 +1,178 @@
+"""Models and tokenizers by name or path, quantized while they load."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, HalfbyteError, ModelError
+from ..hardware import best_device, compute_dtype
+from ..notices import notice
+from .checkpoint_files import check_checkpoint
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """A torch dtype from its name; "auto" is what the device multiplies fast, and is said."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    chosen = compute_dtype(device)
+    notice(f"dtype-{device.type}", f"computing in {str(chosen.dtype).removeprefix('torch.')}: {chosen.reason}")
+    return chosen.dtype
+
+
+def load_model_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a model.
+
+    Raises:
+        ModelError: there is no such model, or it is not a causal language model.
+    """
+    from transformers import AutoConfig
+
+    _check_folder(name_or_path)
+    try:
+        return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the model config of {name_or_path!r}: {error}",
+                         "give a folder with config.json, or a hub id you can reach") from error
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    load_in_4bit: bool = True,
+    quant_type: str = "nf4",
+    blocksize: int = 64,
+    double_quant: bool = True,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """A causal language model of transformers, its linear layers (not the head) in 4 bits.
+
+    Shards are streamed: each tensor is quantized on the target device and dropped. A checkpoint that bitsandbytes
+    quantized is taken as it is. Embeddings, norms and the head keep `dtype`.
+
+    Args:
+        name_or_path: a folder with a Hugging Face checkpoint, or a hub id.
+        load_in_4bit: False loads everything in `dtype`.
+        quant_type, blocksize, double_quant: see `halfbyte.formats.Blockwise4`.
+        dtype: of computation and unquantized weights; "auto" picks what the hardware is fast in.
+        device: default: the first accelerator, else the CPU.
+        attn_implementation, revision, trust_remote_code: as in transformers.
+
+    Raises:
+        ModelError: no such model, or nothing in it can be quantized.
+        CheckpointError: a file or tensor is missing, truncated or misshapen.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from .quantizer import HalfbyteConfig
+
+    target = torch.device(device) if device is not None else best_device()
+    config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    if Path(name_or_path).is_dir():
+        check_checkpoint(Path(name_or_path))
+    quantization = HalfbyteConfig(quant_type, blocksize, double_quant) if load_in_4bit else None
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        quantization = None
+        config.quantization_config = _prequantized(stored, name_or_path, load_in_4bit)
+    options: dict[str, Any] = {"quantization_config": quantization} if quantization else {}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            config=config,
+            dtype=resolve_dtype(dtype, target),
+            device_map={"": target},
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    except HalfbyteError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"cannot load {name_or_path!r}: {error}", "check the checkpoint's files") from error
+    _check_loaded(info, name_or_path)
+    return model.eval()
+
+
+def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
+    """The quantization entry of a pre-quantized checkpoint, rewritten so that halfbyte loads it."""
+    entry = stored if isinstance(stored, dict) else stored.to_dict()
+    if entry.get("quant_method", "bitsandbytes") != "bitsandbytes" or not entry.get("load_in_4bit"):
+        raise ModelError(
+            f"{name} is stored as {entry.get('quant_method')}{' 8-bit' if entry.get('load_in_8bit') else ''}, "
+            "which halfbyte does not load yet", "use the 16-bit model, or a bitsandbytes 4-bit one")
+    if not load_in_4bit:
+        raise ModelError(f"{name} holds 4-bit weights", "set load_in_4bit: true, or use the 16-bit model")
+    notice("prequantized", f"{name} is already quantized ({entry.get('bnb_4bit_quant_type', 'fp4')}); its bytes are kept")
+    kept = {key: value for key, value in entry.items() if key in ("bnb_4bit_quant_type", "llm_int8_skip_modules")}
+    kept["bnb_4bit_use_double_quant"] = bool(entry.get("bnb_4bit_use_double_quant"))
+    return {"quant_method": "halfbyte", **kept}
+
+
+def _check_loaded(info: Any, name: str) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{name}: {len(missing)} tensors are missing from the checkpoint, first {missing[0]}",
+                              "re-download the checkpoint")
+    mismatched = sorted(str(key) for key in info["mismatched_keys"])
+    if mismatched:
+        raise CheckpointError(f"{name}: misshapen tensors: {mismatched[0]}", "check that config.json fits the weights")
+
+
+def _check_folder(name_or_path: str) -> None:
+    """A path that does not exist is told apart from a hub id, with the nearest existing folder."""
+    path = Path(name_or_path)
+    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ModelError(f"{path} has no config.json", "give a folder with a Hugging Face checkpoint")
+    elif looks_local:
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, 1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "give a folder with a Hugging Face checkpoint"
+        raise ModelError(f"there is no folder {path}", hint)
+
+
+def load_tokenizer(
+    name_or_path: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template_path: str | None = None,
+) -> Any:
+    """The tokenizer of a model, with an EOS token, a pad token and, when given, another chat template.
+
+    Raises:
+        ModelError: there is no tokenizer, it has no EOS token, or the template file does not exist.
+    """
+    from transformers import AutoTokenizer
+
+    _check_folder(name_or_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load the tokenizer of {name_or_path!r}: {error}",
+                         "put tokenizer.json beside the weights") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {name_or_path} has no EOS token, so a model trained with it would never stop",
+                         'set "eos_token" in tokenizer_config.json')
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        notice("pad-token", f"the tokenizer has no pad token; padding with {tokenizer.eos_token!r}, which stays trained as EOS")
+    if chat_template_path is not None:
+        template = Path(chat_template_path)
+        if not template.exists():
+            raise ModelError(f"chat_template_path: there is no file {template}", "give the path of a Jinja file")
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    return tokenizer

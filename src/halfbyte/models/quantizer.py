@@ -1,0 +1,207 @@
+"""Registers halfbyte's 4-bit formats with transformers, so that `from_pretrained` quantizes while it loads.
+
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HalfbyteConfig(), device_map={"": "cuda"})
+
+transformers hands over one checkpoint tensor at a time; it is quantized on the target device and dropped, so that device
+memory peaks at the quantized model plus one tensor. Checkpoints that bitsandbytes quantized keep their bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..errors import CheckpointError, HalfbyteError, ModelError
+from ..formats import Blockwise4
+from ..formats.blockwise4 import PART_OF_KEY, STATE_KEYS
+from ..layers import Linear4bit, quantized_parameter
+from ..notices import notice
+from ..tensor import QuantizedTensor
+
+QUANT_METHOD = "halfbyte"
+
+
+@register_quantization_config(QUANT_METHOD)
+class HalfbyteConfig(QuantizationConfigMixin):
+    """How the linear layers of a model are stored.
+
+    Args:
+        bnb_4bit_quant_type: "nf4" or "fp4".
+        bnb_4bit_blocksize: weights per scale.
+        bnb_4bit_use_double_quant: store the scales in 8 bits too.
+        llm_int8_skip_modules: names of modules left as they are; default: the output head and what is tied to it.
+            (bitsandbytes' name, which pre-quantized checkpoints carry for every bit width.)
+    """
+
+    def __init__(
+        self,
+        bnb_4bit_quant_type: str = "nf4",
+        bnb_4bit_blocksize: int = 64,
+        bnb_4bit_use_double_quant: bool = True,
+        llm_int8_skip_modules: list[str] | None = None,
+        **kwargs: Any,
+    ):
+        self.quant_method = QUANT_METHOD
+        self.bnb_4bit_quant_type = bnb_4bit_quant_type
+        self.bnb_4bit_blocksize = bnb_4bit_blocksize
+        self.bnb_4bit_use_double_quant = bnb_4bit_use_double_quant
+        self.llm_int8_skip_modules = llm_int8_skip_modules
+        self.format  # noqa: B018  raises on options that no format has
+
+    @property
+    def format(self) -> Blockwise4:
+        return Blockwise4(self.bnb_4bit_quant_type, self.bnb_4bit_blocksize, self.bnb_4bit_use_double_quant)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a saved config.json says. It names bitsandbytes, whose checkpoint layout this is, so that the saved model
+        loads in either tool; `load_model` recognises it."""
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": self.bnb_4bit_quant_type,
+            "bnb_4bit_use_double_quant": self.bnb_4bit_use_double_quant,
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "llm_int8_skip_modules": self.llm_int8_skip_modules,
+        }
+
+
+class _Quantize(ConversionOps):
+    """Checkpoint tensor → frozen quantized parameter, on the device the tensor is on."""
+
+    def __init__(self, hf_quantizer: HalfbyteQuantizer):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
+        result: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            module, _ = get_module_from_name(model, name)
+            _check_shape(module, weight, name)
+            self.hf_quantizer.attempt(name, lambda weight=weight: self._quantize(weight), result)
+        return result
+
+    def _quantize(self, weight: Tensor) -> nn.Parameter:
+        return quantized_parameter(weight, self.hf_quantizer.quantization_config.format)
+
+
+class _Deserialize(ConversionOps):
+    """bitsandbytes' entries of one weight → frozen quantized parameter with the same bytes."""
+
+    def __init__(self, hf_quantizer: HalfbyteQuantizer):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, Any]:
+        if len(input_dict) == 1:  # an ordinary weight: norms, embeddings, skipped modules
+            return input_dict
+        entries = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        state = {key.removeprefix("weight").lstrip("."): value for key, value in entries.items()}
+        result: dict[str, Tensor] = {}
+
+        def load() -> nn.Parameter:
+            format_, parts, shape, dtype = Blockwise4.from_state(state, full_layer_name)
+            tensor = QuantizedTensor(format_, parts, shape, dtype)
+            module, _ = get_module_from_name(model, full_layer_name)
+            _check_shape(module, tensor, full_layer_name)
+            return nn.Parameter(tensor, requires_grad=False)
+
+        self.hf_quantizer.attempt("weight", load, result)
+        return result
+
+
+def _check_shape(module: nn.Module, weight: Tensor, name: str) -> None:
+    expected = (module.out_features, module.in_features)
+    if tuple(weight.shape) != expected:
+        raise CheckpointError(
+            f"{name} has shape {tuple(weight.shape)} in the checkpoint, {expected} in the model",
+            "check that config.json belongs to these weights",
+        )
+
+
+@register_quantizer(QUANT_METHOD)
+class HalfbyteQuantizer(HfQuantizer):
+    """Replaces `nn.Linear` by `Linear4bit` and fills it while loading."""
+
+    requires_calibration = False
+    quantization_config: HalfbyteConfig
+
+    def __init__(self, quantization_config: QuantizationConfigMixin, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.failure: HalfbyteError | None = None
+
+    @property
+    def quantized_element_size(self) -> float:
+        return 0.5
+
+    def attempt(self, key: str, make: Any, result: dict[str, Tensor]) -> None:
+        """transformers turns exceptions of a conversion into a log line and goes on; keep the first to raise it after."""
+        try:
+            result[key] = make()
+        except HalfbyteError as error:
+            self.failure = self.failure or error
+            raise
+
+    def update_device_map(self, device_map: Any) -> Any:
+        from ..hardware import best_device
+
+        return {"": best_device()} if device_map is None else device_map
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        skip = self.get_modules_to_not_convert(
+            model, self.quantization_config.llm_int8_skip_modules, model._keep_in_fp32_modules
+        )
+        replaced = 0
+        for name, module in list(model.named_modules()):
+            if type(module) is nn.Linear and should_convert_module(name, skip):
+                model.set_submodule(name, Linear4bit.unfilled(module))
+                replaced += 1
+        if not replaced:
+            raise ModelError(
+                f"{type(model).__name__} has no nn.Linear layers to quantize", "load it with load_in_4bit: false"
+            )
+        stacked = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 2)
+        if stacked:
+            notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        for name, module in model.named_modules():
+            if isinstance(module, Linear4bit) and not isinstance(module.weight, QuantizedTensor):
+                raise CheckpointError(f"{name}.weight is missing from the checkpoint", "re-download the checkpoint")
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        module, name = get_module_from_name(model, param_name)
+        return isinstance(module, Linear4bit) and name == "weight"
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        if not self.pre_quantized:
+            return []
+        suffixes = [*filter(None, PART_OF_KEY), "quant_map", *STATE_KEYS.values()]
+        sources = [*(f"weight.{suffix}" for suffix in suffixes), "weight"]
+        return [WeightConverter(source_patterns=sources, target_patterns="weight", operations=[_Deserialize(self)])]
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
