@@ -259,7 +259,8 @@ def test_memory_bars_add_up_to_their_totals(html):
 
 
 @pytest.mark.parametrize("absent", FILES)
-def test_a_missing_file_costs_only_its_section(tmp_path, absent):
+def test_a_missing_file_costs_only_its_section(tmp_path, monkeypatch, absent):
+    monkeypatch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")  # drawing is what takes time
     (make_run(tmp_path) / absent).unlink()
     html = write_report(tmp_path).read_text()
     check(html)
@@ -276,7 +277,8 @@ def test_an_empty_directory_still_gets_a_report(tmp_path):
     assert write_card(tmp_path).exists()
 
 
-def test_half_a_line_and_broken_json_are_named(tmp_path):
+def test_half_a_line_and_broken_json_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
     make_run(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 121, "lo')
@@ -303,11 +305,11 @@ def test_short_and_nan_runs_draw(tmp_path, count):
     check(write_report(tmp_path).read_text())
 
 
-def test_running_mean_is_unbiased():
+def test_running_mean_neither_lags_nor_leans():
     assert plots.smooth([3.0] * 50) == pytest.approx([3.0] * 50)
-    assert plots.smooth([1.0, math.nan, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
-    first, second = plots.smooth([1.0, 2.0], span=3)  # decay 1/2: (0.25·1 + 0.5·2) / 0.75
-    assert (first, second) == pytest.approx((1.0, 1.25 / 0.75))
+    line = [float(value) for value in range(100)]
+    assert plots.smooth(line) == pytest.approx(line)
+    assert plots.smooth([1.0, math.nan, 3.0]) == pytest.approx([1.0, 2.0, 3.0])
 
 
 def test_plots_follow_the_page(html):

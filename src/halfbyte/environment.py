@@ -140,29 +140,35 @@ def _gpus() -> list[dict[str, Any]]:
     import torch
 
     if torch.cuda.is_available():
-        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         driver = _driver()
-        return [
-            {
-                "name": each.name,
-                "memory_bytes": each.total_memory,
-                "capability": getattr(each, "gcnArchName", None) if torch.version.hip else f"{each.major}.{each.minor}",
-                "driver": driver,
-            }
-            for each in properties
-        ]
+        return [_cuda_device(torch.cuda.get_device_properties(index), driver) for index in _each(torch.cuda)]
     if torch.xpu.is_available():
-        properties = [torch.xpu.get_device_properties(index) for index in range(torch.xpu.device_count())]
-        return [
-            {
-                "name": each.name,
-                "memory_bytes": each.total_memory,
-                "capability": None,
-                "driver": getattr(each, "driver_version", None),
-            }
-            for each in properties
-        ]
+        return [_xpu_device(torch.xpu.get_device_properties(index)) for index in _each(torch.xpu)]
     return []
+
+
+def _each(module: Any) -> range:
+    return range(module.device_count())
+
+
+def _cuda_device(properties: Any, driver: str | None) -> dict[str, Any]:
+    # ROCm names architectures (gfx942); CUDA numbers them (9.0).
+    capability = getattr(properties, "gcnArchName", None) or f"{properties.major}.{properties.minor}"
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": capability,
+        "driver": driver,
+    }
+
+
+def _xpu_device(properties: Any) -> dict[str, Any]:
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": None,
+        "driver": getattr(properties, "driver_version", None),
+    }
 
 
 def _driver() -> str | None:

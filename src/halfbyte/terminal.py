@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console, Group
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,21 +26,29 @@ from rich.text import Text
 if TYPE_CHECKING:
     from .config import RunConfig
 
+
+class Part(NamedTuple):
+    """How a part of memory is shown: its name, its colour, and its letter where there are no colours."""
+
+    name: str
+    colour: str
+    letter: str
+
+
 # The parts of a memory plan in the order they come to life: the process, what loading adds, what training adds.
-# Each has the name people read and its colour in the terminal.
 MEMORY_PARTS = {
-    "runtime": ("runtime", "bright_black"),
-    "weights": ("weights", "blue"),
-    "adapters": ("adapters", "cyan"),
-    "gradients": ("gradients", "green"),
-    "optimizer": ("optimizer", "yellow"),
-    "activations": ("activations", "magenta"),
-    "logits": ("logits", "red"),
+    "runtime": Part("runtime", "bright_black", "r"),
+    "weights": Part("weights", "blue", "w"),
+    "adapters": Part("adapters", "cyan", "a"),
+    "gradients": Part("gradients", "green", "g"),
+    "optimizer": Part("optimizer", "yellow", "o"),
+    "activations": Part("activations", "magenta", "A"),
+    "logits": Part("logits", "red", "l"),
 }
 MEASURED_PARTS = {
-    "base": ("process", "bright_black"),
-    "loading": ("loading", "blue"),
-    "training": ("training", "magenta"),
+    "base": Part("process", "bright_black", "p"),
+    "loading": Part("loading", "blue", "L"),
+    "training": Part("training", "magenta", "t"),
 }
 
 
@@ -107,31 +117,34 @@ def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
     return f"{cpu['model'] or 'CPU'} · {cpu['threads']} threads · {size(cpu['memory_bytes'])} · {instructions}"
 
 
-def _facts(lines: Mapping[str, str | Text]) -> Table:
+def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
     """Names on the left, values on the right, wrapping within their column."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="bright_black", no_wrap=True)
+    table.add_column(style="bright_black", no_wrap=True, min_width=8)
     table.add_column(overflow="fold")
     for name, value in lines.items():
-        table.add_row(name, value if isinstance(value, Text) else Text(value))
+        table.add_row(name, Text(value) if isinstance(value, str) else value)
     return table
 
 
 def bar_widths(values: Sequence[float], width: int) -> list[int]:
     """Cells for each of `values` in a bar of `width` cells; they add up to `width` exactly.
 
-    Cells are shared by largest remainder; a value above zero keeps at least one cell while there are enough.
+    Cells are shared by largest remainder; a value above zero gets at least one cell while there are enough.
     """
     total = sum(values)
     if total <= 0:
         return [0] * len(values)
-    present = [index for index, value in enumerate(values) if value > 0]
-    kept = 1 if len(present) <= width else 0
-    shares = [value / total * (width - kept * len(present)) for value in values]
-    cells = [int(share) + (kept if value > 0 else 0) for share, value in zip(shares, values, strict=True)]
-    remainders = sorted(present, key=lambda index: shares[index] - int(shares[index]), reverse=True)
-    for index in remainders[: width - sum(cells)]:
+    shares = [value / total * width for value in values]
+    cells = [int(share) for share in shares]
+    by_remainder = sorted(range(len(values)), key=lambda index: cells[index] - shares[index])
+    for index in by_remainder[: width - sum(cells)]:
         cells[index] += 1
+    empty = [index for index, value in enumerate(values) if value > 0 and cells[index] == 0]
+    if sum(value > 0 for value in values) <= width:
+        for index in empty:
+            cells[cells.index(max(cells))] -= 1
+            cells[index] = 1
     return cells
 
 
@@ -161,40 +174,38 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
     total = flat.get("total") or sum(parts.values())
     shown = measured_parts(measured) if measured else {}
     scale = max(flat.get("capacity_bytes") or 0, total, sum(shown.values()))
-    width = max(20, min(console.width - 14, 72))
-    lines: dict[str, Text] = {"memory": _bar(parts, MEMORY_PARTS, scale, width)}
-    lines[""] = _legend(parts, MEMORY_PARTS, scale - sum(parts.values()) if flat.get("capacity_bytes") else None)
+    known = bool(flat.get("capacity_bytes"))
+    lines: dict[str, RenderableType] = {"memory": _stack(console, parts, MEMORY_PARTS, scale, known)}
     if measured:
-        lines["measured"] = _bar(shown, MEASURED_PARTS, scale, width)
-        lines[" "] = _legend(shown, MEASURED_PARTS, scale - sum(shown.values()) if flat.get("capacity_bytes") else None)
-    lines["total"] = Text(_totals(total, sum(shown.values()) or None, flat))
+        lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
+    lines["total"] = _totals(total, sum(shown.values()) or None, flat)
     console.print(_facts(lines))
 
 
-def _bar(parts: Mapping[str, float], names: Mapping[str, tuple[str, str]], scale: float, width: int) -> Text:
-    widths = bar_widths([*parts.values(), max(scale - sum(parts.values()), 0)], width)
-    bar = Text(no_wrap=True)
-    for part, cells in zip(parts, widths[:-1], strict=True):
-        bar.append("█" * cells, names[part][1])
-    return bar.append("░" * widths[-1], "bright_black")
-
-
-def _legend(parts: Mapping[str, float], names: Mapping[str, tuple[str, str]], free: float | None) -> Text:
-    entries = [
-        Text.assemble(("■ ", names[part][1]), f"{names[part][0]} {size(count)}".replace(" ", "\N{NO-BREAK SPACE}"))
-        for part, count in parts.items()
-        if count > 0
-    ]
-    if free is not None:
-        entries.append(Text(f"░ free {size(max(free, 0))}".replace(" ", "\N{NO-BREAK SPACE}"), "bright_black"))
-    return Text("  ").join(entries)
+def _stack(
+    console: Console, parts: Mapping[str, float], names: Mapping[str, Part], scale: float, capacity_known: bool
+) -> Group:
+    """A stacked bar with its legend under it; what `parts` leave of a known capacity is free."""
+    coloured = console.color_system is not None and not console.no_color
+    free = max(scale - sum(parts.values()), 0)
+    widths = bar_widths([*parts.values(), free], max(20, min(console.width - 14, 72)))
+    bar, legend = Text(no_wrap=True), []
+    for (part, count), cells in zip(parts.items(), widths[:-1], strict=True):
+        name, colour, letter = names[part]
+        bar.append(("█" if coloured else letter) * cells, colour)
+        if count > 0:
+            legend.append(Text.assemble(("■" if coloured else letter, colour), f" {name} {size(count)}", no_wrap=True))
+    if capacity_known:
+        bar.append("░" * widths[-1], "bright_black")
+        legend.append(Text(f"░ free {size(free)}", "bright_black", no_wrap=True))
+    return Group(bar, Columns(legend, padding=(0, 2)))
 
 
 def _totals(total: float, peak: float | None, flat: Mapping[str, Any]) -> str:
     capacity = flat.get("capacity_bytes")
     words = [f"predicted {size(total)}"]
     if peak:
-        words.append(f"measured {size(peak)} ({(peak - total) / total:+.1%} against the prediction)")
+        words.append(f"measured {size(peak)}, {abs(peak - total) / total:.1%} {'above' if peak > total else 'below'}")
     if capacity:
         words.append(f"device {size(capacity)}")
     if flat.get("activation_checkpointing") is not None:
@@ -253,6 +264,7 @@ class LiveMetrics:
         self.console, self.total_steps = console, total_steps
         self.capacity_bytes, self.every_seconds = capacity_bytes, every_seconds
         self._seconds: deque[float] = deque(maxlen=20)
+        self._first_evaluation: Mapping[str, Any] | None = None
         self._printed_at = -math.inf
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -270,7 +282,8 @@ class LiveMetrics:
     def update(self, record: Mapping[str, Any]) -> None:
         """Show one record of metrics.jsonl, of kind train or eval; other kinds are ignored."""
         if record["kind"] == "eval":
-            self.console.print(evaluation_line(record))
+            self.console.print(evaluation_line(record, self._first_evaluation))
+            self._first_evaluation = self._first_evaluation or record
         elif record["kind"] == "train":
             self._seconds.append(record["step_seconds"])
             if self._live:
@@ -305,15 +318,16 @@ class LiveMetrics:
         return " · ".join(numbers)
 
     def _eta(self, record: Mapping[str, Any]) -> str:
-        """Time left at the mean pace of the last steps; evaluations and saves come on top."""
-        return duration((self.total_steps - record["step"]) * sum(self._seconds) / len(self._seconds))
+        """Time left at the median pace of the last steps; evaluations and saves come on top."""
+        return duration((self.total_steps - record["step"]) * statistics.median(self._seconds))
 
 
-def evaluation_line(record: Mapping[str, Any]) -> Text:
-    """One evaluation: step, held-out loss, perplexity and time."""
+def evaluation_line(record: Mapping[str, Any], first: Mapping[str, Any] | None = None) -> Text:
+    """One evaluation: step, held-out loss (and the first one's), perplexity and time."""
+    was = f" (from {first['loss']:.4f} at step {first['step']})" if first else ""
     return Text.assemble(
         ("eval ", "bold cyan"),
-        f"step {record['step']} · loss {record['loss']:.4f} · perplexity {record['perplexity']:.2f}"
+        f"step {record['step']} · loss {record['loss']:.4f}{was} · perplexity {record['perplexity']:.2f}"
         f" · {duration(record.get('seconds'))}",
     )
 
@@ -327,36 +341,53 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | No
         config: the run's configuration, to name exact values.
     """
     flat = as_plan(plan)
-    growing = {name: flat.get(name) or 0 for name in MEMORY_PARTS if name != "runtime"}
-    largest = max(growing, key=lambda name: growing[name])
-    total, capacity = flat.get("total") or sum(growing.values()), flat.get("capacity_bytes")
+    parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS if name != "runtime"}
+    total, capacity = flat.get("total") or sum(parts.values()), flat.get("capacity_bytes")
+    largest = max(parts, key=lambda name: parts[name])
+    # Weights already in 4 bits shrink no further, unless they alone fill the device: look at what else can.
+    if (
+        largest == "weights"
+        and config is not None
+        and config.load_in_4bit
+        and parts["weights"] < 0.9 * (capacity or math.inf)
+    ):
+        largest = max((name for name in parts if name != "weights"), key=lambda name: parts[name])
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMG]i?B|\d+ bytes)", str(error))
     what = f"out of memory while asking for {asked[1]}" if asked else "out of memory"
     room = f" of the {size(capacity)} there are" if capacity else ""
+    if capacity and total < 0.8 * capacity:
+        room += ", so something else may hold memory on this device"
     return (
-        f"{what}. The plan was {size(total)}{room}; its largest part is "
-        f"{MEMORY_PARTS[largest][0]} with {size(growing[largest])} ({growing[largest] / max(total, 1):.0%}).\n"
+        f"{what}. The plan was {size(total)}{room}; the largest part that can shrink is "
+        f"{MEMORY_PARTS[largest].name} with {size(parts[largest])} ({parts[largest] / max(total, 1):.0%}).\n"
         f"  change: {_key_to_change(largest, flat, config)}"
     )
 
 
 def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunConfig | None) -> str:
     """The key that shrinks `largest` most at the least cost, and what it costs."""
-    if largest == "weights" and (config is None or not config.load_in_4bit):
-        return "load_in_4bit: true (stores the frozen weights in a quarter of the space)"
-    if largest in ("adapters", "gradients", "optimizer"):
-        if config is not None and not config.use_peft:
-            return "use_peft: true (trains an adapter in place of every weight)"
-        rank = f"r: {max(config.r // 2, 1)}" if config else "r: half of what it is"
-        return f"{rank} (adapters, their gradients and optimizer state shrink with the rank)"
+    if largest in ("weights", "adapters", "gradients", "optimizer"):
+        return _key_of_state(largest, config)
     if largest == "activations" and not flat.get("activation_checkpointing"):
         return "activation_checkpointing: true (recomputes activations in backward; steps take about a third longer)"
-    if config is not None and config.per_device_train_batch_size == 1:
-        return f"max_length: {config.max_length // 2} (one row per step is already the smallest batch)"
     if config is None:
         return "per_device_train_batch_size: half of it, with gradient_accumulation_steps doubled (same result)"
     rows, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    if rows == 1:
+        return f"max_length: {config.max_length // 2} (one row per step is already the smallest batch)"
     return (
         f"per_device_train_batch_size: {rows // 2} with gradient_accumulation_steps: "
         f"{math.ceil(rows * accumulated / (rows // 2))} (the same batch in smaller pieces)"
     )
+
+
+def _key_of_state(largest: str, config: RunConfig | None) -> str:
+    """The key for what stays in memory between steps: weights, adapters, their gradients and optimizer state."""
+    if config is not None and not config.use_peft:
+        return "use_peft: true with load_in_4bit: true (trains an adapter in place of every weight)"
+    if largest == "weights" and config is not None and config.load_in_4bit:
+        return "model_name_or_path: a smaller model (these weights fill the device in 4 bits already)"
+    if largest == "weights":
+        return "load_in_4bit: true (stores the frozen weights in a quarter of the space)"
+    rank = f"r: {max(config.r // 2, 1)}" if config else "r: half of what it is"
+    return f"{rank} (adapters, their gradients and optimizer state shrink with the rank)"

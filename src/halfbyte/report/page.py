@@ -108,16 +108,17 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
             f"{split['tokens']:,} tokens",
             f"{split['documents']:,} documents, {share:.1%} trained on",
         )
-    if run.config:
-        rate = f"learning rate {run.config.get('learning_rate', 0):.3g}"
-        yield "Method", method(run.config), rate
+    if run.config.get("use_peft", True) and "r" in run.config:
+        what, base = f"rank {run.config['r']}", "4-bit" if run.config.get("load_in_4bit", True) else "16-bit"
+        yield "Adapter", what, f"{base} base, learning rate {run.config['learning_rate']:g}"
 
 
 def _memory_remark(run: Run) -> str:
     predicted = as_plan(run.memory or {}).get("total")
     if not predicted or run.peak_bytes is None:
         return ""
-    return f"predicted {size(predicted)}, {(run.peak_bytes - predicted) / predicted:+.1%} off"
+    off = (run.peak_bytes - predicted) / predicted
+    return f"{abs(off):.1%} {'above' if off > 0 else 'below'} the predicted {size(predicted)}"
 
 
 def _version(run: Run) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 INK, GRID, FIRST, SECOND = "#000001", "#000002", "#000003", "#000004"
 VARIABLES = {INK: "var(--muted)", GRID: "var(--line)", FIRST: "var(--series-1)", SECOND: "var(--series-2)"}
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 8,
     "text.color": INK,
@@ -121,21 +121,22 @@ def lengths(histogram: dict[str, Any], max_length: int | None) -> str:
             )
         _legend_above(axes)
         _count_axis(axes)
+        axes.locator_params(axis="x", nbins=7)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
     return _svg("lengths", "Histogram of document lengths", draw, "tokens per document")
 
 
-def smooth(values: Sequence[float], span: int = 20) -> list[float]:
-    """Running mean with exponentially fading weights, unbiased at the start; gaps (NaN) are carried over.
+def smooth(values: Sequence[float]) -> list[float]:
+    """Centred running mean over a tenth of `values`, narrower at both ends so that it neither lags nor leans.
 
-    Weights are those of Adam's moments (Kingma & Ba 2015, section 3): m_t = β m_{t-1} + (1-β) x_t, over 1 - β^t.
+    NaN and infinite values are left out; a window of nothing else is NaN.
     """
-    decay, mean, weight, smoothed = 1 - 2 / (span + 1), 0.0, 0.0, []
-    for value in values:
-        if math.isfinite(value):
-            mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
-        smoothed.append(mean / weight if weight else math.nan)
+    reach, smoothed = max(2, len(values) // 20), []
+    for index in range(len(values)):
+        half = min(reach, index, len(values) - 1 - index)
+        window = [value for value in values[index - half : index + half + 1] if math.isfinite(value)]
+        smoothed.append(statistics.fmean(window) if window else math.nan)
     return smoothed
 
 

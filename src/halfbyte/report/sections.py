@@ -73,17 +73,19 @@ def training(run: Run) -> str:
         drawn.append(("Gradient norm", plots.curve(run.train, "grad_norm", "Gradient norm")))
     drawn.append(("Tokens per second", plots.throughput(run.train)))
     drawn.append(("Step time", plots.step_times(run.train)))
-    return figures(*drawn) + evaluations(run)
+    if run.evals:
+        return figures(*drawn, ("Evaluations", evaluations(run)))
+    return figures(*drawn) + missing(
+        "Nothing was held out, so there is no evaluation (set eval_split_size or eval_dataset)."
+    )
 
 
 def evaluations(run: Run) -> str:
-    if not run.evals:
-        return missing("Nothing was held out, so there is no evaluation (set eval_split_size or eval_dataset).")
     rows = (
         (f"step {text(record['step'])}", f"{record['loss']:.4f}", f"{record['perplexity']:.2f}", text(record["tokens"]))
         for record in run.evals
     )
-    return table(("Evaluation", "loss", "perplexity", "tokens"), rows)
+    return table(("after", "loss", "perplexity", "tokens"), rows)
 
 
 def memory(run: Run) -> str:
@@ -94,7 +96,7 @@ def memory(run: Run) -> str:
     predicted = {name: plan.get(name) or 0 for name in MEMORY_PARTS}
     measured = measured_parts(run.memory.get("measured") or {})
     scale = max(sum(predicted.values()), sum(measured.values()), 1)
-    names = {part: name for part, (name, _) in (MEMORY_PARTS | MEASURED_PARTS).items()}
+    names = {part: shown.name for part, shown in (MEMORY_PARTS | MEASURED_PARTS).items()}
     html = bar("predicted", predicted, names, scale)
     if run.memory.get("measured"):
         html += bar("measured", measured, names, scale)
@@ -154,9 +156,18 @@ def data(run: Run) -> str:
         if eos is None
         else f' <span class="{"good" if eos else "bad"}">EOS {"trained ✓" if eos else "not trained ✗"}</span>'
     )
-    template = run.data.get("template")
-    how = f"Masks: {text(run.data.get('mask'))}." + (f" Chat template: {text(template)}." if template else "")
-    return f"{sources}<div class='beside'>{counts}{figures(*drawn)}</div><p class='note'>{how}{verdict}</p>"
+    beside = f'<div class="beside">{counts}{figures(*drawn)}</div>'
+    note = f'<p class="note">Masks: {text(run.data.get("mask"))}.{verdict}</p>'
+    return sources + beside + note + _template(run.data.get("template"))
+
+
+def _template(template: str | None) -> str:
+    """The chat template: its name, or its source folded away."""
+    if not template:
+        return ""
+    if "\n" not in template and "{" not in template:
+        return f'<p class="note">Chat template: {text(template)}</p>'
+    return f"<details><summary>Chat template</summary><pre>{text(template)}</pre></details>"
 
 
 def _split_rows(splits: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -255,7 +266,7 @@ def environment(run: Run) -> str:
     halfbyte = known.get("halfbyte") or {}
     commit = f" ({text(halfbyte['commit'])})" if halfbyte.get("commit") else ""
     rows = [("halfbyte", f"{text(halfbyte.get('version'))}{commit}")]
-    rows += [("GPU", f"{text(gpu.get('name'))}, {size(gpu.get('memory_bytes'))}") for gpu in known.get("gpus") or []]
+    rows += [("GPU", _gpu(gpu)) for gpu in known.get("gpus") or []]
     cpu_words = (text(cpu.get("model")), f"{text(cpu.get('threads'))} threads", size(cpu.get("memory_bytes")))
     rows.append(("CPU", ", ".join(cpu_words)))
     rows.append(("instruction sets", text(cpu.get("instruction_sets"))))
@@ -269,6 +280,12 @@ def environment(run: Run) -> str:
     return html + (
         f"<h3>Notices</h3><ul class='plain'>{notices}</ul>" if notices else "<p class='note'>No notices.</p>"
     )
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    words = [text(gpu.get("name")), size(gpu.get("memory_bytes"))]
+    words += [f"{name} {text(gpu[name])}" for name in ("capability", "driver") if gpu.get(name)]
+    return ", ".join(words)
 
 
 def configuration(run: Run) -> str:

@@ -67,6 +67,7 @@ footer { margin-top: 60px; color: var(--muted); font-size: 13px; }
 .beside .scroll { margin: 0; }
 figure { margin: 0; padding: 14px 14px 8px; }
 figcaption { margin: 0 0 4px; font-size: 14px; font-weight: 600; }
+figure .scroll { margin: 0 0 6px; max-height: 240px; overflow-y: auto; }
 svg { display: block; width: 100%; height: auto; }
 
 .scroll { overflow-x: auto; margin: 16px 0; }
@@ -76,8 +77,8 @@ th, td {
   overflow-wrap: anywhere;
 }
 th { font-weight: 500; }
-thead th { color: var(--muted); white-space: nowrap; }
-tbody th { min-width: 9em; }
+thead th { color: var(--muted); vertical-align: bottom; }
+tbody th { min-width: 6em; }
 td b { font-weight: 600; }
 
 .bar { margin: 0 0 24px; }
