@@ -79,8 +79,8 @@ def tiles(run: Run) -> str:
 def headline(run: Run) -> Iterator[tuple[str, str, str]]:
     """Name, figure and remark of each headline figure."""
     if run.final_loss is not None:
-        steps = len(run.last_steps)
-        yield "Final training loss", f"{run.final_loss:.4f}", f"mean of the last {steps} step{'s' * (steps > 1)}"
+        since = run.last_steps[0]["step"]
+        yield "Final training loss", f"{run.final_loss:.4f}", f"mean from step {since:,} to {run.train[-1]['step']:,}"
     if run.evals:
         before, after = run.evals[0], run.evals[-1]
         was = (

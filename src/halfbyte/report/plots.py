@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,15 +51,10 @@ STYLE: dict[Any, Any] = {
 
 
 def loss(train: list[Record], evals: list[Record]) -> str:
-    """Training loss, faint where it is noisy with its running mean over it, and the held-out loss."""
+    """Training and held-out loss by step."""
 
     def draw(axes: Axes) -> None:
-        steps, values = _series(train, "loss")
-        if len(values) > 30:
-            axes.plot(steps, values, color=FIRST, alpha=0.3, linewidth=0.8)
-            axes.plot(steps, smooth(values), color=FIRST, label="training (running mean)")
-        elif values:
-            axes.plot(steps, values, color=FIRST, marker=_marker(values), markersize=3, label="training")
+        _noisy(axes, *_series(train, "loss"), name="training")
         if evals:
             axes.plot(*_series(evals, "loss"), color=SECOND, marker="o", markersize=3.5, label="held out")
         _legend_above(axes)
@@ -67,15 +62,25 @@ def loss(train: list[Record], evals: list[Record]) -> str:
     return _svg("loss", "Training and held-out loss by step", draw, "step")
 
 
-def curve(records: list[Record], key: str, name: str) -> str:
-    """`records[key]` by step."""
+def gradient_norm(records: list[Record]) -> str:
+    """Gradient norm before clipping, by step."""
 
     def draw(axes: Axes) -> None:
-        steps, values = _series(records, key)
-        axes.plot(steps, values, color=FIRST, linewidth=1.1, marker=_marker(values), markersize=3)
+        _noisy(axes, *_series(records, "grad_norm"))
         axes.set_ylim(bottom=0)
 
-    return _svg(key, f"{name} by step", draw, "step")
+    return _svg("grad-norm", "Gradient norm by step", draw, "step")
+
+
+def learning_rate(records: list[Record]) -> str:
+    """Learning rate by step."""
+
+    def draw(axes: Axes) -> None:
+        steps, values = _series(records, "learning_rate")
+        axes.plot(steps, values, color=FIRST, marker=_marker(values), markersize=3)
+        axes.set_ylim(bottom=0)
+
+    return _svg("learning-rate", "Learning rate by step", draw, "step")
 
 
 def throughput(records: list[Record]) -> str:
@@ -84,7 +89,7 @@ def throughput(records: list[Record]) -> str:
     def draw(axes: Axes) -> None:
         steps, values = _series(records, "tokens_per_second")
         middle = statistics.median(values)
-        axes.plot(steps, values, color=FIRST, linewidth=1.1, marker=_marker(values), markersize=3)
+        _noisy(axes, steps, values)
         axes.axhline(middle, color=SECOND, linewidth=1, linestyle=(0, (4, 3)), label=f"median {middle:,.0f}")
         axes.set_ylim(0, max(values) * 1.1 or 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -128,21 +133,34 @@ def lengths(histogram: dict[str, Any], max_length: int | None) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred running mean over a tenth of `values`, narrower at both ends so that it neither lags nor leans.
+    """Centred running mean over a tenth of `values`; it narrows towards both ends so that it hardly lags there.
 
     NaN and infinite values are left out; a window of nothing else is NaN.
     """
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    sums = [0.0, *accumulate(finite)]
+    counts = [0, *accumulate(math.isfinite(value) for value in values)]
     reach, smoothed = max(2, len(values) // 20), []
     for index in range(len(values)):
-        half = min(reach, index, len(values) - 1 - index)
-        window = [value for value in values[index - half : index + half + 1] if math.isfinite(value)]
-        smoothed.append(statistics.fmean(window) if window else math.nan)
+        half = max(min(reach, index, len(values) - 1 - index), reach // 4)
+        first, last = max(index - half, 0), min(index + half + 1, len(values))
+        count = counts[last] - counts[first]
+        smoothed.append((sums[last] - sums[first]) / count if count else math.nan)
     return smoothed
 
 
 def _series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
     pairs = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _noisy(axes: Axes, steps: list[int], values: list[float], name: str = "") -> None:
+    """A line; with many points it is faint and its running mean lies over it."""
+    if len(values) > 30:
+        axes.plot(steps, values, color=FIRST, alpha=0.3, linewidth=0.8)
+        axes.plot(steps, smooth(values), color=FIRST, label=name and f"{name} (running mean)")
+    else:
+        axes.plot(steps, values, color=FIRST, marker=_marker(values), markersize=3, label=name)
 
 
 def _marker(values: Sequence[float]) -> str:
@@ -175,6 +193,7 @@ def _svg(name: str, title: str, draw: Any, x_label: str) -> str:
         axes.set_xlabel(x_label)
         if x_label == "step":
             axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
         draw(axes)
         buffer = io.StringIO()

@@ -56,9 +56,10 @@ class Run:
 
     @property
     def throughput(self) -> float | None:
-        """Tokens per second over all recorded steps, evaluations and saves not counted."""
-        seconds = sum(record["step_seconds"] for record in self.train)
-        return sum(record["tokens"] for record in self.train) / seconds if seconds else None
+        """Tokens per second over all recorded steps; evaluations and saves are not in it."""
+        timed = [record for record in self.train if record["tokens_per_second"]]
+        seconds = sum(record["tokens"] / record["tokens_per_second"] for record in timed)
+        return sum(record["tokens"] for record in timed) / seconds if seconds else None
 
     @property
     def step_seconds(self) -> float | None:

@@ -53,9 +53,14 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     titles = "".join(f'<th scope="col">{title}</th>' for title in head)
     lines = []
     for first, *rest in rows:
-        lines.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in rest)}</tr>')
+        lines.append(f'<tr><th scope="row">{first}</th>{"".join(map(_cell, rest))}</tr>')
     header = f"<thead><tr>{titles}</tr></thead>" if titles else ""
     return f'<div class="scroll"><table>{header}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _cell(html: str) -> str:
+    """A cell; short ones that start with a digit are numbers and stay on one line."""
+    return f'<td class="number">{html}</td>' if html[:1].isdigit() and len(html) < 24 else f"<td>{html}</td>"
 
 
 def figures(*pairs: tuple[str, str]) -> str:
@@ -68,9 +73,9 @@ def training(run: Run) -> str:
     if not run.train:
         return missing("No training steps were recorded (metrics.jsonl is missing or empty).")
     drawn = [("Loss", plots.loss(run.train, run.evals))]
-    drawn.append(("Learning rate", plots.curve(run.train, "learning_rate", "Learning rate")))
+    drawn.append(("Learning rate", plots.learning_rate(run.train)))
     if any(record.get("grad_norm") is not None for record in run.train):
-        drawn.append(("Gradient norm", plots.curve(run.train, "grad_norm", "Gradient norm")))
+        drawn.append(("Gradient norm", plots.gradient_norm(run.train)))
     drawn.append(("Tokens per second", plots.throughput(run.train)))
     drawn.append(("Step time", plots.step_times(run.train)))
     if run.evals:
@@ -150,15 +155,19 @@ def data(run: Run) -> str:
     histogram = (run.data.get("train") or {}).get("length_histogram")
     if histogram and sum(histogram["counts"]):
         drawn.append(("Document lengths", plots.lengths(histogram, run.config.get("max_length"))))
-    eos = run.data.get("eos_trained")
-    verdict = (
-        ""
-        if eos is None
-        else f' <span class="{"good" if eos else "bad"}">EOS {"trained ✓" if eos else "not trained ✗"}</span>'
-    )
     beside = f'<div class="beside">{counts}{figures(*drawn)}</div>'
-    note = f'<p class="note">Masks: {text(run.data.get("mask"))}.{verdict}</p>'
+    note = f'<p class="note">Masks: {text(run.data.get("mask"))}.{_ending(run.data)}</p>'
     return sources + beside + note + _template(run.data.get("template"))
+
+
+def _ending(report: Mapping[str, Any]) -> str:
+    """Whether the model learns to stop, and by which tokens."""
+    if report.get("eos_trained") is None:
+        return ""
+    if not report["eos_trained"]:
+        return ' <span class="bad">EOS not trained ✗</span>'
+    tokens = "".join(f" <code>{text(token)}</code>" for token in report.get("stop_tokens") or [])
+    return f' <span class="good">EOS trained ✓</span>{tokens}'
 
 
 def _template(template: str | None) -> str:

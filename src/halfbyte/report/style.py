@@ -80,6 +80,7 @@ th { font-weight: 500; }
 thead th { color: var(--muted); vertical-align: bottom; }
 tbody th { min-width: 6em; }
 td b { font-weight: 600; }
+td.number { white-space: nowrap; }
 
 .bar { margin: 0 0 24px; }
 .bar p { display: flex; justify-content: space-between; margin: 0 0 6px; font-size: 14px; }
