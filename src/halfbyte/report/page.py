@@ -59,7 +59,7 @@ def header(run: Run) -> str:
     datasets = [dataset] if isinstance(dataset, str) else dataset
     names = ", ".join(Path(str(each)).name for each in datasets)
     started = run.moment("started")
-    when = f" · {started:%-d %B %Y, %H:%M}" if started else ""
+    when = f" · {started.day} {started:%B %Y, %H:%M %Z}" if started else ""
     how = f"{method(run.config)} on {names}" if run.config else "a run without config.resolved.yaml"
     return (
         f'<header><p class="eyebrow">halfbyte run{when}</p><h1>{text(Path(run.model).name)}</h1>'
