@@ -1,0 +1,129 @@
+"""The model card: README.md for whoever gets the adapter, in the layout the Hugging Face hub reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..files import write_text
+from ..terminal import duration, method, size
+from .run import Run, read_run
+
+HYPERPARAMETERS = (
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "adapter_dtype", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "optim", "weight_decay", "max_grad_norm", "max_length", "packing", "seed",
+)  # fmt: skip
+ADAPTER_KEYS = HYPERPARAMETERS[:7]
+
+
+def write_card(run_dir: Path | str) -> Path:
+    """Read the files of a run directory and write README.md, a model card, into it.
+
+    Returns:
+        The path of README.md.
+
+    Raises:
+        TrainingError: README.md cannot be written.
+    """
+    run = read_run(run_dir)
+    return write_text(run.path / "README.md", card(run))
+
+
+def card(run: Run) -> str:
+    """The whole card as Markdown with its YAML header."""
+    whole = not run.config.get("use_peft", True)
+    what = "Fine-tuned weights" if whole else "A LoRA adapter"
+    parts = [
+        f"---\n{yaml.safe_dump(_hub_header(run, whole), sort_keys=False)}---",
+        f"# {_plain(Path(run.model).name)}, fine-tuned with halfbyte",
+        f"{what} for `{_code(run.model)}`, trained by {method(run.config)}.",
+        f"## Use\n\n```python\n{_usage(run, whole)}\n```",
+        f"## Results\n\n{_table(_results(run))}",
+        f"## Data\n\n{_table(_data(run))}",
+        f"## Hyperparameters\n\n{_table(_hyperparameters(run, whole))}",
+        "Every key is in `config.resolved.yaml`, every number in `metrics.jsonl`, and plots are in `report.html`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _hub_header(run: Run, whole: bool) -> dict[str, Any]:
+    header: dict[str, Any] = {"library_name": "transformers" if whole else "peft"}
+    # The hub checks that base_model exists there, so a local folder is not named.
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", run.model) and not Path(run.model).exists():
+        header["base_model"] = run.model
+    header["tags"] = ["halfbyte", *([] if whole else ["lora"]), "sft"]
+    if not whole and run.config.get("load_in_4bit", True):
+        header["tags"].append("qlora")
+    header["pipeline_tag"] = "text-generation"
+    return header
+
+
+def _usage(run: Run, whole: bool) -> str:
+    """Five lines with nothing but transformers and PEFT."""
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    folder = "model" if whole else "adapter"
+    tokenizer = folder if (run.path / folder / "tokenizer_config.json").exists() else run.model
+    if whole:
+        lines.append('model = AutoModelForCausalLM.from_pretrained("model", dtype="auto")')
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})")
+        return "\n".join(lines)
+    revision = run.config.get("model_revision", "main")
+    pinned = "" if revision == "main" else f", revision={revision!r}"
+    lines.insert(0, "from peft import PeftModel")
+    lines.append(f'base = AutoModelForCausalLM.from_pretrained({run.model!r}, dtype="auto"{pinned})')
+    lines.append('model = PeftModel.from_pretrained(base, "adapter")')
+    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})")
+    return "\n".join(lines)
+
+
+def _results(run: Run) -> dict[str, str]:
+    results = {}
+    if run.final_loss is not None:
+        results["final training loss"] = f"{run.final_loss:.4f}"
+    if len(run.evals) > 1:
+        results["held-out loss before"] = f"{run.evals[0]['loss']:.4f} (step {run.evals[0]['step']})"
+    if run.evals:
+        results["held-out loss"] = f"{run.evals[-1]['loss']:.4f} (step {run.evals[-1]['step']})"
+        results["held-out perplexity"] = f"{run.evals[-1]['perplexity']:.2f}"
+    if run.throughput:
+        results["tokens per second"] = f"{run.throughput:,.0f}"
+    if run.peak_bytes:
+        results["peak memory"] = size(run.peak_bytes)
+    if run.wall_seconds is not None:
+        results["wall time"] = duration(run.wall_seconds)
+    return results
+
+
+def _data(run: Run) -> dict[str, str]:
+    report = run.data or {}
+    facts = {source["path"]: f"{source['rows']:,} rows, {source['format']}" for source in report.get("sources") or []}
+    for name in ("train", "eval"):
+        if split := report.get(name):
+            facts[f"{name} tokens"] = f"{split['tokens']:,}, {split['trained_tokens']:,} of them trained on"
+    return facts
+
+
+def _hyperparameters(run: Run, whole: bool) -> dict[str, str]:
+    keys = [key for key in HYPERPARAMETERS if key in run.config and not (whole and key in ADAPTER_KEYS)]
+    return {key: str(run.config[key]) for key in keys}
+
+
+def _table(facts: dict[str, str]) -> str:
+    if not facts:
+        return "Not recorded."
+    rows = (f"| {_plain(name)} | {_plain(value)} |" for name, value in facts.items())
+    return "\n".join(("| | |", "|---|---|", *rows))
+
+
+def _plain(words: str) -> str:
+    """`words` as Markdown text: characters that would start markup are escaped, line breaks become spaces."""
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(words.split()))
+
+
+def _code(words: str) -> str:
+    """`words` inside a code span."""
+    return " ".join(words.replace("`", "'").split())

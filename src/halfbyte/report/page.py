@@ -1,0 +1,125 @@
+"""report.html: the headline figures and the sections in one self-contained page.
+
+Nothing is loaded from anywhere and no script runs; the page's own content security policy says so to the browser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..files import write_text
+from ..terminal import as_plan, duration, method, size
+from .run import Run, read_run
+from .sections import sections, text
+from .style import CSS
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Read the files of a run directory and write report.html into it.
+
+    Args:
+        run_dir: a run's output_dir. Any of its files may be missing; the section that needs it then says so.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        TrainingError: report.html cannot be written.
+    """
+    run = read_run(run_dir)
+    return write_text(run.path / "report.html", page(run))
+
+
+def page(run: Run) -> str:
+    """The whole report as HTML."""
+    parts = sections(run)
+    links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title, _ in parts)
+    body = "".join(f'<section id="{anchor}"><h2>{title}</h2>{html}</section>' for anchor, title, html in parts)
+    items = "".join(f"<li>{text(problem)}</li>" for problem in run.problems)
+    problems = f'<ul class="problems">{items}</ul>' if items else ""
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{text(run.model)} · halfbyte</title><style>{CSS}</style></head><body><main>"
+        f"{header(run)}{tiles(run)}"
+        f"{problems}<nav>{links}</nav>{body}"
+        f"<footer>Written by halfbyte {text(_version(run))} from the files in {text(run.path.name)}.</footer>"
+        "</main></body></html>\n"
+    )
+
+
+def header(run: Run) -> str:
+    """Model, method, data and when."""
+    dataset = run.config.get("dataset", "unknown data")
+    datasets = [dataset] if isinstance(dataset, str) else dataset
+    names = ", ".join(Path(str(each)).name for each in datasets)
+    started = run.moment("started")
+    when = f" · {started.day} {started:%B %Y, %H:%M %Z}" if started else ""
+    how = f"{method(run.config)} on {names}" if run.config else "a run without config.resolved.yaml"
+    return (
+        f'<header><p class="eyebrow">halfbyte run{when}</p><h1>{text(Path(run.model).name)}</h1>'
+        f'<p class="lead">{text(how)}</p></header>'
+    )
+
+
+def tiles(run: Run) -> str:
+    """The headline figures that are known."""
+    shown = "".join(
+        f'<div><dt>{name}</dt><dd class="figure">{text(figure)}</dd><dd class="aside">{text(aside)}</dd></div>'
+        for name, figure, aside in headline(run)
+    )
+    return f'<dl class="tiles">{shown}</dl>' if shown else ""
+
+
+def headline(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Name, figure and remark of each headline figure."""
+    if run.final_loss is not None:
+        since = run.last_steps[0]["step"]
+        yield "Final training loss", f"{run.final_loss:.4f}", f"mean from step {since:,} to {run.train[-1]['step']:,}"
+    if run.evals:
+        before, after = run.evals[0], run.evals[-1]
+        was = (
+            f"from {before['loss']:.4f} at step {before['step']}" if len(run.evals) > 1 else f"at step {after['step']}"
+        )
+        yield "Held-out loss", f"{after['loss']:.4f}", was
+        perplexity = [f"{math.exp(record['loss']):.2f}" for record in (before, after)]
+        yield "Held-out perplexity", perplexity[1], f"from {perplexity[0]}" if len(run.evals) > 1 else ""
+    if run.throughput:
+        yield "Throughput", f"{run.throughput:,.0f} tok/s", f"{run.step_seconds:.3g} s per step (median)"
+    if run.peak_bytes:
+        yield "Peak memory", size(run.peak_bytes), _memory_remark(run)
+    if run.wall_seconds is not None:
+        last = run.train[-1] if run.train else None
+        yield (
+            "Wall time",
+            duration(run.wall_seconds),
+            f"{last['step']:,} steps, {last['epoch']:.3g} epochs" if last else "",
+        )
+    split = (run.data or {}).get("train")
+    if split and split.get("tokens"):
+        share = split["trained_tokens"] / split["tokens"]
+        yield (
+            "Training data",
+            f"{split['tokens']:,} tokens",
+            f"{split['documents']:,} documents, {share:.1%} trained on",
+        )
+    if run.config.get("use_peft", True) and "r" in run.config:
+        what, base = f"rank {run.config['r']}", "4-bit" if run.config.get("load_in_4bit", True) else "16-bit"
+        yield "Adapter", what, f"{base} base, learning rate {run.config['learning_rate']:g}"
+
+
+def _memory_remark(run: Run) -> str:
+    predicted = as_plan(run.memory or {}).get("total")
+    if not predicted or run.peak_bytes is None:
+        return ""
+    off = (run.peak_bytes - predicted) / predicted
+    return f"{abs(off):.1%} {'above' if off > 0 else 'below'} the predicted {size(predicted)}"
+
+
+def _version(run: Run) -> str:
+    return str(((run.environment or {}).get("halfbyte") or {}).get("version") or "")

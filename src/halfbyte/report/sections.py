@@ -1,0 +1,311 @@
+"""The sections of the report, each from a Run to HTML. Everything that came from outside passes through `text`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from ..config import RunConfig
+from ..terminal import MEASURED_PARTS, MEMORY_PARTS, as_plan, measured_parts, size
+from . import plots
+from .run import Run
+
+Section = tuple[str, str, str]  # anchor, title, HTML
+
+
+def sections(run: Run) -> list[Section]:
+    """Every section of the report, in reading order."""
+    return [
+        ("training", "Training", training(run)),
+        ("memory", "Memory", memory(run)),
+        ("data", "Data", data(run)),
+        ("masks", "What is trained on", masks(run)),
+        ("answers", "Answers before and after", answers(run)),
+        ("checks", "Merge and checks", checks(run)),
+        ("environment", "Environment", environment(run)),
+        ("configuration", "Configuration", configuration(run)),
+    ]
+
+
+def text(value: Any) -> str:
+    """`value` for people, safe inside HTML text and attributes."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return escape(f"{value:.5g}")
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return escape(", ".join(value)) or "–"
+    return escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def missing(what: str) -> str:
+    return f'<p class="missing">{text(what)}</p>'
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of ready HTML cells; the first column is a row header, the others are numbers or words."""
+    titles = "".join(f'<th scope="col">{title}</th>' for title in head)
+    lines = []
+    for first, *rest in rows:
+        lines.append(f'<tr><th scope="row">{first}</th>{"".join(map(_cell, rest))}</tr>')
+    header = f"<thead><tr>{titles}</tr></thead>" if titles else ""
+    return f'<div class="scroll"><table>{header}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _cell(html: str) -> str:
+    """A cell; short ones that start with a digit are numbers and stay on one line."""
+    return f'<td class="number">{html}</td>' if html[:1].isdigit() and len(html) < 24 else f"<td>{html}</td>"
+
+
+def figures(*pairs: tuple[str, str]) -> str:
+    """Plots with their titles, side by side where there is room."""
+    drawn = (f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in pairs)
+    return f'<div class="figures">{"".join(drawn)}</div>'
+
+
+def training(run: Run) -> str:
+    if not run.train:
+        return missing("No training steps were recorded (metrics.jsonl is missing or empty).")
+    drawn = [("Loss", plots.loss(run.train, run.evals))]
+    drawn.append(("Learning rate", plots.learning_rate(run.train)))
+    if any(record.get("grad_norm") is not None for record in run.train):
+        drawn.append(("Gradient norm", plots.gradient_norm(run.train)))
+    drawn.append(("Tokens per second", plots.throughput(run.train)))
+    drawn.append(("Step time", plots.step_times(run.train)))
+    if run.evals:
+        return figures(*drawn, ("Evaluations", evaluations(run)))
+    return figures(*drawn) + missing(
+        "Nothing was held out, so there is no evaluation (set eval_split_size or eval_dataset)."
+    )
+
+
+def evaluations(run: Run) -> str:
+    rows = (
+        (f"step {text(record['step'])}", f"{record['loss']:.4f}", f"{record['perplexity']:.2f}", text(record["tokens"]))
+        for record in run.evals
+    )
+    return table(("after", "loss", "perplexity", "tokens"), rows)
+
+
+def memory(run: Run) -> str:
+    """Predicted parts over measured ones, to the same scale."""
+    if not run.memory:
+        return missing("No memory.json in this run.")
+    plan = as_plan(run.memory)
+    predicted = {name: plan.get(name) or 0 for name in MEMORY_PARTS}
+    measured = measured_parts(run.memory.get("measured") or {})
+    scale = max(sum(predicted.values()), sum(measured.values()), 1)
+    names = {part: shown.name for part, shown in (MEMORY_PARTS | MEASURED_PARTS).items()}
+    html = bar("predicted", predicted, names, scale)
+    if run.memory.get("measured"):
+        html += bar("measured", measured, names, scale)
+    else:
+        html += missing("Nothing was measured.")
+    words = [f"Device {text(run.memory.get('device'))}"]
+    if plan.get("capacity_bytes"):
+        peak = run.peak_bytes or sum(predicted.values())
+        words[0] += (
+            f" with {size(plan['capacity_bytes'])}, of which {peak / plan['capacity_bytes']:.0%} was in use at the peak"
+        )
+    if plan.get("activation_checkpointing") is not None:
+        state = "on" if plan["activation_checkpointing"] else "off"
+        words.append(f"Activation checkpointing {state}{': ' + text(plan['reason']) if plan.get('reason') else ''}")
+    return html + f"<p class='note'>{'. '.join(words)}.</p>"
+
+
+def bar(title: str, parts: Mapping[str, float], names: Mapping[str, str], scale: float) -> str:
+    """One stacked bar with its legend; widths are shares of `scale` in percent."""
+    present = {part: count for part, count in parts.items() if count > 0}
+    pieces = "".join(
+        f'<i class="{part}" style="width:{count / scale:.4%}" title="{names[part]} {size(count)}"></i>'
+        for part, count in present.items()
+    )
+    legend = "".join(
+        f'<li><i class="{part}"></i>{names[part]} <b>{size(count)}</b></li>' for part, count in present.items()
+    )
+    return (
+        f'<div class="bar"><p><span>{title}</span> <b>{size(sum(parts.values()))}</b></p>'
+        f'<div class="pieces">{pieces}</div><ul class="legend">{legend}</ul></div>'
+    )
+
+
+def data(run: Run) -> str:
+    if not run.data:
+        return missing("No data_report.json in this run.")
+    sources = table(
+        ("Source", "rows", "layout"),
+        (
+            (
+                text(source.get("path")),
+                text(source.get("rows")),
+                f"{text(source.get('format'))}: {text(source.get('why'))}",
+            )
+            for source in run.data.get("sources") or []
+        ),
+    )
+    splits = {name: run.data[key] for key, name in (("train", "training"), ("eval", "held out")) if run.data.get(key)}
+    counts = table(("Split", *splits), _split_rows(splits))
+    drawn = []
+    histogram = (run.data.get("train") or {}).get("length_histogram")
+    if histogram and sum(histogram["counts"]):
+        drawn.append(("Document lengths", plots.lengths(histogram, run.config.get("max_length"))))
+    beside = f'<div class="beside">{counts}{figures(*drawn)}</div>'
+    note = f'<p class="note">Masks: {text(run.data.get("mask"))}.{_ending(run.data)}</p>'
+    return sources + beside + note + _template(run.data.get("template"))
+
+
+def _ending(report: Mapping[str, Any]) -> str:
+    """Whether the model learns to stop, and by which tokens."""
+    if report.get("eos_trained") is None:
+        return ""
+    if not report["eos_trained"]:
+        return ' <span class="bad">EOS not trained ✗</span>'
+    tokens = "".join(f" <code>{text(token)}</code>" for token in report.get("stop_tokens") or [])
+    return f' <span class="good">EOS trained ✓</span>{tokens}'
+
+
+def _template(template: str | None) -> str:
+    """The chat template: its name, or its source folded away."""
+    if not template:
+        return ""
+    if "\n" not in template and "{" not in template:
+        return f'<p class="note">Chat template: {text(template)}</p>'
+    return f"<details><summary>Chat template</summary><pre>{text(template)}</pre></details>"
+
+
+def _split_rows(splits: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """One row per fact, one cell per split."""
+    facts = {
+        "documents": lambda split: text(split.get("documents")),
+        "rows": lambda split: text(split.get("rows")),
+        "tokens": lambda split: text(split.get("tokens")),
+        "trained tokens": lambda split: f"{text(split.get('trained_tokens'))}{_share(split)}",
+        "packing": lambda split: (
+            "–" if split.get("packing_efficiency") is None else f"{split['packing_efficiency']:.1%} full"
+        ),
+        "truncated": lambda split: text(split.get("truncated")),
+        "dropped": lambda split: text(sum((split.get("dropped") or {}).values())),
+    }
+    rows = [[fact, *(value(split) for split in splits.values())] for fact, value in facts.items()]
+    reasons = dict.fromkeys(reason for split in splits.values() for reason in split.get("dropped") or {})
+    for reason in reasons:
+        rows.append(
+            [f"– {text(reason)}", *(text((split.get("dropped") or {}).get(reason, 0)) for split in splits.values())]
+        )
+    return rows
+
+
+def _share(split: Mapping[str, Any]) -> str:
+    return f" ({split['trained_tokens'] / split['tokens']:.1%})" if split.get("tokens") else ""
+
+
+def masks(run: Run) -> str:
+    samples = (run.data or {}).get("samples")
+    if not samples:
+        return missing("No samples were recorded (data_report.json is missing or has none).")
+    key = '<span class="tokens"><b>trained</b> <i>masked</i></span> The first documents, token by token.'
+    return f'<p class="note">{key}</p>' + "".join(f'<pre class="tokens">{_tokens(sample)}</pre>' for sample in samples)
+
+
+def _tokens(sample: Mapping[str, Any]) -> str:
+    """Tokens as <b> (trained) or <i> (masked); line breaks are shown and kept."""
+    html = []
+    for token, trained in zip(sample["tokens"], sample["trained"], strict=False):
+        tag = "b" if trained else "i"
+        html.append(f"<{tag}>{escape(token).replace(chr(10), '↵' + chr(10))}</{tag}>")
+    return "".join(html)
+
+
+def answers(run: Run) -> str:
+    if not run.generations:
+        return missing("No answers were generated (sample_prompts was 0, or the run stopped before).")
+    cards = []
+    for each in run.generations:
+        columns = [("before", each.get("before")), ("after", each.get("after"))]
+        if each.get("reference"):
+            columns.append(("reference", each["reference"]))
+        shown = "".join(
+            f"<div class='{name}'><h4>{name}</h4><pre>{text(answer)}</pre></div>" for name, answer in columns
+        )
+        cards.append(
+            f'<article><h4>prompt</h4><pre>{text(each.get("prompt"))}</pre><div class="columns">{shown}</div></article>'
+        )
+    return "".join(cards)
+
+
+def checks(run: Run) -> str:
+    """How faithful each merge target is, and the self-checks with their numbers."""
+    merge = run.merge or (run.checks or {}).get("merge")
+    html = merge_fidelity(merge) if merge else missing("Not merged yet: halfbyte merge compares the merge targets.")
+    others = {name: values for name, values in (run.checks or {}).items() if name != "merge"}
+    if not others:
+        return html + missing("No self-checks were recorded (checks.json is missing).")
+    rows = []
+    for name, values in others.items():
+        values = values if isinstance(values, dict) else {"result": values}
+        numbers = "<br>".join(f"{text(key.replace('_', ' '))} <b>{text(value)}</b>" for key, value in values.items())
+        rows.append((text(name.replace("_", " ")), numbers))
+    return html + table(("Self-check", "result"), rows)
+
+
+def merge_fidelity(merge: Mapping[str, Any]) -> str:
+    closer = merge.get("closer")
+    rows = [
+        (
+            f"onto the {text(name)} base" + (' <span class="good">closer</span>' if name == closer else ""),
+            text(values.get("kl")),
+            text(values.get("max_logit_difference")),
+        )
+        for name, values in (merge.get("targets") or {}).items()
+    ]
+    return table(("Merge, against the 4-bit base with its adapter", "KL divergence", "largest logit difference"), rows)
+
+
+def environment(run: Run) -> str:
+    if not run.environment:
+        return missing("No environment.json in this run.")
+    known = run.environment
+    cpu, compute, kernels = (known.get(name) or {} for name in ("cpu", "compute_dtype", "kernels"))
+    halfbyte = known.get("halfbyte") or {}
+    commit = f" ({text(halfbyte['commit'])})" if halfbyte.get("commit") else ""
+    rows = [("halfbyte", f"{text(halfbyte.get('version'))}{commit}")]
+    rows += [("GPU", _gpu(gpu)) for gpu in known.get("gpus") or []]
+    cpu_words = (text(cpu.get("model")), f"{text(cpu.get('threads'))} threads", size(cpu.get("memory_bytes")))
+    rows.append(("CPU", ", ".join(cpu_words)))
+    rows.append(("instruction sets", text(cpu.get("instruction_sets"))))
+    rows.append(("computes in", f"{text(compute.get('dtype'))}: {text(compute.get('reason'))}"))
+    rows.append(("kernels", f"{'on' if kernels.get('enabled') else 'off'}: {text(kernels.get('reason'))}"))
+    rows.append(("system", f"{text(known.get('platform'))}, Python {text(known.get('python'))}"))
+    versions = (known.get("versions") or {}).items()
+    rows.append(("versions", ", ".join(f"{text(name)} {text(version)}" for name, version in versions if version)))
+    html = table((), rows)
+    notices = "".join(f"<li>{text(message)}</li>" for message in (known.get("notices") or {}).values())
+    return html + (
+        f"<h3>Notices</h3><ul class='plain'>{notices}</ul>" if notices else "<p class='note'>No notices.</p>"
+    )
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    words = [text(gpu.get("name")), size(gpu.get("memory_bytes"))]
+    words += [f"{name} {text(gpu[name])}" for name in ("capability", "driver") if gpu.get(name)]
+    return ", ".join(words)
+
+
+def configuration(run: Run) -> str:
+    """What was set, then every key as it was resolved."""
+    if not run.config_text:
+        return missing("No config.resolved.yaml in this run.")
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in RunConfig.model_fields.items()}
+    changed = [
+        (f"<code>{text(key)}</code>", text(value if isinstance(value, str) else json.dumps(value)))
+        for key, value in run.config.items()
+        if key not in defaults or value != defaults[key]
+    ]
+    all_keys = f"<details><summary>Every key</summary><pre>{text(run.config_text)}</pre></details>"
+    return table(("Set or chosen", "value"), changed) + all_keys

@@ -1,0 +1,393 @@
+"""What a run shows in the terminal: header, memory bar, data line, live metrics, and advice when memory runs out.
+
+Presentation only: everything here takes plain dicts (the records of environment.json, memory.json, data_report.json
+and metrics.jsonl) and a rich console. Torch is never imported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from .config import RunConfig
+
+
+class Part(NamedTuple):
+    """How a part of memory is shown: its name, its colour, and its letter where there are no colours."""
+
+    name: str
+    colour: str
+    letter: str
+
+
+# The parts of a memory plan in the order they come to life: the process, what loading adds, what training adds.
+MEMORY_PARTS = {
+    "runtime": Part("runtime", "bright_black", "r"),
+    "weights": Part("weights", "blue", "w"),
+    "adapters": Part("adapters", "cyan", "a"),
+    "gradients": Part("gradients", "green", "g"),
+    "optimizer": Part("optimizer", "yellow", "o"),
+    "activations": Part("activations", "magenta", "A"),
+    "logits": Part("logits", "red", "l"),
+}
+MEASURED_PARTS = {
+    "base": Part("process", "bright_black", "p"),
+    "loading": Part("loading", "blue", "L"),
+    "training": Part("training", "magenta", "t"),
+}
+
+
+def size(count: float | None) -> str:
+    """Bytes for people: '6.2 GiB', '512 MiB', '3 KiB'; '–' when unknown."""
+    if count is None:
+        return "–"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= factor:
+            value = count / factor
+            return f"{value:.1f} {unit}" if abs(value) < 100 else f"{value:,.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people: '8.2 s', '3:07 min', '2:03:07 h'; '–' when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+
+
+def method(config: RunConfig | Mapping[str, Any]) -> str:
+    """How the weights are trained, in a few words: '4-bit NF4 + LoRA r=16', 'full fine-tuning'."""
+    keys = config if isinstance(config, Mapping) else config.model_dump()
+    if not keys.get("use_peft", True):
+        return "full fine-tuning"
+    adapter = f"{'DoRA' if keys.get('use_dora') else 'LoRA'} r={keys.get('r', '?')}"
+    if not keys.get("load_in_4bit", True):
+        return f"16-bit + {adapter}"
+    return f"4-bit {str(keys.get('bnb_4bit_quant_type', 'nf4')).upper()} + {adapter}"
+
+
+def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
+    """Say what is about to run, where, and with which choices and why."""
+    halfbyte, cpu = environment["halfbyte"], environment["cpu"]
+    kernels, compute = environment["kernels"], environment["compute_dtype"]
+    commit = f" ({halfbyte['commit']})" if halfbyte["commit"] else ""
+    versions = {"python": environment["python"], **environment["versions"]}
+    datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+    lines = {
+        "model": f"{config.model_name_or_path} · {method(config)}",
+        "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
+        "device": _device_line(environment, cpu),
+        "compute": f"{compute['dtype']}: {compute['reason']}",
+        "kernels": f"{'on' if kernels['enabled'] else 'off'}: {kernels['reason']}",
+        "versions": " · ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "output": config.output_dir,
+    }
+    console.print(Text.assemble(("halfbyte ", "bold"), (f"{halfbyte['version']}{commit}", "bold cyan")))
+    console.print(_facts(lines))
+
+
+def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
+    gpus, device = environment["gpus"], environment["device"] or "cpu"
+    if gpus and not device.startswith("cpu"):
+        kind, _, index = device.partition(":")
+        gpu = gpus[int(index or 0)]
+        facts = [size(gpu["memory_bytes"]), gpu["capability"] and f"capability {gpu['capability']}"]
+        facts.append(gpu["driver"] and f"driver {gpu['driver']}")
+        return f"{gpu['name']} ({kind}) · " + " · ".join(fact for fact in facts if fact)
+    instructions = ", ".join(cpu["instruction_sets"]) or "no vector extensions known"
+    return f"{cpu['model'] or 'CPU'} · {cpu['threads']} threads · {size(cpu['memory_bytes'])} · {instructions}"
+
+
+def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
+    """Names on the left, values on the right, wrapping within their column."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bright_black", no_wrap=True, min_width=8)
+    table.add_column(overflow="fold")
+    for name, value in lines.items():
+        table.add_row(name, Text(value) if isinstance(value, str) else value)
+    return table
+
+
+def bar_widths(values: Sequence[float], width: int) -> list[int]:
+    """Cells for each of `values` in a bar of `width` cells; they add up to `width` exactly.
+
+    Cells are shared by largest remainder; a value above zero gets at least one cell while there are enough.
+    """
+    total = sum(values)
+    if total <= 0:
+        return [0] * len(values)
+    shares = [value / total * width for value in values]
+    cells = [int(share) for share in shares]
+    by_remainder = sorted(range(len(values)), key=lambda index: cells[index] - shares[index])
+    for index in by_remainder[: width - sum(cells)]:
+        cells[index] += 1
+    empty = [index for index, value in enumerate(values) if value > 0 and cells[index] == 0]
+    if sum(value > 0 for value in values) <= width:
+        for index in empty:
+            cells[cells.index(max(cells))] -= 1
+            cells[index] = 1
+    return cells
+
+
+def as_plan(plan: Any) -> dict[str, Any]:
+    """One flat dict from a MemoryPlan, its dict, or the document of memory.json."""
+    flat = asdict(plan) if is_dataclass(plan) and not isinstance(plan, type) else dict(plan)
+    return {**flat, **flat.get("predicted", {})}
+
+
+def measured_parts(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Split the measured peak into what the process, loading and training each brought (bytes, never negative)."""
+    base = measured.get("base_bytes") or 0
+    loaded = max(measured.get("after_load_bytes") or base, base)
+    peak = max(measured.get("peak_bytes") or loaded, loaded)
+    return {"base": base, "loading": loaded - base, "training": peak - loaded}
+
+
+def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None = None) -> None:
+    """One stacked bar of the predicted parts and what stays free; with `measured`, a second bar to the same scale.
+
+    Args:
+        plan: a MemoryPlan, its dict (bytes by part, total), or memory.json; `capacity_bytes` gives the free part.
+        measured: base_bytes, after_load_bytes, peak_bytes.
+    """
+    flat = as_plan(plan)
+    parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
+    total = flat.get("total") or sum(parts.values())
+    shown = measured_parts(measured) if measured else {}
+    scale = max(flat.get("capacity_bytes") or 0, total, sum(shown.values()))
+    known = bool(flat.get("capacity_bytes"))
+    lines: dict[str, RenderableType] = {"memory": _stack(console, parts, MEMORY_PARTS, scale, known)}
+    if measured:
+        lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
+    lines["total"] = _totals(total, sum(shown.values()) or None, flat)
+    console.print(_facts(lines))
+
+
+def _stack(
+    console: Console, parts: Mapping[str, float], names: Mapping[str, Part], scale: float, capacity_known: bool
+) -> Group:
+    """A stacked bar with its legend under it; what `parts` leave of a known capacity is free."""
+    coloured = console.color_system is not None and not console.no_color
+    free = max(scale - sum(parts.values()), 0)
+    widths = bar_widths([*parts.values(), free], max(20, min(console.width - 14, 72)))
+    bar, legend = Text(no_wrap=True), []
+    for (part, count), cells in zip(parts.items(), widths[:-1], strict=True):
+        name, colour, letter = names[part]
+        bar.append(("█" if coloured else letter) * cells, colour)
+        if count > 0:
+            legend.append(Text.assemble(("■" if coloured else letter, colour), f" {name} {size(count)}", no_wrap=True))
+    if capacity_known:
+        bar.append("░" * widths[-1], "bright_black")
+        legend.append(Text(f"░ free {size(free)}", "bright_black", no_wrap=True))
+    return Group(bar, Columns(legend, padding=(0, 2)))
+
+
+def _totals(total: float, peak: float | None, flat: Mapping[str, Any]) -> str:
+    capacity = flat.get("capacity_bytes")
+    words = [f"predicted {size(total)}"]
+    if peak:
+        words.append(f"measured {size(peak)}, {abs(peak - total) / total:.1%} {'above' if peak > total else 'below'}")
+    if capacity:
+        words.append(f"device {size(capacity)}")
+    if flat.get("activation_checkpointing") is not None:
+        because = f": {flat['reason']}" if flat.get("reason") else ""
+        words.append(f"activation checkpointing {'on' if flat['activation_checkpointing'] else 'off'}{because}")
+    return " · ".join(words)
+
+
+def print_data(console: Console, report: Mapping[str, Any]) -> None:
+    """One line per split: rows, documents, dropped, truncated, trained tokens, packing, and whether EOS is trained."""
+    lines: dict[str, Text] = {}
+    for name in ("train", "eval"):
+        if report.get(name):
+            lines["data" if name == "train" else "held out"] = data_line(report[name], report.get("eos_trained"))
+    console.print(_facts(lines))
+
+
+def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
+    """The facts of one split of data_report.json."""
+    tokens, trained = split["tokens"], split["trained_tokens"]
+    dropped = {reason: count for reason, count in split["dropped"].items() if count}
+    words = [f"{split['documents']:,} documents in {split['rows']:,} rows", f"{tokens:,} tokens"]
+    words.append(f"{trained / tokens:.1%} trained" if tokens else "none trained")
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+    words.append(f"{sum(dropped.values()):,} dropped ({reasons})" if dropped else "none dropped")
+    words.append(f"{split['truncated']:,} truncated" if split["truncated"] else "none truncated")
+    if split.get("packing_efficiency") is not None:
+        words.append(f"packing {split['packing_efficiency']:.1%} full")
+    line = Text(" · ".join(words))
+    if eos_trained is not None:
+        line.append(" · ").append("EOS trained ✓" if eos_trained else "EOS NOT trained ✗", _verdict_style(eos_trained))
+    return line
+
+
+def _verdict_style(good: bool) -> str:
+    return "green" if good else "bold red"
+
+
+class LiveMetrics:
+    """A live display of a run, fed with the records of metrics.jsonl.
+
+    On a terminal it is a progress bar with the newest numbers under it, redrawn in place; evaluations stay as lines
+    above. Elsewhere (a log file, CI) it prints plain lines: the first and last step, every evaluation, and in between
+    one every `every_seconds`.
+
+    Args:
+        console: where to show it.
+        total_steps: optimizer steps of the whole run.
+        capacity_bytes: memory of the device, shown beside the peak.
+        every_seconds: shortest time between plain lines, by the records' own clock.
+    """
+
+    def __init__(
+        self, console: Console, total_steps: int, *, capacity_bytes: int | None = None, every_seconds: float = 10.0
+    ):
+        self.console, self.total_steps = console, total_steps
+        self.capacity_bytes, self.every_seconds = capacity_bytes, every_seconds
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._first_evaluation: Mapping[str, Any] | None = None
+        self._printed_at = -math.inf
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> LiveMetrics:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show one record of metrics.jsonl, of kind train or eval; other kinds are ignored."""
+        if record["kind"] == "eval":
+            self.console.print(evaluation_line(record, self._first_evaluation))
+            self._first_evaluation = self._first_evaluation or record
+        elif record["kind"] == "train":
+            self._seconds.append(record["step_seconds"])
+            if self._live:
+                self._live.update(self._display(record), refresh=True)
+            else:
+                self._print_plain(record)
+
+    def _print_plain(self, record: Mapping[str, Any]) -> None:
+        now = record.get("time", time.time())
+        if record["step"] >= self.total_steps or now - self._printed_at >= self.every_seconds:
+            self._printed_at = now
+            line = f"step {record['step']}/{self.total_steps} · {self._numbers(record)} · ETA {self._eta(record)}"
+            self.console.print(Text(line), soft_wrap=True)
+
+    def _display(self, record: Mapping[str, Any]) -> Group:
+        progress = Table.grid(padding=(0, 2))
+        progress.add_row(
+            ProgressBar(total=self.total_steps, completed=record["step"], width=32),
+            f"step {record['step']}/{self.total_steps} · epoch {record['epoch']:.2f} · ETA {self._eta(record)}",
+        )
+        return Group(progress, Text(self._numbers(record)))
+
+    def _numbers(self, record: Mapping[str, Any]) -> str:
+        capacity = f" of {size(self.capacity_bytes)}" if self.capacity_bytes else ""
+        numbers = [f"loss {record['loss']:.4f}"]
+        if record.get("grad_norm") is not None:
+            numbers.append(f"grad-norm {record['grad_norm']:.3g}")
+        numbers.append(f"lr {record['learning_rate']:.2e}")
+        numbers.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        if record.get("memory_bytes"):
+            numbers.append(f"memory {size(record['memory_bytes'])}{capacity}")
+        return " · ".join(numbers)
+
+    def _eta(self, record: Mapping[str, Any]) -> str:
+        """Time left at the median pace of the last steps; evaluations and saves come on top."""
+        return duration((self.total_steps - record["step"]) * statistics.median(self._seconds))
+
+
+def evaluation_line(record: Mapping[str, Any], first: Mapping[str, Any] | None = None) -> Text:
+    """One evaluation: step, held-out loss (and the first one's), perplexity and time."""
+    was = f" (from {first['loss']:.4f} at step {first['step']})" if first else ""
+    return Text.assemble(
+        ("eval ", "bold cyan"),
+        f"step {record['step']} · loss {record['loss']:.4f}{was} · perplexity {record['perplexity']:.2f}"
+        f" · {duration(record.get('seconds'))}",
+    )
+
+
+def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | None = None) -> str:
+    """Say what asked for the memory that was not there, which planned part is largest, and the one key to change.
+
+    Args:
+        plan: a MemoryPlan, its dict, or memory.json.
+        error: torch's out-of-memory error (its message tells the size asked for).
+        config: the run's configuration, to name exact values.
+    """
+    flat = as_plan(plan)
+    parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS if name != "runtime"}
+    total, capacity = flat.get("total") or sum(parts.values()), flat.get("capacity_bytes")
+    largest = max(parts, key=lambda name: parts[name])
+    # Weights already in 4 bits shrink no further, unless they alone fill the device: look at what else can.
+    if (
+        largest == "weights"
+        and config is not None
+        and config.load_in_4bit
+        and parts["weights"] < 0.9 * (capacity or math.inf)
+    ):
+        largest = max((name for name in parts if name != "weights"), key=lambda name: parts[name])
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMG]i?B|\d+ bytes)", str(error))
+    what = f"out of memory while asking for {asked[1]}" if asked else "out of memory"
+    room = f" of the {size(capacity)} there are" if capacity else ""
+    if capacity and total < 0.8 * capacity:
+        room += ", so something else may hold memory on this device"
+    return (
+        f"{what}. The plan was {size(total)}{room}; the largest part that can shrink is "
+        f"{MEMORY_PARTS[largest].name} with {size(parts[largest])} ({parts[largest] / max(total, 1):.0%}).\n"
+        f"  change: {_key_to_change(largest, flat, config)}"
+    )
+
+
+def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunConfig | None) -> str:
+    """The key that shrinks `largest` most at the least cost, and what it costs."""
+    if largest in ("weights", "adapters", "gradients", "optimizer"):
+        return _key_of_state(largest, config)
+    if largest == "activations" and not flat.get("activation_checkpointing"):
+        return "activation_checkpointing: true (recomputes activations in backward; steps take about a third longer)"
+    if config is None:
+        return "per_device_train_batch_size: half of it, with gradient_accumulation_steps doubled (same result)"
+    rows, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    if rows == 1:
+        return f"max_length: {config.max_length // 2} (one row per step is already the smallest batch)"
+    return (
+        f"per_device_train_batch_size: {rows // 2} with gradient_accumulation_steps: "
+        f"{math.ceil(rows * accumulated / (rows // 2))} (the same batch in smaller pieces)"
+    )
+
+
+def _key_of_state(largest: str, config: RunConfig | None) -> str:
+    """The key for what stays in memory between steps: weights, adapters, their gradients and optimizer state."""
+    if config is not None and not config.use_peft:
+        return "use_peft: true with load_in_4bit: true (trains an adapter in place of every weight)"
+    if largest == "weights" and config is not None and config.load_in_4bit:
+        return "model_name_or_path: a smaller model (these weights fill the device in 4 bits already)"
+    if largest == "weights":
+        return "load_in_4bit: true (stores the frozen weights in a quarter of the space)"
+    rank = f"r: {max(config.r // 2, 1)}" if config else "r: half of what it is"
+    return f"{rank} (adapters, their gradients and optimizer state shrink with the rank)"

@@ -1,0 +1,84 @@
+"""environment(): serialisable everywhere, honest about what is missing, lean to import."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+
+import psutil
+import torch
+
+import halfbyte
+from halfbyte import environment as module
+from halfbyte.environment import environment
+from halfbyte.hardware import best_device, compute_dtype
+
+
+def test_report_is_json_and_tells_this_machine():
+    report = json.loads(json.dumps(environment()))
+    assert report["halfbyte"]["version"] == halfbyte.__version__
+    assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert report["versions"]["torch"] == metadata.version("torch")
+    assert report["cpu"]["memory_bytes"] == psutil.virtual_memory().total
+    assert report["cpu"]["threads"] >= 1
+    assert report["compute_dtype"]["dtype"] == str(compute_dtype(best_device()).dtype).removeprefix("torch.")
+    assert len(report["gpus"]) == torch.cuda.device_count() + torch.xpu.device_count()
+
+
+def test_kernels_are_off_on_a_cpu_and_say_why():
+    kernels = environment("cpu")["kernels"]
+    assert kernels["enabled"] is False
+    assert "CPU" in kernels["reason"]
+
+
+def test_kernels_follow_triton_on_a_gpu(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert module._kernels(gpu) == {
+        "enabled": False,
+        "reason": "triton is not installed, so the PyTorch reference does the work",
+    }
+    monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(module, "_version", lambda name: "3.9.0")
+    assert module._kernels(gpu) == {"enabled": True, "reason": "triton 3.9.0 drives cuda"}
+
+
+def test_missing_things_are_null(monkeypatch):
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(module, "_cpuinfo", dict)
+    report = environment()
+    assert report["halfbyte"]["commit"] is None
+    assert report["versions"]["no-such-package"] is None
+    assert report["device"] is None
+    assert report["gpus"] == report["cpu"]["instruction_sets"] == []
+    assert report["kernels"]["reason"] == "torch is not installed"
+
+
+def test_failing_and_hanging_commands_are_null(monkeypatch):
+    assert module._output("false") is None
+    assert module._output("true") is None  # prints nothing
+    assert module._output("echo", "x") == "x"
+
+    def hang(*arguments, **options):
+        raise subprocess.TimeoutExpired("nvidia-smi", 10)
+
+    monkeypatch.setattr(module.subprocess, "run", hang)
+    assert module._output("echo", "x") is None
+
+
+def test_instruction_sets_are_read_from_cpuinfo(monkeypatch):
+    monkeypatch.setattr(module, "_cpuinfo", lambda: {"model name": "Xeon", "flags": "sse avx2 avx512f amx_bf16"})
+    cpu = module._cpu()
+    assert cpu["model"] == "Xeon"
+    assert cpu["instruction_sets"] == ["AMX-BF16", "AVX512", "AVX2"]
+
+
+def test_importing_touches_neither_torch_nor_transformers():
+    code = "import sys, halfbyte.environment, halfbyte.terminal, halfbyte.report; print([m for m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "'halfbyte.report.plots'" in loaded
+    for heavy in ("'torch'", "'transformers'", "'matplotlib'"):
+        assert heavy not in loaded
