@@ -4,8 +4,8 @@ For hidden states X [N, H] and a head W [V, H], the logits are z = s · X Wᵀ (
 and the loss of a trained token is logsumexp(z) − z[label]. At N = 16,384 and V = 128,256 the fp32 logits alone would
 take 7.8 GiB, so they are made a few hundred tokens at a time. The loss is the last thing of a forward pass and its
 gradient is softmax(z) − onehot(label), known as soon as z is: so each chunk also turns its logits into their gradient,
-in place, and multiplies it back onto W. Forward then holds dX [N, H] instead of the logits, and backward only scales it.
-The idea is Liger's (arXiv 2410.10989, section 3.2).
+in place, and multiplies it back onto W. Forward then holds dX [N, H] in the logits' place, and backward only scales
+it. The idea is Liger's (arXiv 2410.10989, section 3.2).
 """
 
 from __future__ import annotations
