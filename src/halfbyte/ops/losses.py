@@ -73,7 +73,7 @@ def linear_cross_entropy_forward(
     ignored = labels == ignore_index
     outside = ~ignored & ((labels < 0) | (labels >= weight.shape[0]))
     targets = labels.clamp(0, weight.shape[0] - 1)
-    result = _chunked(hidden, weight, targets, ignored, softcap, scale, grad_hidden, grad_weight, chunk)
+    result = linear_cross_entropy_in_chunks(hidden, weight, targets, ignored, softcap, scale, grad_hidden, grad_weight, chunk)
     loss_sum = torch.where(outside.any(), torch.nan, result.loss_sum)
     if result.grad_hidden is not None:
         result.grad_hidden.masked_fill_(outside.unsqueeze(1), torch.nan)
@@ -92,13 +92,13 @@ def _trained_rows_only(hidden, weight, labels, softcap, scale, ignore_index, gra
         )
     all_trained = len(trained) == len(labels)
     rows = hidden if all_trained else hidden[trained]
-    result = _chunked(rows, weight, targets, None, softcap, scale, grad_hidden, grad_weight, chunk)
+    result = linear_cross_entropy_in_chunks(rows, weight, targets, None, softcap, scale, grad_hidden, grad_weight, chunk)
     if all_trained or result.grad_hidden is None:
         return result
     return result._replace(grad_hidden=torch.zeros_like(hidden).index_copy_(0, trained, result.grad_hidden))
 
 
-def _chunked(
+def linear_cross_entropy_in_chunks(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
