@@ -1,0 +1,1 @@
+"""Where the memory of a run goes, known before it starts."""

@@ -1,0 +1,185 @@
+"""What one training step allocates, found by replaying it on shapes alone.
+
+The model is built without storage (fake tensors: shapes, dtypes and the real operators' memory behaviour, no data), one
+forward and backward run through the very modules that will train, and a ledger notes each storage when it appears and
+when it dies. So the numbers hold for any architecture, attention implementation, adapter variant and checkpointing,
+without a formula for each. Only two things are stand-ins: a 4-bit linear (which keeps nothing and dequantizes into
+scratch, twice) and the attention of devices whose kernels are not here, for which the CPU's fused one answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..ops.losses import chunk_rows, linear_cross_entropy_in_chunks
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of live storages while it is entered; `peak` of all, and `peak_by_tag` of that moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.tag = "activations"
+        self.peak_by_tag: dict[str, int] = {}
+        self._live_by_tag: dict[str, int] = {}
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def ignore(self, tensors: Iterator[Tensor]) -> None:
+        """Storages that were there before, such as weights: views of them cost nothing."""
+        self._known.update(tensor.untyped_storage() for tensor in tensors)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size, tag = storage.nbytes(), self.tag
+        weakref.finalize(storage, self._change, -size, tag)
+        self._change(size, tag)
+
+    def _change(self, size: int, tag: str) -> None:
+        self.live += size
+        self._live_by_tag[tag] = self._live_by_tag.get(tag, 0) + size
+        if self.live > self.peak:
+            self.peak, self.peak_by_tag = self.live, dict(self._live_by_tag)
+
+    @contextlib.contextmanager
+    def tagged(self, tag: str) -> Iterator[None]:
+        """Enter what is allocated inside under `tag`."""
+        before, self.tag = self.tag, tag
+        try:
+            yield
+        finally:
+            self.tag = before
+
+
+class _DequantizedProduct(torch.autograd.Function):
+    """x Wᵀ of a quantized weight: the dequantized weight is scratch in forward, and again in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, torch.empty(weight.shape, dtype=x.dtype, device=x.device), bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight = torch.empty(ctx.weight.shape, dtype=grad.dtype, device=grad.device)
+        return grad @ weight, None, None
+
+
+class QuantizedStandIn(nn.Linear):
+    """A frozen linear with the memory behaviour of `layers.Linear4bit`; assigned as the class of a plain linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _DequantizedProduct.apply(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """`autograd.losses.linear_cross_entropy` with its chunks in the open, where the ledger sees them."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, head: tuple[float | None, float], chunk: int):
+        softcap, scale = head
+        needs = ctx.needs_input_grad
+        ignored = torch.zeros_like(labels, dtype=torch.bool)
+        loss, *grads = linear_cross_entropy_in_chunks(
+            hidden, weight, labels, ignored, softcap, scale, needs[0], needs[1], chunk
+        )
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grads = [None if grad is None else (grad * grad_loss.reshape(1, 1)).to(grad.dtype) for grad in ctx.saved_tensors]
+        return *grads, None, None, None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Bytes beyond weights, gradients and optimizer at the highest moment of a step."""
+
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits
+
+
+def give_shapes_a_device(model: nn.Module) -> None:
+    """Replace meta tensors by fake CPU ones (call under FakeTensorMode): autocast and attention ask for a device."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in made:
+                    fake: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                        fake.grad = torch.empty_like(fake) if tensor.requires_grad else None
+                    made[id(tensor)] = fake
+                if tensor is not None:
+                    tensors[name] = made[id(tensor)]
+
+
+def replay_step(
+    model: Any,
+    batch: dict[str, Tensor],
+    *,
+    compute_dtype: torch.dtype,
+    device_type: str,
+    softcap: float | None,
+    scale: float,
+) -> Replay:
+    """Run one micro-batch of `causal_lm_loss` forward and backward on fake tensors and return its peak.
+
+    Args:
+        model: causal LM, plain or a PeftModel, of fake tensors, with gradients allocated, in training mode.
+        batch: fake `input_ids` [B, T] and whatever else the collator gives.
+        compute_dtype: of matrix products, as autocast is entered by the trainer.
+        device_type: the device that will train; it decides the size of the loss's chunks.
+        softcap: of the logits.
+        scale: of the logits.
+    """
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = causal_lm.get_output_embeddings().weight
+    labels = torch.zeros_like(batch["input_ids"]).reshape(-1)
+    ledger = Ledger()
+    ledger.ignore(tensor for tensor in (*model.parameters(), *model.buffers()))
+    ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    mixed = compute_dtype != torch.float32
+    with ledger:
+        with torch.autocast("cpu", dtype=compute_dtype if mixed else torch.bfloat16, enabled=mixed):
+            hidden = causal_lm.base_model(**batch, use_cache=False).last_hidden_state
+            hidden = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype)
+            with ledger.tagged("logits"):
+                chunk = chunk_rows(head.shape[0], device_type)
+                loss = _ChunkedLoss.apply(hidden, head.to(compute_dtype), labels, (softcap, scale), chunk)
+        del hidden
+        loss.backward()
+    return Replay(ledger.peak_by_tag.get("activations", 0), ledger.peak_by_tag.get("logits", 0))
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Tensors made inside have shapes and dtypes, and no data."""
+    with FakeTensorMode():
+        yield

@@ -1,0 +1,159 @@
+"""The loss of a causal language model through its backbone and head, without full logits.
+
+What a model does after its head (a scale, a softcap) is read from its config, and believed only after it reproduced the
+model's own logits on a few tokens. Where the head is something else (an adapter on it, a bias, a trained copy, router
+losses beside it), the model's own full logits are used, and that is said once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..autograd.losses import linear_cross_entropy
+from ..notices import notice
+
+IGNORE_INDEX = -100
+PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a model turns its last hidden state into logits: softcap · tanh(scale · X Wᵀ / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+_heads: WeakKeyDictionary[nn.Module, Head | str] = WeakKeyDictionary()
+
+
+def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Summed next-token cross-entropy of a batch, and the number of tokens it is summed over.
+
+    Equals `model(**batch).loss` times the trained tokens. It does not go through `model.forward`: whatever wraps that
+    one (accelerate's autocast, say) must be entered by the caller.
+
+    Args:
+        model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`.
+        batch: `input_ids` and `labels` [B, T] (unshifted, -100 where nothing is trained), and any further input of the
+            model: `attention_mask`, `position_ids`.
+
+    Returns:
+        loss_sum: 0-d fp32, differentiable.
+        trained_tokens: 0-d int64.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX)
+    trained_tokens = (labels != IGNORE_INDEX).sum()
+    head = _head_of(model, inputs)
+    if isinstance(head, str):
+        notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
+        return _loss_of_full_logits(model, inputs, labels, trained_tokens), trained_tokens
+    causal_lm = _causal_lm(model)
+    hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
+    weight = causal_lm.get_output_embeddings().weight
+    loss_sum = linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
+    return loss_sum, trained_tokens
+
+
+def _loss_of_full_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, trained_tokens: Tensor) -> Tensor:
+    output = model(**inputs, use_cache=False)
+    loss = F.cross_entropy(
+        output.logits.flatten(0, -2).float(),
+        labels.flatten().to(output.logits.device),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+    if getattr(output, "aux_loss", None) is not None:  # of a mixture of experts; a mean, as transformers adds it
+        loss = loss + _config(model).router_aux_loss_coef * output.aux_loss * trained_tokens
+    return loss
+
+
+def _causal_lm(model: nn.Module) -> Any:
+    get_base_model: Any = getattr(model, "get_base_model", None)  # a PeftModel's
+    return model if get_base_model is None else get_base_model()
+
+
+def _config(model: nn.Module) -> Any:
+    return _causal_lm(model).config.get_text_config()
+
+
+def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
+    """The model's head, or in words why it needs full logits. Structure is looked at each time, numbers once."""
+    obstacle = _obstacle(model)
+    if obstacle:
+        return obstacle
+    causal_lm = _causal_lm(model)
+    if causal_lm not in _heads:
+        _heads[causal_lm] = _probe(causal_lm, _configured_head(model), inputs)
+    return _heads[causal_lm]
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    causal_lm = _causal_lm(model)
+    name = type(causal_lm).__name__
+    if not hasattr(causal_lm, "get_output_embeddings") or getattr(causal_lm, "base_model", causal_lm) is causal_lm:
+        return f"{name} is not a Hugging Face model with a backbone and a head"
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return "prompt learning changes the inputs of the model"
+    head = causal_lm.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"the head of {name} is {type(head).__module__}.{type(head).__name__}, not a plain linear"
+    if head.bias is not None:
+        return f"the head of {name} has a bias"
+    if head._forward_hooks or head._forward_pre_hooks:
+        return f"the head of {name} has forward hooks"
+    if getattr(_config(model), "output_router_logits", False):
+        return f"{name} trains its router with a loss of its own"
+    return None
+
+
+def _configured_head(model: nn.Module) -> Head:
+    config = _config(model)
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
+    return Head(scale, getattr(config, "final_logit_softcapping", None))  # Gemma 2, 3n
+
+
+@torch.no_grad()
+def _probe(causal_lm: Any, head: Head, inputs: dict[str, Any]) -> Head | str:
+    """`head`, if it gives the model's logits for the first tokens of `inputs`; else what differs."""
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        return "the inputs are not token ids"
+    few = {
+        key: value[:1, :PROBE_TOKENS]
+        for key, value in inputs.items()
+        if isinstance(value, Tensor) and value.shape == tokens.shape and key != "attention_mask"
+    }
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        causal_lm.base_model.register_forward_hook(lambda _m, _i, out: seen.update(hidden=out.last_hidden_state)),
+        causal_lm.get_output_embeddings().register_forward_hook(
+            lambda _m, args, out: seen.update(into_head=args[0], out_of_head=out)
+        ),
+    ]
+    cuda = [tokens.device] if tokens.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda):  # dropout must not see that there was a probe: resume is exact
+            logits = causal_lm(**few, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    name = type(causal_lm).__name__
+    if set(seen) != {"hidden", "into_head", "out_of_head"} or not torch.equal(seen["hidden"], seen["into_head"]):
+        return f"{name} does more between its backbone and its head than this version knows"
+    expected = seen["out_of_head"].float() * head.scale
+    if head.softcap is not None:
+        expected = head.softcap * torch.tanh(expected / head.softcap)
+    if (logits.float() - expected).abs().max() > expected.abs().max() / 64:  # bf16 rounds to 1/256
+        return f"{name} changes its logits in a way that this version does not know"
+    return head

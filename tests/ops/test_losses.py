@@ -1,0 +1,120 @@
+"""The chunked cross-entropy against torch's, on full logits in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfbyte.errors import DataError
+from halfbyte.ops.losses import chunk_rows, linear_cross_entropy_forward
+
+
+def example(rows=37, width=19, vocabulary=53, dtype=torch.float32, ignored=0.3):
+    hidden = torch.randn(rows, width).to(dtype)
+    weight = torch.randn(vocabulary, width).to(dtype)
+    labels = torch.randint(vocabulary, (rows,))
+    labels[torch.rand(rows) < ignored] = -100
+    return hidden, weight, labels
+
+
+def full_logits(hidden, weight, labels, softcap=None, scale=1.0):
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = hidden @ weight.T * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 8, 37, 100])
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 1.0), (None, 0.25), (2.0, 0.5)])
+def test_values_and_gradients(chunk, softcap, scale):
+    inputs = example()
+    got = linear_cross_entropy_forward(*inputs, softcap=softcap, scale=scale, grad_weight=True, chunk=chunk)
+    for mine, exact in zip(got, full_logits(*inputs, softcap, scale), strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_is_as_close_as_torch_in_bf16():
+    hidden, weight, labels = example(rows=65, width=128, vocabulary=301, dtype=torch.bfloat16)
+    exact = full_logits(hidden, weight, labels)
+    got = linear_cross_entropy_forward(hidden, weight, labels, grad_weight=True, chunk=16)
+    hidden.requires_grad_(), weight.requires_grad_()
+    loss = F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
+    torchs = (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
+    for mine, theirs, truth in zip(got, torchs, exact, strict=True):
+        error = (mine.double() - truth).norm() / truth.norm()
+        assert error <= (theirs.double() - truth).norm() / truth.norm() + 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_trained_is_zero(dtype):
+    hidden, weight, labels = example(dtype=dtype)
+    loss, grad_hidden, grad_weight = linear_cross_entropy_forward(
+        hidden, weight, torch.full_like(labels, -100), grad_weight=True
+    )
+    assert loss == 0
+    assert not grad_hidden.any()
+    assert not grad_weight.any()
+
+
+def test_ignored_rows_may_hold_anything():
+    """Attention leaves NaN in fully masked rows; they must not reach the loss or its gradients."""
+    hidden, weight, labels = example()
+    expected = linear_cross_entropy_forward(hidden, weight, labels, grad_weight=True)
+    hidden[labels == -100] = torch.nan
+    for mine, clean in zip(
+        linear_cross_entropy_forward(hidden, weight, labels, grad_weight=True), expected, strict=True
+    ):
+        torch.testing.assert_close(mine, clean)
+
+
+def test_gradients_only_where_asked():
+    inputs = example()
+    assert linear_cross_entropy_forward(*inputs, grad_hidden=False)[1:] == (None, None)
+
+
+@pytest.mark.parametrize("label", [53, 10**6, -1])
+def test_label_outside_the_vocabulary(label):
+    hidden, weight, labels = example()
+    labels[5] = label
+    with pytest.raises(DataError, match=f"label {label} .* vocabulary of 53"):
+        linear_cross_entropy_forward(hidden, weight, labels)
+
+
+def test_chunk_bounds_the_logits():
+    assert chunk_rows(128_256, "cuda") * 128_256 * 4 <= 256 * 2**20
+    assert chunk_rows(128_256, "cuda") >= 256
+    assert chunk_rows(16_384, "cpu") == 512
+    assert chunk_rows(10**7, "cuda") == 64
+
+
+def test_accelerator_path_on_a_cpu(monkeypatch):
+    """The path without a host synchronisation, run here: same numbers, and NaN instead of an error."""
+    import halfbyte.ops.losses as losses
+
+    inputs = example()
+    expected = linear_cross_entropy_forward(*inputs, grad_weight=True)
+    monkeypatch.setattr(losses, "_is_cpu", lambda tensor: False)
+    for mine, reference in zip(linear_cross_entropy_forward(*inputs, grad_weight=True), expected, strict=True):
+        torch.testing.assert_close(mine, reference)
+    hidden, weight, labels = inputs
+    labels[3] = 53
+    loss, grad_hidden, _ = linear_cross_entropy_forward(hidden, weight, labels)
+    assert loss.isnan()
+    assert grad_hidden[3].isnan().all()
+    assert grad_hidden[4].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_does_not_wait_and_matches(dtype):
+    hidden, weight, labels = (tensor.cuda() for tensor in example(700, 256, 32_003, dtype))
+    exact = full_logits(hidden, weight, labels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = linear_cross_entropy_forward(hidden, weight, labels, grad_weight=True, chunk=256)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for mine, truth in zip(got, exact, strict=True):
+        error = (mine.double() - truth).norm() / truth.norm()
+        assert error < (1e-4 if dtype == torch.float32 else 2e-2)
