@@ -1,9 +1,10 @@
 """Chat templates: what a template understands, and which characters of a rendered conversation the assistant wrote.
 
-Nothing here searches for role markers. Where a template has `{% generation %}` marks, they say what the assistant wrote.
-Elsewhere it is found by difference: the conversation is rendered again with one assistant turn replaced by a character
-that occurs nowhere else; what differs is that turn, as the template wrote it. This holds for templates that rewrite
-earlier turns (Qwen3 drops their thinking), append a token at the very end (Phi-3) or refuse partial conversations.
+Nothing here searches for role markers. Where a template has `{% generation %}` marks, they say what the assistant
+wrote. Elsewhere it is found by difference: the conversation is rendered again with one assistant turn replaced by a
+character that occurs nowhere else; what differs is that turn, as the template wrote it. This holds for templates that
+rewrite earlier turns (Qwen3 drops their thinking), append a token at the very end (Phi-3) or refuse partial
+conversations.
 """
 
 from __future__ import annotations
@@ -71,13 +72,20 @@ class ChatTemplate:
         calling = {**call, "tool_calls": [_call("f")]} if self.shows_tool_calls else answer
         self.shows_tool_results = self._shows([user, calling, result, answer])
         self.shows_system = self._shows([{"role": "system", "content": PROBE}, user, answer])
-        self.prompts = self.render([user], add_generation_prompt=True) != self.render([user])
+        prompt, bare = self._try([user], add_generation_prompt=True), self._try([user])
+        self.prompts = prompt is not None and prompt != bare
 
-    def _shows(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> bool:
+    def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
+        return PROBE in (self._try(messages, tools) or "")
+
+    def _try(
+        self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str | None:
+        """Render, or None where the template refuses: what a probe asks, or a conversation without an answer."""
         try:
-            return PROBE in self.render(messages, tools)
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except TEMPLATE_ERRORS:
-            return False
+            return None
 
     @property
     def mask(self) -> str:
@@ -87,14 +95,16 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[Any] | None = None,
         *,
         add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as one string."""
-        return self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
+        assert isinstance(text, str)
+        return text
 
     def adapt(self, document: Document) -> Document:
         """Put what the template would ignore or refuse into a form it shows, and say so.
@@ -144,10 +154,11 @@ class ChatTemplate:
             ) from error
         return text, _with_limits(text, spans)
 
-    def _marked(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[str, list[Turn]]:
+    def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         # The renderer behind apply_chat_template(return_assistant_tokens_mask=True): it gives characters, which are
         # needed to look behind a block for the end-of-turn token.
-        rendered, blocks = render_jinja_template(
+        render: Any = render_jinja_template  # annotated to return one string, but gives texts and blocks
+        rendered, blocks = render(
             conversations=[messages],
             tools=tools,
             chat_template=self.tokenizer.get_chat_template(tools=tools),
@@ -161,7 +172,7 @@ class ChatTemplate:
             )
         return rendered[0], [Turn(start, end, end) for start, end in blocks[0]]
 
-    def _differing(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[str, list[Turn]]:
+    def _differing(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         text = self.render(messages, tools)
         stranger = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
         turns = []
@@ -180,20 +191,15 @@ class ChatTemplate:
             turns.append(Turn(self._after_prompt(text, start, messages[:index], tools), end, end))
         return text, turns
 
-    def _after_prompt(
-        self, text: str, start: int, before: list[Message], tools: list[dict[str, Any]] | None
-    ) -> int:
+    def _after_prompt(self, text: str, start: int, before: list[Message], tools: list[Any] | None) -> int:
         """Where a model would begin to write: right behind the generation prompt.
 
         That is before `start` when the template itself writes the beginning of an answer (Qwen3's empty thoughts).
         """
         if not before or not self.prompts:
             return start
-        try:
-            prompt = self.render(before, tools, add_generation_prompt=True)
-        except TEMPLATE_ERRORS:  # a template that refuses conversations without an answer: the difference stands
-            return start
-        return len(prompt) if len(prompt) <= start and text.startswith(prompt) else start
+        prompt = self._try(before, tools, add_generation_prompt=True)
+        return start if prompt is None or len(prompt) > start or not text.startswith(prompt) else len(prompt)
 
 
 def _call(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
 
 @dataclass(frozen=True)
 class _Text:
-    """A rendered document: its text, what to train (None: everything), and whether BOS and EOS are still to be added."""
+    """A rendered document: its text, what to train (None: everything), and whether BOS and EOS are yet to be added."""
 
     text: str
     turns: list[Turn] | None
@@ -67,7 +68,8 @@ class Encoder:
             raise ModelError("the tokenizer has no EOS token", "set eos_token in its tokenizer_config.json")
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.overlong = max_length, overlong
-        self.markers = np.array(sorted(tokenizer.added_tokens_decoder))
+        self.is_marker = np.zeros(len(tokenizer), dtype=bool)  # by token id: control tokens, not pieces of text
+        self.is_marker[[*tokenizer.added_tokens_decoder, tokenizer.eos_token_id]] = True
         self.prefix = _written_before(tokenizer)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -75,10 +77,11 @@ class Encoder:
 
         `ends` holds, for each trained turn that was not cut, the id of the token that ends it, -1 when none does.
         """
-        texts = [self._render(json.loads(text), where) for text, where in zip(batch["document"], batch["where"], strict=True)]
+        pairs = zip(batch["document"], batch["where"], strict=True)
+        texts = [self._render(json.loads(document), where) for document, where in pairs]
         encoded = self.tokenizer([text.text for text in texts], add_special_tokens=False, return_offsets_mapping=True)
         rows = [
-            self._label(text, np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2))
+            self._label(text, np.array(ids, dtype=np.int64), np.fromiter(chain.from_iterable(offsets), dtype=np.int64))
             for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
         return {key: [row[key] for row in rows] for key in rows[0]}
@@ -111,22 +114,21 @@ class Encoder:
             ids, trained = ids[: self.max_length], trained[: self.max_length]
             ends = [end for end in ends if end < self.max_length]
             dropped = TOO_LONG if self.overlong == "drop" else "" if trained.any() else CUT_AWAY
-        closing = np.isin(ids[ends], [*self.markers, self.tokenizer.eos_token_id]) if ends else []
         return {
             "input_ids": ids,
             "labels": np.where(trained, ids, IGNORED),
             "length": length,
             "dropped": dropped,
-            "ends": [int(ids[end]) if closed else -1 for end, closed in zip(ends, closing, strict=True)],
+            "ends": [int(ids[end]) if self.is_marker[ids[end]] else -1 for end in ends],
         }
 
     def _mask(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Which tokens are trained (bool), and the index of the last one of each turn."""
-        starts, stops = offsets[:, 0], offsets[:, 1]
-        marker = np.isin(ids, self.markers)
+        starts, stops = offsets[::2], offsets[1::2]
+        marker = self.is_marker[ids]
         if text.turns is None:
-            visible = [i for i, (start, stop) in enumerate(offsets) if text.text[start:stop].strip()]
-            return np.ones(len(ids), dtype=bool), visible[-1:]
+            visible = next((i for i in reversed(range(len(ids))) if text.text[starts[i] : stops[i]].strip()), None)
+            return np.ones(len(ids), dtype=bool), [] if visible is None else [visible]
         trained, ends = np.zeros(len(ids), dtype=bool), []
         for turn in text.turns:
             # A special token before the answer may own the white space it swallowed (Phi-3); it is no part of it.

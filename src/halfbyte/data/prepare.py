@@ -22,15 +22,13 @@ from .chat import ChatTemplate
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, recognise
 from .pack import pack
-from .report import endings, samples, split_report
+from .report import endings, ragged, samples, split_report
 from .sources import read_sources
 
 ROWS_PER_PROCESS = 5_000  # with fewer, a process costs more to start than it saves
 ROWS_WITH_PROGRESS = 2_000
 IDS = datasets.List(Value("int32"))
-ENCODED = Features(
-    {"input_ids": IDS, "labels": IDS, "length": Value("int64"), "dropped": Value("string"), "ends": IDS}
-)
+ENCODED = Features({"input_ids": IDS, "labels": IDS, "length": Value("int64"), "dropped": Value("string"), "ends": IDS})
 REMEDY = {
     TOO_LONG: "raise max_length, or set overlong: truncate",
     CUT_AWAY: "raise max_length: the answers begin behind it",
@@ -142,7 +140,7 @@ def _for_template(document: Document, template: ChatTemplate | None, where: str)
     """Make what the template can render of a document: pairs become a conversation where there is a template."""
     if "prompt" in document:
         if template is None:
-            notice("no-template", f"the tokenizer has no chat template: rows are written as {INSTRUCTION!r} + completion")
+            notice("no-template", f"no chat template: rows are written as {INSTRUCTION!r} and the completion")
             return document
         system = [{"role": "system", "content": document["system"]}] if "system" in document else []
         user = {"role": "user", "content": document["prompt"]}
@@ -195,7 +193,7 @@ def _split(found: _Documents, size: float, seed: int) -> tuple[_Documents, _Docu
 
 def _finish(found: _Documents, encoder: Encoder, config: RunConfig, name: str) -> _Split:
     encoded = _encode(found, encoder, config)
-    reasons = np.array(encoded["dropped"])
+    reasons = np.array(list(encoded["dropped"]))
     dropped = Counter(reason for reason in reasons.tolist() if reason)
     kept = encoded.select(np.flatnonzero(reasons == ""))
     total = len(found.texts)
@@ -203,16 +201,17 @@ def _finish(found: _Documents, encoder: Encoder, config: RunConfig, name: str) -
         worst = dropped.most_common(1)[0][0]
         counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         raise DataError(
-            f"zero trained tokens: all {total} {name} documents were dropped ({counts}; max_length {config.max_length})",
+            f"zero trained tokens: all {total} {name} documents are dropped ({counts}; max_length={config.max_length})",
             REMEDY[worst],
         )
-    truncated = int((np.array(kept["length"]) > config.max_length).sum())
+    truncated = sum(length > config.max_length for length in kept["length"])
     if truncated:
         notice(f"truncated:{name}", f"{truncated} of {total} {name} documents cut to max_length {config.max_length}")
     for reason, count in dropped.items():
         notice(f"dropped:{name}:{reason}", f"{count} of {total} {name} documents dropped: {reason}")
     rows = _pack(kept, config.max_length) if config.packing else kept.select_columns(["input_ids", "labels"])
-    return _Split(kept, rows, split_report(encoded, kept, rows, truncated, config.max_length if config.packing else None))
+    capacity = config.max_length if config.packing else None
+    return _Split(kept, rows, split_report(encoded, kept, rows, truncated, capacity))
 
 
 def _encode(found: _Documents, encoder: Encoder, config: RunConfig) -> Dataset:
@@ -248,14 +247,14 @@ def _progress(wanted: bool) -> Iterator[None]:
 
 
 def _pack(kept: Dataset, max_length: int) -> Dataset:
-    ids, labels = list(kept["input_ids"]), list(kept["labels"])
-    lengths = [len(row) for row in ids]
-    rows = pack(lengths, max_length)
+    (ids, lengths), (labels, _) = ragged(kept, "input_ids"), ragged(kept, "labels")
+    stops = np.cumsum(lengths)
+    rows = pack(lengths.tolist(), max_length)
+
+    def joined(values: np.ndarray) -> list[np.ndarray]:
+        return [np.concatenate([values[stops[i] - lengths[i] : stops[i]] for i in row]) for row in rows]
+
     return Dataset.from_dict(
-        {
-            "input_ids": [[token for index in row for token in ids[index]] for row in rows],
-            "labels": [[label for index in row for label in labels[index]] for row in rows],
-            "seq_lengths": [[lengths[index] for index in row] for row in rows],
-        },
+        {"input_ids": joined(ids), "labels": joined(labels), "seq_lengths": [lengths[row] for row in rows]},
         features=Features({"input_ids": IDS, "labels": IDS, "seq_lengths": IDS}),
     )

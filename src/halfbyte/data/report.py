@@ -28,17 +28,25 @@ def split_report(
         truncated: how many of them were cut.
         row_capacity: tokens a packed row may hold; None when rows are not packed.
     """
-    tokens = sum(map(len, kept["input_ids"]))
+    labels, lengths = ragged(kept, "labels")
+    tokens = int(lengths.sum())
     return {
         "documents": len(kept),
         "rows": len(rows),
         "tokens": tokens,
-        "trained_tokens": int(sum(np.count_nonzero(np.array(labels) != IGNORED) for labels in kept["labels"])),
+        "trained_tokens": int(np.count_nonzero(labels != IGNORED)),
         "dropped": dict(Counter(reason for reason in encoded["dropped"] if reason)),
         "truncated": truncated,
         "packing_efficiency": tokens / (len(rows) * row_capacity) if row_capacity else None,
-        "length_histogram": _histogram(np.array(encoded["length"])),
+        "length_histogram": _histogram(np.array(list(encoded["length"]))),
     }
+
+
+def ragged(dataset: Dataset, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """A column of lists as all values one after the other, and the length of each list; quicker than row by row."""
+    chunks = dataset.select_columns(column).with_format("arrow")[:][column].chunks
+    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
+    return np.concatenate(values), np.concatenate([chunk.value_lengths().to_numpy() for chunk in chunks])
 
 
 def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
@@ -55,9 +63,9 @@ def endings(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]
 
     Warns where a trained turn has no end token, and where the token is not the tokenizer's EOS.
     """
-    ends = Counter(end for row in kept["ends"] for end in row)
+    ends = Counter(ragged(kept, "ends")[0].tolist())
     open_turns, total = ends.pop(-1, 0), ends.total()
-    names = [tokenizer.convert_ids_to_tokens(end) for end, _ in ends.most_common()]
+    names = [str(tokenizer.convert_ids_to_tokens(end)) for end, _ in ends.most_common()]
     if open_turns:
         notice(
             "eos-trained",
@@ -91,7 +99,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[st
     """
     strings, shown = [], ""
     for count in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = str(tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if text.endswith("\ufffd") and count < len(ids):
             strings.append("")
             continue

@@ -140,7 +140,7 @@ def _read_json(path: Path) -> Source:
 def _checked(row: Any, where: str) -> Row:
     if isinstance(row, dict):
         return row
-    raise DataError(f"{where}: the row is a {type(row).__name__}, not an object", 'write rows as {"column": value, ...}')
+    raise DataError(f"{where}: the row is a {type(row).__name__}, not an object", 'write rows as {"column": value}')
 
 
 def _read_csv(path: Path) -> Source:
@@ -148,16 +148,18 @@ def _read_csv(path: Path) -> Source:
     rows, lines = [], []
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        start = 2  # a quoted field may hold newlines: a row is named by its first line
         try:
             for row in reader:
                 if None in row or None in row.values():
                     found = sum(value is not None for key, value in row.items() if key) + len(row.get(None) or [])
                     names = reader.fieldnames or []
-                    raise DataError(f"{path}:{reader.line_num}: {found} fields, but the header names {len(names)}")
+                    raise DataError(f"{path}:{start}: {found} fields, but the header names {len(names)}")
                 rows.append(dict(row))
-                lines.append(reader.line_num)
+                lines.append(start)
+                start = reader.line_num + 1
         except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: malformed CSV: {error}") from error
+            raise DataError(f"{path}:{start}: malformed CSV in the row that starts here: {error}") from error
     return Source(str(path), "csv", rows, lines)
 
 
@@ -187,13 +189,13 @@ def _read_text(path: Path) -> Source:
     """Documents end at <|endoftext|> where the file has it, else at blank lines, else at every line."""
     text = path.read_text(encoding="utf-8-sig")
     if END_OF_TEXT in text:
-        documents, note = text.split(END_OF_TEXT), f"plain text, one document up to each {END_OF_TEXT}"
+        documents, unit = text.split(END_OF_TEXT), f"up to each {END_OF_TEXT}"
     elif re.search(r"\n[ \t]*\n", text.strip()):
-        documents, note = re.split(r"\n[ \t]*(?:\n[ \t]*)+", text), "plain text, one document per block between blank lines"
+        documents, unit = re.split(r"\n(?:[ \t]*\n)+", text), "per block between blank lines"
     else:
-        documents, note = text.splitlines(), "plain text, one document per line"
+        documents, unit = text.split("\n"), "per line"
     rows = [{"text": document.strip("\n")} for document in documents if document.strip()]
-    return Source(str(path), "text", rows, note=note)
+    return Source(str(path), "text", rows, note=f"plain text, one document {unit}")
 
 
 def _read_hub(name: str, split: str) -> Source:
@@ -202,9 +204,9 @@ def _read_hub(name: str, split: str) -> Source:
     try:
         dataset = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"dataset {name!r} is neither a file or folder here{_closest(Path(name))} nor loadable from the hub: {reason}",
+            f"dataset {name!r} is no file or folder here{_closest(Path(name))}, and the hub says: {reason}",
             "give an existing path, or the id of a hub dataset (`dataset_split` picks its split) while online",
         ) from error
     return Source(name, "hub", [_without_null(row) for row in dataset], note=f"split {split} of a hub dataset")
