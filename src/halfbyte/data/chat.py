@@ -1,0 +1,254 @@
+"""Chat templates: what a template understands, and which characters of a rendered conversation the assistant wrote.
+
+Nothing here searches for role markers. Where a template has `{% generation %}` marks, they say what the assistant
+wrote. Elsewhere it is found by difference: the conversation is rendered again with one assistant turn replaced by a
+character that occurs nowhere else; what differs is that turn, as the template wrote it. This holds for templates that
+rewrite earlier turns (Qwen3 drops their thinking), append a token at the very end (Phi-3) or refuse partial
+conversations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..errors import DataError
+from ..notices import notice
+from .formats import Document, Message
+
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PROBE = "halfbyte_probe"
+# What a template raises for a conversation it does not support: its own raise_exception, or a key it did not expect.
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+MASK_BY_MARKS = "the {% generation %} marks of the chat template"
+MASK_BY_DIFFERENCE = "difference of two renderings, one with the assistant turn replaced"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the assistant wrote in one turn, as character positions in the rendered text.
+
+    `start:end` is the answer; `end:limit` is what the template puts after every answer, where an end-of-turn token may
+    stand.
+    """
+
+    start: int
+    end: int
+    limit: int
+
+
+class ChatTemplate:
+    """A tokenizer's chat template and what it was found to understand (by rendering small probes).
+
+    Args:
+        tokenizer: with a chat template.
+
+    Raises:
+        DataError: the template cannot render even one user and one assistant turn.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.marked = bool(MARKS.search(tokenizer.get_chat_template()))
+        user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            self.render([user, answer])
+        except TEMPLATE_ERRORS as error:
+            raise DataError(
+                f"the chat template fails on a plain conversation: {error}", "give another one with chat_template_path"
+            ) from error
+        probe_tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
+        call = {"role": "assistant", "content": "", "tool_calls": [_call(PROBE)]}
+        result = {"role": "tool", "content": PROBE, "name": "f"}
+        self.shows_tools = self._shows([user, answer], [probe_tool])
+        self.shows_tool_calls = self._shows([user, call, {**result, "content": "c"}, answer])
+        calling = {**call, "tool_calls": [_call("f")]} if self.shows_tool_calls else answer
+        self.shows_tool_results = self._shows([user, calling, result, answer])
+        self.shows_system = self._shows([{"role": "system", "content": PROBE}, user, answer])
+        prompt, bare = self._try([user], add_generation_prompt=True), self._try([user])
+        self.prompts = prompt is not None and prompt != bare
+
+    def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
+        return PROBE in (self._try(messages, tools) or "")
+
+    def _try(
+        self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str | None:
+        """Render, or None where the template refuses: what a probe asks, or a conversation without an answer."""
+        try:
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        except TEMPLATE_ERRORS:
+            return None
+
+    @property
+    def mask(self) -> str:
+        """How assistant turns are found, for the data report."""
+        return MASK_BY_MARKS if self.marked else MASK_BY_DIFFERENCE
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The conversation as one string."""
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        assert isinstance(text, str)
+        return text
+
+    def adapt(self, document: Document) -> Document:
+        """Put what the template would ignore or refuse into a form it shows, and say so.
+
+        A list of tools goes into the system message, tool calls become the assistant's text, tool results and system
+        messages become the user's. Turns after the last assistant turn are left out: nothing in them is trained.
+        """
+        messages, tools = [dict(message) for message in document["messages"]], document.get("tools")
+        roles = [message["role"] for message in messages]
+        messages = messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
+        for message in messages:
+            call_text = message.pop("call_text", None)
+            if "tool_calls" in message and not self.shows_tool_calls:
+                calls = message.pop("tool_calls")
+                message["content"] += call_text or "\n".join(_json(call["function"]) for call in calls)
+                notice("tool-calls", "the chat template knows no tool calls: they are trained as the assistant's text")
+            if message["role"] == "tool" and not self.shows_tool_results:
+                message["role"] = "user"
+                notice("tool-results", "the chat template knows no role tool: tool results are given as user turns")
+        if tools and messages and not self.shows_tools:
+            _prepend_system(messages, _tool_text(tools))
+            notice("tools", "the chat template ignores tools: their descriptions go into the system message")
+            tools = None
+        if messages and messages[0]["role"] == "system" and not self.shows_system:
+            messages = _system_into_user(messages)
+            notice("system", "the chat template knows no role system: that text goes in front of the first user turn")
+        return {**document, "messages": messages, "tools": tools}
+
+    def assistant_turns(self, document: Document) -> tuple[str, list[Turn]]:
+        """Render an adapted conversation and find what the assistant wrote.
+
+        Returns:
+            The text and its assistant turns in order; none where no assistant speaks.
+
+        Raises:
+            DataError: the template refuses the conversation or does not show an assistant turn.
+        """
+        messages, tools = document["messages"], document.get("tools")
+        if not messages:
+            return "", []
+        try:
+            text, spans = self._marked(messages, tools) if self.marked else self._differing(messages, tools)
+        except TEMPLATE_ERRORS as error:
+            raise DataError(
+                f"the chat template refuses the conversation: {error}",
+                "change the row, or give another template with chat_template_path",
+            ) from error
+        return text, _with_limits(text, spans)
+
+    def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
+        # The renderer behind apply_chat_template(return_assistant_tokens_mask=True): it gives characters, which are
+        # needed to look behind a block for the end-of-turn token.
+        render: Any = render_jinja_template  # annotated to return one string, but gives texts and blocks
+        rendered, blocks = render(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        if not blocks[0]:
+            raise DataError(
+                "the chat template has {% generation %} marks, but none around this conversation's assistant turns",
+                "mark every assistant turn in the template, or remove the marks",
+            )
+        return rendered[0], [Turn(start, end, end) for start, end in blocks[0]]
+
+    def _differing(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
+        text = self.render(messages, tools)
+        stranger = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+        turns = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            replaced = {"role": "assistant", "content": stranger}
+            changed = self.render([*messages[:index], replaced, *messages[index + 1 :]], tools)
+            if stranger not in changed:
+                raise DataError(
+                    f"the chat template does not show assistant turn {index + 1}, so it cannot be told what to train",
+                    "mark the assistant's text with {% generation %} ... {% endgeneration %} in a chat_template_path",
+                )
+            start = common_prefix(text, changed)
+            end = len(text) - common_prefix(text[start:][::-1], changed[start:][::-1])
+            turns.append(Turn(self._after_prompt(text, start, messages[:index], tools), end, end))
+        return text, turns
+
+    def _after_prompt(self, text: str, start: int, before: list[Message], tools: list[Any] | None) -> int:
+        """Where a model would begin to write: right behind the generation prompt.
+
+        That is before `start` when the template itself writes the beginning of an answer (Qwen3's empty thoughts).
+        """
+        if not before or not self.prompts:
+            return start
+        prompt = self._try(before, tools, add_generation_prompt=True)
+        return start if prompt is None or len(prompt) > start or not text.startswith(prompt) else len(prompt)
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {"type": "function", "id": "abcdefghi", "function": {"name": name, "arguments": {}}}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _tool_text(tools: list[dict[str, Any]]) -> str:
+    """The tools as plain text, one JSON object a line."""
+    lines = "\n".join(_json(tool.get("function", tool)) for tool in tools)
+    return f"You can call these functions by answering with their name and arguments as JSON:\n{lines}"
+
+
+def _prepend_system(messages: list[Message], text: str) -> None:
+    if messages[0]["role"] == "system":
+        messages[0]["content"] += f"\n\n{text}"
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+
+
+def _system_into_user(messages: list[Message]) -> list[Message]:
+    system, rest = messages[0], messages[1:]
+    if rest[0]["role"] != "user":
+        return [{"role": "user", "content": system["content"]}, *rest]
+    return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+
+
+def common_prefix(a: str, b: str) -> int:
+    """The number of characters `a` and `b` start with in common."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _with_limits(text: str, turns: list[Turn]) -> list[Turn]:
+    """Extend each turn's limit over what follows it the way the end of the text follows the last turn."""
+    if not turns:
+        return []
+    closing = text[turns[-1].end :]
+    nexts = [turn.start for turn in turns[1:]] + [len(text)]
+    return [
+        replace(turn, limit=turn.end + common_prefix(text[turn.end : following], closing))
+        for turn, following in zip(turns, nexts, strict=True)
+    ]

@@ -1,0 +1,162 @@
+"""From documents to token ids and labels.
+
+Every text is tokenized once, whole. A token is trained when it overlaps what has to be learned, by the tokenizer's own
+character offsets. Labels are in Hugging Face's convention: unshifted, -100 where nothing is trained, and always -100 on
+the first token of a document, which nothing predicts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import DataError, ModelError
+from .chat import ChatTemplate, Turn
+from .formats import Document
+
+IGNORED = -100
+TOO_LONG = "longer than max_length"
+CUT_AWAY = "no trained tokens left after truncation"
+UNTRAINED = "no trained tokens"
+# The instruction format of a tokenizer without chat template.
+INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A rendered document: its text, what to train (None: everything), and whether BOS and EOS are yet to be added."""
+
+    text: str
+    turns: list[Turn] | None
+    bare: bool
+
+
+class Encoder:
+    """Turns a batch of documents (JSON text, see formats.py) into columns of ids and labels.
+
+    Instances are pickled into the processes that tokenize.
+
+    Args:
+        tokenizer: a fast one (with offsets), with an EOS token.
+        template: how conversations are rendered; None when no document is one.
+        max_length: tokens a document may have.
+        overlong: truncate or drop longer documents.
+
+    Raises:
+        ModelError: the tokenizer has no offsets or no EOS token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate | None,
+        *,
+        max_length: int,
+        overlong: Literal["truncate", "drop"] = "truncate",
+    ):
+        if not tokenizer.is_fast:
+            raise ModelError(
+                f"{type(tokenizer).__name__} gives no character offsets, which exact masks need",
+                "use a checkpoint with a tokenizer.json",
+            )
+        if tokenizer.eos_token_id is None:
+            raise ModelError("the tokenizer has no EOS token", "set eos_token in its tokenizer_config.json")
+        self.tokenizer, self.template = tokenizer, template
+        self.max_length, self.overlong = max_length, overlong
+        self.is_marker = np.zeros(len(tokenizer), dtype=bool)  # by token id: control tokens, not pieces of text
+        self.is_marker[[*tokenizer.added_tokens_decoder, tokenizer.eos_token_id]] = True
+        self.prefix = _written_before(tokenizer)
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """`document` and `where` to input_ids, labels, length (before cutting), dropped (reason or "") and ends.
+
+        `ends` holds, for each trained turn that was not cut, the id of the token that ends it, -1 when none does.
+        """
+        pairs = zip(batch["document"], batch["where"], strict=True)
+        texts = [self._render(json.loads(document), where) for document, where in pairs]
+        encoded = self.tokenizer([text.text for text in texts], add_special_tokens=False, return_offsets_mapping=True)
+        rows = [
+            self._label(text, np.array(ids, dtype=np.int64), np.fromiter(chain.from_iterable(offsets), dtype=np.int64))
+            for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ]
+        return {key: [row[key] for row in rows] for key in rows[0]}
+
+    def _render(self, document: Document, where: str) -> _Text:
+        everything = document.get("train_all", False)
+        if "text" in document:
+            return _Text(document["text"], None, bare=True)
+        if "messages" in document:
+            assert self.template is not None
+            try:
+                text, turns = self.template.assistant_turns(document)
+            except DataError as error:
+                raise DataError(f"{where}: {error.message}", error.fix) from error
+            return _Text(text, None if everything else turns, bare=False)
+        system = f"{document['system']}\n\n" if "system" in document else ""
+        prompt = system + INSTRUCTION.format(prompt=document["prompt"])
+        text = prompt + document["completion"]
+        return _Text(text, None if everything else [Turn(len(prompt), len(text), len(text))], bare=True)
+
+    def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+        trained, ends = self._mask(text, ids, offsets)
+        if text.bare and len(ids):
+            ids, trained = self._closed(ids, trained)
+            ends = [len(ids) - 1]
+        length = len(ids)
+        trained[:1] = False
+        dropped = "" if trained.any() else UNTRAINED
+        if length > self.max_length and not dropped:
+            ids, trained = ids[: self.max_length], trained[: self.max_length]
+            ends = [end for end in ends if end < self.max_length]
+            dropped = TOO_LONG if self.overlong == "drop" else "" if trained.any() else CUT_AWAY
+        return {
+            "input_ids": ids,
+            "labels": np.where(trained, ids, IGNORED),
+            "length": length,
+            "dropped": dropped,
+            "ends": [int(ids[end]) if self.is_marker[ids[end]] else -1 for end in ends],
+        }
+
+    def _mask(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """Which tokens are trained (bool), and the index of the last one of each turn."""
+        starts, stops = offsets[::2], offsets[1::2]
+        marker = self.is_marker[ids]
+        if text.turns is None:
+            visible = next((i for i in reversed(range(len(ids))) if text.text[starts[i] : stops[i]].strip()), None)
+            return np.ones(len(ids), dtype=bool), [] if visible is None else [visible]
+        trained, ends = np.zeros(len(ids), dtype=bool), []
+        for turn in text.turns:
+            # A special token before the answer may own the white space it swallowed (Phi-3); it is no part of it.
+            answer = (stops > turn.start) & (starts < turn.end) & ~(marker & (starts < turn.start))
+            closing = [
+                i
+                for i in np.flatnonzero(marker & (starts >= turn.end) & (starts < turn.limit))
+                if starts[i] + len(text.text[starts[i] : stops[i]].strip()) <= turn.limit
+            ]
+            if closing:
+                answer[np.searchsorted(starts, turn.end) : closing[-1] + 1] = True
+            trained |= answer
+            ends += np.flatnonzero(answer)[-1:].tolist()
+        return trained, ends
+
+    def _closed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Add the tokens that the tokenizer writes before a text, and EOS, where the text does not have them."""
+        prefix = [] if self.prefix and ids[0] == self.prefix[0] else self.prefix
+        suffix = [] if ids[-1] == self.tokenizer.eos_token_id else [self.tokenizer.eos_token_id]
+        ids = np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(suffix, dtype=np.int64)])
+        trained = np.concatenate([np.zeros(len(prefix), dtype=bool), trained, np.ones(len(suffix), dtype=bool)])
+        return ids, trained
+
+
+def _written_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids a tokenizer puts in front of every text: [BOS] or nothing."""
+    alone, whole = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
+    for start in range(len(whole) - len(alone) + 1):
+        if whole[start : start + len(alone)] == alone:
+            return whole[:start]
+    return []

@@ -1,0 +1,299 @@
+"""Recognising what rows mean from their columns, and turning each into one document.
+
+A document is one of three things, whatever the file called its columns:
+
+- `{"messages": [...], "tools": [...]}`: a conversation in the form chat templates take (roles system, user,
+  assistant, tool; an assistant may carry `tool_calls`);
+- `{"prompt": ..., "completion": ..., "system": ...}`: one question and its answer;
+- `{"text": ...}`: plain text.
+
+Sources: ShareGPT's from/value turns and function_call/observation as LLaMA-Factory writes them; Alpaca's
+instruction/input/output (Taori et al. 2023); messages and prompt-completion as in TRL.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DataError
+from ..notices import notice
+from .sources import Row, Source
+
+Document = dict[str, Any]
+Message = dict[str, Any]
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+}
+PAIRS = [
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("instruction", "response"),
+    ("query", "response"),
+    ("input", "output"),
+]
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+# What `column_mapping` may name, and the message keys that chat templates read.
+PARTS = ("messages", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools")
+MESSAGE_KEYS = ("tool_calls", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of one source are read: the format, the column that plays each part, and why it was chosen."""
+
+    format: str
+    columns: dict[str, str]
+    why: str
+
+
+def recognise(
+    source: Source,
+    *,
+    format: str = "auto",
+    mapping: Mapping[str, str] | None = None,
+    text_field: str = "text",
+) -> Layout:
+    """Choose the format of `source` from its columns (those of its first 100 rows).
+
+    Args:
+        source: at least one row.
+        format: auto, or one of messages, sharegpt, prompt-completion, alpaca, text to insist on.
+        mapping: part (see `PARTS`) to column name, for columns with names of their own.
+        text_field: the column that holds plain text.
+
+    Raises:
+        DataError: a mapped column does not exist, or the columns fit no format.
+    """
+    present = list(dict.fromkeys(column for row in source.rows[:100] for column in row))
+    mapped = dict(mapping or {})
+    if text_field != "text":
+        mapped.setdefault("text", text_field)
+    for part, column in mapped.items():
+        if part not in PARTS:
+            raise DataError(f"column_mapping names an unknown part {part!r}{did_you_mean(part, PARTS)}")
+        if column not in present:
+            raise DataError(
+                f"{source.path} has no column {column!r} (for {part}){did_you_mean(column, present)}",
+                f"its columns are: {', '.join(present)}",
+            )
+    if format == "auto" and {"chosen", "rejected"} <= set(present):
+        raise DataError(
+            f"{source.path} holds preference pairs (columns chosen and rejected), not examples to imitate",
+            "name the columns to train on with column_mapping and dataset_format",
+        )
+    # Columns that the user named come first; the others count where those alone decide nothing.
+    names = {column: column for column in present}
+    layout = _match(source, mapped, format) or _match(source, {**names, **mapped}, format)
+    if layout is None:
+        wanted = "no known format" if format == "auto" else f"not dataset_format {format}"
+        raise DataError(
+            f"the columns of {source.path} ({', '.join(present)}) fit {wanted}; {_nearest(present)}",
+            "map them, e.g. column_mapping: {prompt: your_column, completion: your_other_column}",
+        )
+    optional = {part: mapped.get(part, part) for part in ("system", "tools") if mapped.get(part, part) in present}
+    return Layout(layout.format, {**layout.columns, **optional}, source.note or layout.why)
+
+
+def _match(source: Source, columns: Mapping[str, str], format: str) -> Layout | None:
+    """The first format whose parts are all in `columns` (part to column)."""
+
+    def allowed(name: str) -> bool:
+        return format in ("auto", name)
+
+    for part in CHAT_COLUMNS:
+        if part in columns and (allowed("messages") or allowed("sharegpt")):
+            column = columns[part]
+            style = "sharegpt" if _has_from_value(source, column) else "messages"
+            keys = "from/value" if style == "sharegpt" else "role/content"
+            return Layout(style, {"messages": column}, f"column {column} holds {keys} turns")
+    if allowed("alpaca") and {"instruction", "output"} <= set(columns):
+        parts = {part: columns[part] for part in ("instruction", "input", "output") if part in columns}
+        return Layout("alpaca", parts, f"columns {', '.join(parts.values())}")
+    for prompt, completion in PAIRS if allowed("prompt-completion") else ():
+        if prompt in columns and completion in columns:
+            parts = {"prompt": columns[prompt], "completion": columns[completion]}
+            if (prompt, completion) != ("prompt", "completion"):
+                notice(
+                    f"columns:{source.path}",
+                    f"{source.path}: {parts['prompt']} is read as the prompt, {parts['completion']} as the completion",
+                )
+            return Layout("prompt-completion", parts, f"columns {parts['prompt']}, {parts['completion']}")
+    if allowed("text") and "text" in columns:
+        return Layout("text", {"text": columns["text"]}, f"column {columns['text']}")
+    return None
+
+
+def _has_from_value(source: Source, column: str) -> bool:
+    turns = source.rows[0].get(column)
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _nearest(present: Sequence[str]) -> str:
+    known = sorted({*CHAT_COLUMNS, *PARTS, *(name for pair in PAIRS for name in pair)})
+    for column in present:
+        if near := difflib.get_close_matches(column, known, n=1):
+            return f"did you mean {near[0]!r} by {column!r}?"
+    return f"known names are {', '.join(known)}"
+
+
+def documents(source: Source, layout: Layout) -> Iterator[tuple[str, Document]]:
+    """Yield `(where, document)` for every row, `where` naming file and line.
+
+    Raises:
+        DataError: a row lacks a column or holds the wrong type in it; the row is named.
+    """
+    convert = {"messages": _chat, "sharegpt": _chat, "alpaca": _alpaca, "prompt-completion": _pair, "text": _text}
+    for index, row in enumerate(source.rows):
+        where = source.where(index)
+        yield where, convert[layout.format](row, layout.columns, where)
+
+
+def _string(row: Row, column: str, where: str) -> str:
+    if column not in row:
+        raise DataError(f"{where}: the row has no column {column!r}{did_you_mean(column, list(row))}")
+    if not isinstance(row[column], str):
+        raise DataError(
+            f"{where}: column {column!r} holds {_described(row[column])}, not text", "make it a string in every row"
+        )
+    return row[column]
+
+
+def _described(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+def _text(row: Row, columns: Mapping[str, str], where: str) -> Document:
+    return {"text": _string(row, columns["text"], where)}
+
+
+def _pair(row: Row, columns: Mapping[str, str], where: str) -> Document:
+    document = {part: _string(row, columns[part], where) for part in ("prompt", "completion")}
+    return {**document, **_system(row, columns, where)}
+
+
+def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Document:
+    prompt = _string(row, columns["instruction"], where)
+    # The input is optional: absent, null or empty in rows whose instruction says everything.
+    if row.get(columns.get("input", ""), None):
+        prompt += "\n\n" + _string(row, columns["input"], where)
+    completion = _string(row, columns["output"], where)
+    return {"prompt": prompt, "completion": completion, **_system(row, columns, where)}
+
+
+def _system(row: Row, columns: Mapping[str, str], where: str) -> dict[str, str]:
+    column = columns.get("system")
+    return {"system": _string(row, column, where)} if column and row.get(column) else {}
+
+
+def _chat(row: Row, columns: Mapping[str, str], where: str) -> Document:
+    column = columns["messages"]
+    turns = row.get(column)
+    if not isinstance(turns, list) or not turns:
+        found = _described(turns) if column in row else "nothing"
+        raise DataError(f"{where}: column {column!r} holds {found}, not a list of turns")
+    messages = [_message(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, 1)]
+    system = _system(row, columns, where)
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system["system"]})
+    document: Document = {"messages": messages}
+    if tools := _tools(row.get(columns.get("tools", "")), where):
+        document["tools"] = tools
+    return document
+
+
+def _message(turn: Any, where: str) -> Message:
+    if not isinstance(turn, dict):
+        raise DataError(f"{where}: the turn is {_described(turn)}, not an object with role and content")
+    name = turn.get("role", turn.get("from"))
+    if not isinstance(name, str) or name not in ROLES:
+        hint = did_you_mean(name, list(ROLES)) if isinstance(name, str) else ""
+        raise DataError(f"{where}: unknown role {name!r}{hint}", f"known roles: {', '.join(ROLES)}")
+    content = _content(turn.get("content", turn.get("value")), where, optional=bool(turn.get("tool_calls")))
+    message: Message = {"role": ROLES[name], "content": content}
+    message |= {key: turn[key] for key in MESSAGE_KEYS if turn.get(key) is not None}
+    if "tool_calls" in message:
+        message["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
+    elif name == "function_call" and (calls := _parsed_calls(content)):
+        # The text is kept for templates that know nothing of tool calls; see chat.ChatTemplate.adapt.
+        message |= {"tool_calls": calls, "content": "", "call_text": content}
+    if "loss_weight" in turn or "weight" in turn:
+        notice("loss-weight", "weights of single turns are ignored: every assistant turn is trained")
+    return message
+
+
+def _content(content: Any, where: str, *, optional: bool) -> str:
+    if content is None and optional:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        others = {part.get("type") for part in content} - {"text"}
+        if others:
+            raise DataError(f"{where}: content of type {sorted(map(str, others))}; only text can be trained on")
+        content = "".join(_content(part.get("text", part.get("value")), where, optional=False) for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"{where}: the content is {_described(content)}, not text")
+    return content
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """One call in the form templates expect: arguments as an object, where OpenAI's API has them as JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: a tool call without a function name: {_described(call)}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: malformed JSON in the arguments of {function['name']}: {error.msg}") from error
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", **identity, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _parsed_calls(text: str) -> list[dict[str, Any]] | None:
+    """The calls in a function_call turn; None where its text is not JSON of that shape (then it stays text)."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(c, dict) and isinstance(c.get("name"), str) and "arguments" in c for c in calls):
+        return None
+    return [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls]
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]]:
+    """The list of tools, each wrapped as `{"type": "function", "function": {...}}`, from a list or its JSON text."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: malformed JSON in the column of tools: {error.msg}") from error
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{where}: tools are {_described(value)}, not a list of objects")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]

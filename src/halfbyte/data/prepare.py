@@ -1,0 +1,260 @@
+"""From a run's configuration to tokenized training and evaluation data, and a report of what became of every row."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset, Features, Value
+from transformers import PreTrainedTokenizerBase
+
+from ..config import RunConfig
+from ..errors import ConfigError, DataError
+from ..notices import notice
+from .chat import ChatTemplate
+from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
+from .formats import Document, documents, recognise
+from .pack import pack
+from .report import endings, ragged, samples, split_report
+from .sources import read_sources
+
+ROWS_PER_PROCESS = 5_000  # with fewer, a process costs more to start than it saves
+ROWS_WITH_PROGRESS = 2_000
+IDS = datasets.List(Value("int32"))
+ENCODED = Features({"input_ids": IDS, "labels": IDS, "length": Value("int64"), "dropped": Value("string"), "ends": IDS})
+REMEDY = {
+    TOO_LONG: "raise max_length, or set overlong: truncate",
+    CUT_AWAY: "raise max_length: the answers begin behind it",
+    UNTRAINED: "check the roles and columns of the data (column_mapping, dataset_format): no answers were found",
+}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Tokenized data.
+
+    Attributes:
+        train, eval: columns input_ids and labels (unshifted, -100 where untrained) and, when packed, seq_lengths.
+        report: the contents of data_report.json.
+    """
+
+    train: Dataset
+    eval: Dataset | None
+    report: dict[str, Any]
+
+
+@dataclass
+class _Documents:
+    """Documents as JSON text (Arrow would merge the keys of all rows), their places, and how they were read."""
+
+    texts: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    masks: dict[str, None] = field(default_factory=dict)
+
+    def select(self, indices: np.ndarray) -> _Documents:
+        texts, places = [self.texts[i] for i in indices], [self.places[i] for i in indices]
+        return _Documents(texts, places, self.sources, self.masks)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """One finished split: the documents kept, the rows made of them, and its part of the report."""
+
+    kept: Dataset
+    rows: Dataset
+    report: dict[str, Any]
+
+
+def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    """Read, recognise, split, mask, tokenize and (when asked) pack the data of a run.
+
+    Conversations, and with a chat template also prompt-completion and alpaca rows, are rendered with the template and
+    trained on assistant turns. Without a template the latter take a plain instruction format. Plain text is trained
+    whole. EOS is appended wherever no template writes it.
+
+    Args:
+        config: the keys of `DataSection`, and seed.
+        tokenizer: a fast one with EOS. Its chat template counts; chat_template_path is the loader's business.
+
+    Raises:
+        DataError: the data are missing, malformed, of unknown layout, or leave nothing to train on.
+        ModelError: the tokenizer has no character offsets or no EOS token.
+        ConfigError: eval_split_size leaves nothing to train on.
+    """
+    template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+    encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
+    training, held_out = _read(config, config.dataset, template), None
+    sources = training.sources
+    if config.eval_dataset is not None:
+        held_out = _read(config, config.eval_dataset, template)
+        sources = sources + held_out.sources
+    elif config.eval_split_size:
+        training, held_out = _split(training, config.eval_split_size, config.seed)
+    train = _finish(training, encoder, config, "training")
+    evaluation = _finish(held_out, encoder, config, "evaluation") if held_out else None
+    report = {
+        "sources": sources,
+        "template": tokenizer.chat_template,
+        "mask": "; ".join(training.masks),
+        "train": train.report,
+        "eval": evaluation.report if evaluation else None,
+        **endings(train.kept, tokenizer),
+        "samples": samples(train.kept, tokenizer),
+    }
+    return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
+
+
+def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | None) -> _Documents:
+    found = _Documents()
+    for source in read_sources(names, config.dataset_split):
+        layout = recognise(
+            source,
+            format=config.dataset_format,
+            mapping=config.column_mapping,
+            text_field=config.dataset_text_field,
+        )
+        pairs = layout.format in ("prompt-completion", "alpaca")
+        everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
+        for where, document in documents(source, layout):
+            ready = _for_template(document, template, where)
+            text = json.dumps({**ready, "train_all": everything}, ensure_ascii=False, default=str)
+            if not text.isascii():
+                _check_unicode(text, where)
+            found.texts.append(text)
+            found.places.append(where)
+        found.masks[_mask(layout.format, everything, template)] = None
+        summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
+        found.sources.append(summary)
+    return found
+
+
+def _for_template(document: Document, template: ChatTemplate | None, where: str) -> Document:
+    """Make what the template can render of a document: pairs become a conversation where there is a template."""
+    if "prompt" in document:
+        if template is None:
+            notice("no-template", f"no chat template: rows are written as {INSTRUCTION!r} and the completion")
+            return document
+        system = [{"role": "system", "content": document["system"]}] if "system" in document else []
+        user = {"role": "user", "content": document["prompt"]}
+        document = {"messages": [*system, user, {"role": "assistant", "content": document["completion"]}]}
+    if "messages" not in document:
+        return document
+    if template is None:
+        raise DataError(
+            f"{where} is a conversation, but the tokenizer has no chat template",
+            "give one with chat_template_path, or use the tokenizer of the instruction-tuned model",
+        )
+    return template.adapt(document)
+
+
+def _check_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: half a surrogate pair ({error.object[error.start]!r}) is no character") from error
+
+
+def _mask(format: str, everything: bool, template: ChatTemplate | None) -> str:
+    if format == "text" or everything:
+        return "every token"
+    if template is None:
+        return "completions, by character offsets"
+    if not template.marked:
+        notice(
+            "generation-marks",
+            "the chat template has no {% generation %} marks: assistant turns are found by rendering each "
+            "conversation again with one turn replaced",
+        )
+    return f"assistant turns, by {template.mask}"
+
+
+def _split(found: _Documents, size: float, seed: int) -> tuple[_Documents, _Documents]:
+    """Hold out a share (below 1) or a count of documents: the same ones for the same data and seed."""
+    total = len(found.texts)
+    if size >= 1 and size != int(size):
+        raise ConfigError(f"eval_split_size is {size}, neither a share below 1 nor a whole number of rows")
+    count = int(size) if size >= 1 else max(1, round(size * total))
+    if count >= total:
+        raise ConfigError(
+            f"eval_split_size {size:g} holds out {count} of {total} documents, which leaves none to train on",
+            "lower eval_split_size, or give eval_dataset",
+        )
+    order = np.random.default_rng(seed).permutation(total)
+    return found.select(np.sort(order[count:])), found.select(np.sort(order[:count]))
+
+
+def _finish(found: _Documents, encoder: Encoder, config: RunConfig, name: str) -> _Split:
+    encoded = _encode(found, encoder, config)
+    reasons = np.array(list(encoded["dropped"]))
+    dropped = Counter(reason for reason in reasons.tolist() if reason)
+    kept = encoded.select(np.flatnonzero(reasons == ""))
+    total = len(found.texts)
+    if not len(kept):
+        worst = dropped.most_common(1)[0][0]
+        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise DataError(
+            f"zero trained tokens: all {total} {name} documents are dropped ({counts}; max_length={config.max_length})",
+            REMEDY[worst],
+        )
+    truncated = sum(length > config.max_length for length in kept["length"])
+    if truncated:
+        notice(f"truncated:{name}", f"{truncated} of {total} {name} documents cut to max_length {config.max_length}")
+    for reason, count in dropped.items():
+        notice(f"dropped:{name}:{reason}", f"{count} of {total} {name} documents dropped: {reason}")
+    rows = _pack(kept, config.max_length) if config.packing else kept.select_columns(["input_ids", "labels"])
+    capacity = config.max_length if config.packing else None
+    return _Split(kept, rows, split_report(encoded, kept, rows, truncated, capacity))
+
+
+def _encode(found: _Documents, encoder: Encoder, config: RunConfig) -> Dataset:
+    rows = len(found.texts)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = config.dataset_num_proc or max(1, min(cores, rows // ROWS_PER_PROCESS))
+    with _progress(rows >= ROWS_WITH_PROGRESS):
+        return Dataset.from_dict({"document": found.texts, "where": found.places}).map(
+            encoder,
+            batched=True,
+            batch_size=256,
+            num_proc=min(processes, rows) if processes > 1 else None,
+            remove_columns=["document", "where"],
+            features=ENCODED,
+            keep_in_memory=True,
+            load_from_cache_file=False,
+            new_fingerprint="tokenized",  # nothing is cached, so there is no need to hash the tokenizer
+            desc="tokenizing",
+        )
+
+
+@contextlib.contextmanager
+def _progress(wanted: bool) -> Iterator[None]:
+    """Hide the progress bars of datasets where the work is short."""
+    if wanted or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+def _pack(kept: Dataset, max_length: int) -> Dataset:
+    (ids, lengths), (labels, _) = ragged(kept, "input_ids"), ragged(kept, "labels")
+    stops = np.cumsum(lengths)
+    rows = pack(lengths.tolist(), max_length)
+
+    def joined(values: np.ndarray) -> list[np.ndarray]:
+        return [np.concatenate([values[stops[i] - lengths[i] : stops[i]] for i in row]) for row in rows]
+
+    return Dataset.from_dict(
+        {"input_ids": joined(ids), "labels": joined(labels), "seq_lengths": [lengths[row] for row in rows]},
+        features=Features({"input_ids": IDS, "labels": IDS, "seq_lengths": IDS}),
+    )

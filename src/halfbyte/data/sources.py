@@ -1,0 +1,223 @@
+"""Reading rows: JSONL, JSON, CSV, Parquet and text files, folders of them, and datasets of the hub.
+
+Every reader gives plain dictionaries and remembers where each row came from, so that whatever is found wrong with a row
+later can be named by file and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..notices import notice
+
+Row = dict[str, Any]
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one file or hub dataset, in order.
+
+    Attributes:
+        path: the file, or the hub id.
+        kind: jsonl, json, csv, parquet, text or hub.
+        rows: column name to value, one dictionary per row.
+        lines: the line each row starts at (1-based), where the kind has lines.
+        note: how documents were told apart in plain text; empty for the other kinds.
+    """
+
+    path: str
+    kind: str
+    rows: list[Row]
+    lines: Sequence[int] | None = None
+    note: str = ""
+
+    def where(self, index: int) -> str:
+        """The place of row `index`: `file:line`, or `file, row N` counted from 1."""
+        return f"{self.path}:{self.lines[index]}" if self.lines else f"{self.path}, row {index + 1}"
+
+
+def read_sources(names: str | Sequence[str], split: str = "train") -> list[Source]:
+    """Read one or several datasets, each a file, a folder of files, or (when nothing local matches) a hub id.
+
+    Raises:
+        DataError: a file is missing, malformed or of an unknown kind, or no rows are left at all.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    sources = [source for name in names for source in _read(name, split)]
+    if not any(source.rows for source in sources):
+        raise DataError(f"the dataset is empty: {', '.join(names)} holds no rows", "put at least one row into it")
+    return [source for source in sources if source.rows]
+
+
+def _read(name: str, split: str) -> list[Source]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _read_folder(path)
+    if path.exists():
+        return [_read_file(path)]
+    # A hub id is "owner/name" or one bare name; whatever ends like a data file was meant to be one.
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and path.suffix.lower() not in READERS:
+        return [_read_hub(name, split)]
+    raise DataError(f"no such file: {name}{_closest(path)}", "check the path in `dataset` or `eval_dataset`")
+
+
+def _closest(path: Path) -> str:
+    """The existing neighbour whose name is nearest to `path`'s, as the tail of a message."""
+    folder, wanted = path.parent, path.name
+    while not folder.is_dir():
+        folder, wanted = folder.parent, folder.name
+    near = difflib.get_close_matches(wanted, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
+    return f" (the closest existing one is {folder / near[0]})" if near else ""
+
+
+def _read_folder(folder: Path) -> list[Source]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+    known = [file for file in files if file.suffix.lower() in READERS]
+    if not known:
+        raise DataError(f"no data files in {folder}", f"put files of these kinds there: {', '.join(READERS)}")
+    if len(known) < len(files):
+        left_out = ", ".join(str(file.relative_to(folder)) for file in files if file not in known)
+        notice(f"data-folder:{folder}", f"{folder}: left out {left_out} (read are {', '.join(READERS)})")
+    return [_read_file(file) for file in known]
+
+
+def _read_file(path: Path) -> Source:
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{path} is of an unknown kind", f"use one of {', '.join(READERS)}")
+    try:
+        return reader(path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start})", "convert the file to UTF-8") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_jsonl(path: Path) -> Source:
+    rows, lines = [], []
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            if number == 1 and line.lstrip().startswith("["):
+                return _read_json(path)
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}:{number}: malformed JSON: {error.msg} (column {error.colno})") from error
+            rows.append(_checked(row, f"{path}:{number}"))
+            lines.append(number)
+    return Source(str(path), "jsonl", rows, lines)
+
+
+def _read_json(path: Path) -> Source:
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        return Source(str(path), "json", [])
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):  # one object per line: JSONL by another name
+            return _read_jsonl(path)
+        raise DataError(f"{path}:{error.lineno}: malformed JSON: {error.msg} (column {error.colno})") from error
+    if isinstance(value, dict) and isinstance(value.get("data"), list):
+        value = value["data"]
+    rows = value if isinstance(value, list) else [value]
+    return Source(str(path), "json", [_checked(row, f"{path}, row {i}") for i, row in enumerate(rows, 1)])
+
+
+def _checked(row: Any, where: str) -> Row:
+    if isinstance(row, dict):
+        return row
+    raise DataError(f"{where}: the row is a {type(row).__name__}, not an object", 'write rows as {"column": value}')
+
+
+def _read_csv(path: Path) -> Source:
+    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is less than one long document
+    rows, lines = [], []
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        start = 2  # a quoted field may hold newlines: a row is named by its first line
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    found = sum(value is not None for key, value in row.items() if key) + len(row.get(None) or [])
+                    names = reader.fieldnames or []
+                    raise DataError(f"{path}:{start}: {found} fields, but the header names {len(names)}")
+                rows.append(dict(row))
+                lines.append(start)
+                start = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(f"{path}:{start}: malformed CSV in the row that starts here: {error}") from error
+    return Source(str(path), "csv", rows, lines)
+
+
+def _read_parquet(path: Path) -> Source:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows = [_without_null(row) for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist()]
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+    return Source(str(path), "parquet", rows)
+
+
+def _without_null(row: Row) -> Row:
+    """Drop nulls inside nested values: Arrow gives every struct the union of all keys, null where a row had none."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items() if item is not None}
+        return [clean(item) for item in value] if isinstance(value, list) else value
+
+    return {key: clean(value) for key, value in row.items()}
+
+
+def _read_text(path: Path) -> Source:
+    """Documents end at <|endoftext|> where the file has it, else at blank lines, else at every line."""
+    text = path.read_text(encoding="utf-8-sig")
+    if END_OF_TEXT in text:
+        documents, unit = text.split(END_OF_TEXT), f"up to each {END_OF_TEXT}"
+    elif re.search(r"\n[ \t]*\n", text.strip()):
+        documents, unit = re.split(r"\n(?:[ \t]*\n)+", text), "per block between blank lines"
+    else:
+        documents, unit = text.split("\n"), "per line"
+    rows = [{"text": document.strip("\n")} for document in documents if document.strip()]
+    return Source(str(path), "text", rows, note=f"plain text, one document {unit}")
+
+
+def _read_hub(name: str, split: str) -> Source:
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"dataset {name!r} is no file or folder here{_closest(Path(name))}, and the hub says: {reason}",
+            "give an existing path, or the id of a hub dataset (`dataset_split` picks its split) while online",
+        ) from error
+    return Source(name, "hub", [_without_null(row) for row in dataset], note=f"split {split} of a hub dataset")
+
+
+READERS: dict[str, Callable[[Path], Source]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+}

@@ -1,0 +1,142 @@
+"""Formats are recognised from columns, rows become documents, and what does not fit is named with its row."""
+
+import json
+
+import pytest
+
+from halfbyte.data.formats import documents, recognise
+from halfbyte.data.sources import Source
+from halfbyte.errors import DataError
+from halfbyte.notices import said
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+
+
+def source(*rows):
+    return Source("data.jsonl", "jsonl", list(rows), range(1, len(rows) + 1))
+
+
+def read(*rows, **keys):
+    found = source(*rows)
+    layout = recognise(found, **keys)
+    return layout, [document for _, document in documents(found, layout)]
+
+
+def test_messages():
+    layout, [document] = read({"messages": TURNS})
+    assert (layout.format, layout.why) == ("messages", "column messages holds role/content turns")
+    assert document == {"messages": TURNS}
+    assert read({"conversations": TURNS})[1] == [document]
+
+
+def test_parts_of_content_are_joined():
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "value": "lo"}]
+    _, [document] = read({"messages": [TURNS[0], {"role": "assistant", "content": parts, "loss_weight": 1.0}]})
+    assert document == {"messages": TURNS}
+    assert "loss-weight" in said()
+
+
+def test_sharegpt_with_tools():
+    call = {"name": "f", "arguments": {"x": 1}}
+    turns = [
+        ("system", "s"), ("human", "q"), ("function_call", json.dumps(call)), ("observation", "r"), ("gpt", "a"),
+    ]  # fmt: skip
+    row = {"conversations": [{"from": role, "value": value} for role, value in turns], "tools": json.dumps([TOOL])}
+    layout, [document] = read(row)
+    assert layout.format == "sharegpt"
+    assert document["tools"] == [{"type": "function", "function": TOOL}]
+    assert [message["role"] for message in document["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert document["messages"][2]["tool_calls"] == [{"type": "function", "function": call}]
+    assert document["messages"][2]["call_text"] == json.dumps(call)
+
+
+def test_a_call_that_is_no_json_stays_text():
+    row = {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "f(1)"}]}
+    assert read(row)[1][0]["messages"][1] == {"role": "assistant", "content": "f(1)"}
+
+
+def test_openai_tool_calls_get_their_arguments_parsed():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    _, [document] = read({"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert document["messages"][1]["content"] == ""
+    assert document["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    "names", [("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output")]
+)
+def test_prompt_completion(names):
+    layout, found = read({names[0]: "q", names[1]: "a", "other": 1})
+    assert layout.format == "prompt-completion"
+    assert found == [{"prompt": "q", "completion": "a"}]
+    assert bool(said()) == (names != ("prompt", "completion"))
+
+
+def test_alpaca_joins_a_nonempty_input():
+    rows = [{"instruction": "i", "input": x, "output": "o", "system": "s"} for x in ("", "x", None)]
+    layout, found = read(*rows)
+    assert layout.format == "alpaca"
+    assert [document["prompt"] for document in found] == ["i", "i\n\nx", "i"]
+    assert (found[0]["completion"], found[0]["system"]) == ("o", "s")
+
+
+def test_text_and_text_field():
+    assert read({"text": "t", "n": 1})[1] == [{"text": "t"}]
+    assert read({"body": "t", "text": 5}, text_field="body")[1] == [{"text": "t"}]
+
+
+def test_mapping_wins_over_recognition():
+    row = {"question": "q", "answer": "a", "q": "Q", "a": "A"}
+    assert read(row, mapping={"prompt": "q", "completion": "a"})[1] == [{"prompt": "Q", "completion": "A"}]
+    assert read(row, mapping={"completion": "a", "prompt": "question"})[1] == [{"prompt": "q", "completion": "A"}]
+    assert read({"talk": TURNS}, mapping={"messages": "talk"})[0].format == "messages"
+
+
+def test_format_can_be_insisted_on():
+    row = {"messages": TURNS, "text": "t"}
+    assert read(row)[0].format == "messages"
+    assert read(row, format="text")[1] == [{"text": "t"}]
+    with pytest.raises(DataError, match="fit not dataset_format alpaca"):
+        read(row, format="alpaca")
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        (
+            {"prompt": "q", "completion": "a"},
+            {"mapping": {"prompt": "promt"}},
+            "no column 'promt'.*did you mean 'prompt'",
+        ),
+        ({"prompt": "q"}, {"mapping": {"promt": "prompt"}}, "unknown part 'promt'; did you mean 'prompt'"),
+        ({"text": "q"}, {"text_field": "txt"}, "no column 'txt'.*did you mean 'text'"),
+        ({"quesion": "q", "anwser": "a"}, {}, r"\(quesion, anwser\) fit no known format; did you mean 'question'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "preference pairs"),
+    ],
+)
+def test_unknown_columns(row, keys, message):
+    with pytest.raises(DataError, match=message):
+        read(row, **keys)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"text": "t"}, {"text": 5}, r"data\.jsonl:2: column 'text' holds int 5, not text"),
+        ({"text": "t"}, {"test": "t"}, r"data\.jsonl:2: the row has no column 'text'; did you mean 'test'"),
+        ({"prompt": "", "completion": ""}, {"prompt": "", "completion": None}, r":2: column 'completion' holds None"),
+        ({"messages": TURNS}, {"messages": "hi"}, r":2: column 'messages' holds str \"hi\", not a list of turns"),
+        ({"messages": TURNS}, {"messages": []}, r":2: column 'messages' holds list"),
+        ({"messages": TURNS}, {}, r":2: column 'messages' holds nothing"),
+        ({"messages": TURNS}, {"messages": ["hi"]}, r":2, turn 1: the turn is str"),
+        ({"messages": TURNS}, {"messages": [{"role": "usr"}]}, r":2, turn 1: unknown role 'usr'; did you mean 'user'"),
+        ({"messages": TURNS}, {"messages": [{"role": "user", "content": 1}]}, r":2, turn 1: the content is int 1"),
+        ({"messages": TURNS}, {"messages": [{"role": "user"}]}, r":2, turn 1: the content is NoneType"),
+        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"\['image'\]; only"),
+        ({"messages": TURNS}, {"messages": TURNS, "tools": "[{"}, r":2: malformed JSON in the column of tools"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named(first, second, message):
+    with pytest.raises(DataError, match=message):
+        read({**first, "tools": None} if "tools" in second else first, second)

@@ -1,0 +1,278 @@
+"""Masks, token by token: what is trained is what the assistant wrote and the token that ends its turn, nothing else."""
+
+import json
+import types
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfbyte.data.chat import ChatTemplate, common_prefix
+from halfbyte.data.encode import CUT_AWAY, IGNORED, TOO_LONG, UNTRAINED, Encoder
+from halfbyte.data.formats import documents, recognise
+from halfbyte.data.sources import read_sources
+from halfbyte.errors import DataError, ModelError
+from halfbyte.notices import said
+
+REAL = ["llama-40m", "qwen2.5", "qwen3", "phi-3"]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+
+
+def chat(*turns, system=None):
+    """user, assistant, user, ... as messages."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return messages + [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(turns)]
+
+
+def encode(tokenizer, document, *, max_length=100_000, overlong="truncate"):
+    template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+    document = template.adapt(document) if "messages" in document else document
+    encoder = Encoder(tokenizer, template, max_length=max_length, overlong=overlong)
+    row = {key: values[0] for key, values in encoder({"document": [json.dumps(document)], "where": ["d:1"]}).items()}
+    assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+    return row
+
+
+def runs(tokenizer, row):
+    """The text of each run of consecutive trained tokens."""
+    flags = [label != IGNORED for label in row["labels"]]
+    indices = [list(group) for trained, group in groupby(range(len(flags)), key=flags.__getitem__) if trained]
+    return [tokenizer.decode([row["input_ids"][i] for i in run], skip_special_tokens=False) for run in indices]
+
+
+def expected_runs(name, answers):
+    """What each real template trains for these answers."""
+    if name == "phi-3":  # the template closes the text with EOS; the line break between belongs to the <|end|> token
+        return [f"{answer}<|end|>" for answer in answers[:-1]] + [f"{answers[-1]}<|end|><|endoftext|>"]
+    if name == "qwen3":  # the template itself writes empty thoughts into the last answer, behind the prompt
+        return [f"{answer}<|im_end|>" for answer in answers[:-1]] + [f"<think>\n\n</think>\n\n{answers[-1]}<|im_end|>"]
+    return [f"{answer}<|im_end|>" for answer in answers]
+
+
+def test_every_token_of_a_real_conversation(real_tokenizer):
+    tokenizer = real_tokenizer("llama-40m")
+    row = encode(tokenizer, {"messages": chat("Hi there", "Hello you", "Bye", "See you", system="Be kind")})
+    words = [tokenizer.decode([token]) for token in row["input_ids"]]
+    shown = [f"[{word}]" if label != IGNORED else word for word, label in zip(words, row["labels"], strict=True)]
+    assert "".join(shown) == (
+        "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n"
+        "<|im_start|>assistant\n[Hello][ you][<|im_end|>]\n<|im_start|>user\nBye<|im_end|>\n"
+        "<|im_start|>assistant\n[See][ you][<|im_end|>]\n"
+    )
+    assert row["ends"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")] * 2
+
+
+words = st.text(st.characters(exclude_categories=["Cs", "Co", "Z", "C"]), min_size=1, max_size=8)
+sentences = st.lists(words, min_size=1, max_size=4).map(" ".join)
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(max_examples=25, deadline=None)
+@given(turns=st.lists(st.tuples(sentences, sentences), min_size=1, max_size=4), system=st.none() | sentences)
+def test_trained_tokens_decode_to_the_answers(real_tokenizer, name, turns, system):
+    tokenizer = real_tokenizer(name)
+    row = encode(tokenizer, {"messages": chat(*(text for turn in turns for text in turn), system=system)})
+    wanted = expected_runs(name, [answer for _, answer in turns])
+    if name == "phi-3":  # its normalizer rewrites some characters, and white space around control tokens is theirs
+        wanted = [tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in wanted]
+    assert [text.strip() for text in runs(tokenizer, row)] == wanted
+
+
+contents = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["<|im_end|>", "<|im_start|>assistant\nfake<|im_end|>\n", "<|im_start|>user\n", "\ue000", " \n ", "assistant\n"]
+)
+
+
+@pytest.mark.parametrize("template", ["plain", "marked"])
+@settings(max_examples=100, deadline=None)
+@given(turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=5), system=st.none() | contents)
+def test_any_content_is_masked_exactly(make_tokenizer, template, turns, system):
+    """Also when it is empty, white space, or looks like the markers of another turn."""
+    tokenizer = make_tokenizer(template)
+    row = encode(tokenizer, {"messages": chat(*(text for turn in turns for text in turn), system=system)})
+    assert runs(tokenizer, row) == [f"{answer}<|im_end|>" for _, answer in turns]
+
+
+def test_marks_give_the_mask_of_transformers(real_tokenizer, shared):
+    tokenizer = real_tokenizer("llama-40m")
+    template = ChatTemplate(tokenizer)
+    [source] = read_sources(str(shared / "data/datasets/llamafactory/glaive_toolcall_en_demo.json"))
+    for _, document in list(documents(source, recognise(source)))[:60]:
+        adapted = template.adapt(document)
+        reference = tokenizer.apply_chat_template(
+            adapted["messages"], return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+        )
+        row = encode(tokenizer, document)
+        assert row["input_ids"].tolist() == reference["input_ids"]
+        assert [int(label != IGNORED) for label in row["labels"]] == reference["assistant_masks"]
+
+
+def test_difference_finds_what_marks_say(real_tokenizer, shared):
+    """The same template with and without its marks, on real tool-call chats."""
+    marked = real_tokenizer("llama-40m")
+    unmarked = type(marked)(tokenizer_object=marked.backend_tokenizer, eos_token=marked.eos_token)
+    unmarked.chat_template = marked.chat_template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    assert ChatTemplate(marked).marked
+    assert not ChatTemplate(unmarked).marked
+    [source] = read_sources(str(shared / "data/datasets/llamafactory/glaive_toolcall_en_demo.json"))
+    for _, document in list(documents(source, recognise(source)))[:60]:
+        rows = [encode(tokenizer, document) for tokenizer in (marked, unmarked)]
+        assert rows[0]["labels"].tolist() == rows[1]["labels"].tolist()
+        assert rows[0]["ends"] == rows[1]["ends"]
+
+
+def test_qwen3_keeps_thoughts_of_the_last_turn_only(real_tokenizer):
+    tokenizer = real_tokenizer("qwen3")
+    thought = "<think>\nhm\n</think>\n\n"
+    row = encode(tokenizer, {"messages": chat("a", f"{thought}one", "b", f"{thought}two")})
+    assert runs(tokenizer, row) == ["one<|im_end|>", f"{thought}two<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_tool_calls_are_trained_and_results_are_not(real_tokenizer, name):
+    tokenizer = real_tokenizer(name)
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": CALLS,
+        "call_text": '{"name": "f", "arguments": {"x": 1}}',
+    }
+    messages = [*chat("a"), call, {"role": "tool", "content": "result"}, {"role": "assistant", "content": "done"}]
+    row = encode(tokenizer, {"messages": messages, "tools": TOOLS})
+    first, last = (text.strip() for text in runs(tokenizer, row))
+    assert last == expected_runs(name, ["", "done"])[-1]
+    whole = tokenizer.decode(row["input_ids"])
+    assert '"description": "d"' in whole
+    assert "result" in whole
+    if name.startswith("qwen"):
+        assert first == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+        assert not said()
+    else:
+        assert first == '{"name": "f", "arguments": {"x": 1}}' + ("<|end|>" if name == "phi-3" else "<|im_end|>")
+        assert {"tools", "tool-calls"} <= set(said())
+        assert ("tool-results" in said()) == (name == "phi-3")
+
+
+def test_marks_around_the_content_alone_still_train_the_end_of_turn(make_tokenizer):
+    tokenizer = make_tokenizer(
+        "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}{%- if m['role'] == 'assistant' %}"
+        "{%- generation %}{{- m['content'] }}{%- endgeneration %}{%- else %}{{- m['content'] }}{%- endif %}"
+        "{{- '<|im_end|>\\n' }}{%- endfor %}"
+    )
+    assert runs(tokenizer, encode(tokenizer, {"messages": chat("a", "b", "c", "")})) == ["b<|im_end|>", "<|im_end|>"]
+
+
+def test_a_role_header_right_behind_an_answer_is_not_trained(make_tokenizer):
+    tokenizer = make_tokenizer(
+        "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] }}{%- endfor %}"
+    )
+    row = encode(tokenizer, {"messages": chat("a", "b", "c", "d")})
+    assert runs(tokenizer, row) == ["b", "d"]
+    assert row["ends"] == [-1, -1]
+
+
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if loop.last and m['role'] == 'user' and not add_generation_prompt %}{{ raise_exception('no end') }}{% endif %}"
+    "{{ '<|im_start|>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | trim }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+
+
+def test_a_strict_template_in_the_way_of_gemma(make_tokenizer):
+    """It refuses the role system and partial conversations, and trims: the difference still finds the answers."""
+    tokenizer = make_tokenizer(GEMMA)
+    tokenizer.bos_token = "<|im_start|>"
+    row = encode(tokenizer, {"messages": chat("a", " b ", "c", "d\n", system="s")})
+    assert runs(tokenizer, row) == ["b<|im_end|>", "d<|im_end|>"]
+    assert "user\ns\n\na<|im_end|>" in tokenizer.decode(row["input_ids"])
+    assert "system" in said()
+
+
+def test_a_refused_conversation_is_named(make_tokenizer):
+    tokenizer = make_tokenizer(GEMMA)
+    with pytest.raises(DataError, match=r"d:1: the chat template refuses the conversation: roles must alternate"):
+        encode(tokenizer, {"messages": [*chat("a", "b"), {"role": "assistant", "content": "c"}]})
+
+
+def test_a_template_that_hides_answers_is_an_error(make_tokenizer):
+    tokenizer = make_tokenizer("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(DataError, match=r"d:1: the chat template does not show assistant turn 2.*\n.*generation"):
+        encode(tokenizer, {"messages": chat("a", "b")})
+
+
+def test_turns_after_the_last_answer_are_left_out(make_tokenizer):
+    tokenizer = make_tokenizer("marked")
+    rows = [encode(tokenizer, {"messages": chat(*turns)}) for turns in (("a", "b", "c"), ("a", "b"))]
+    assert rows[0]["input_ids"].tolist() == rows[1]["input_ids"].tolist()
+
+
+def test_no_answer_is_dropped(make_tokenizer):
+    assert encode(make_tokenizer("plain"), {"messages": chat("a")})["dropped"] == UNTRAINED
+
+
+def test_training_on_everything(make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    row = encode(tokenizer, {"messages": chat("a", "b"), "train_all": True})
+    assert row["labels"].tolist() == [IGNORED, *row["input_ids"][1:].tolist()]
+    assert row["ends"] == [tokenizer.eos_token_id]
+
+
+def test_pairs_without_template_train_the_completion_and_eos(make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    row = encode(tokenizer, {"prompt": "1+1?", "completion": "two", "system": "Add."})
+    assert tokenizer.decode(row["input_ids"]) == "Add.\n\n### Instruction:\n1+1?\n\n### Response:\ntwo<|im_end|>"
+    assert runs(tokenizer, row) == ["two<|im_end|>"]
+
+
+def test_bos_comes_once_and_eos_is_appended(real_tokenizer):
+    tokenizer = real_tokenizer("llama-2")  # writes <s> in front of every text
+    for text in ("Once upon a time", "<s>Once upon a time", "<s>Once upon a time</s>"):
+        row = encode(tokenizer, {"text": text})
+        assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["<s>", "▁Once", "▁upon", "▁a", "▁time", "</s>"]
+        assert row["labels"].tolist() == [IGNORED, *row["input_ids"][1:].tolist()]
+        assert row["ends"] == [tokenizer.eos_token_id]
+
+
+def test_a_template_that_writes_bos_is_not_given_another(real_tokenizer):
+    tokenizer = real_tokenizer("llama-2")
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    row = encode(tokenizer, {"messages": chat("Hi", "Hello", "Bye", "See you")})
+    assert row["input_ids"].tolist().count(tokenizer.bos_token_id) == 1
+    assert [text.split() for text in runs(tokenizer, row)] == [["Hello", "</s>"], ["See", "you", "</s>"]]
+
+
+def test_overlong_documents(make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    whole = encode(tokenizer, {"text": "abcdef"})
+    assert (whole["length"], whole["dropped"], whole["ends"]) == (7, "", [tokenizer.eos_token_id])
+    cut = encode(tokenizer, {"text": "abcdef"}, max_length=5)
+    assert cut["input_ids"].tolist() == whole["input_ids"].tolist()[:5]
+    assert (cut["length"], cut["dropped"], cut["ends"]) == (7, "", [])
+    assert encode(tokenizer, {"text": "abcdef"}, max_length=5, overlong="drop")["dropped"] == TOO_LONG
+    assert encode(tokenizer, {"prompt": "a" * 50, "completion": "b"}, max_length=40)["dropped"] == CUT_AWAY
+    assert encode(tokenizer, {"text": ""})["dropped"] == UNTRAINED
+
+
+def test_tokenizers_that_cannot_do_it(make_tokenizer):
+    with pytest.raises(ModelError, match="no character offsets"):
+        Encoder(types.SimpleNamespace(is_fast=False), None, max_length=8)
+    tokenizer = type(make_tokenizer(None))(tokenizer_object=make_tokenizer(None).backend_tokenizer)
+    with pytest.raises(ModelError, match="no EOS token"):
+        Encoder(tokenizer, None, max_length=8)
+
+
+@given(st.text("ab", max_size=20), st.text("ab", max_size=20))
+def test_common_prefix(a, b):
+    length = common_prefix(a, b)
+    assert a[:length] == b[:length]
+    assert length == min(len(a), len(b)) or a[length] != b[length]

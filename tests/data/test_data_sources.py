@@ -1,0 +1,147 @@
+"""Every kind of file gives its rows, and everything malformed is named by file and line."""
+
+import json
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from halfbyte.data.sources import read_sources
+from halfbyte.errors import DataError
+from halfbyte.notices import said
+
+ROWS = [{"question": "1+1?", "answer": "2"}, {"question": '2, "or"\n3?', "answer": "both"}]
+
+
+def rows_of(*names):
+    return [source.rows for source in read_sources(list(names))]
+
+
+def test_jsonl_skips_blank_lines_and_numbers_the_others(write):
+    [source] = read_sources(write('{"a": 1}\n\n  \n{"a": 2}\n'))
+    assert source.rows == [{"a": 1}, {"a": 2}]
+    assert source.where(1).endswith("data.jsonl:4")
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"data": rows}])
+def test_json_array_or_data(write, wrap):
+    assert rows_of(write(json.dumps(wrap(ROWS)), "d.json")) == [ROWS]
+
+
+def test_json_and_jsonl_are_recognised_by_content(write):
+    lines = "\n".join(map(json.dumps, ROWS))
+    assert rows_of(write(lines, "lines.json")) == [ROWS]
+    assert rows_of(write(json.dumps(ROWS, indent=1), "array.jsonl")) == [ROWS]
+
+
+def test_csv_with_quotes_and_newlines(write):
+    text = 'question,answer\n1+1?,2\n"2, ""or""\n3?",both\n'
+    [source] = read_sources(write(text, "d.csv"))
+    assert source.rows == ROWS
+    assert source.where(1).endswith("d.csv:3")
+
+
+def test_parquet_drops_the_nulls_that_arrow_adds(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages": [{"role": "tool", "content": "b", "name": "f"}]},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema([("messages", pyarrow.list_(pyarrow.struct(
+        {"role": pyarrow.string(), "content": pyarrow.string(), "name": pyarrow.string()}))
+    )])), tmp_path / "d.parquet")  # fmt: skip
+    assert rows_of(str(tmp_path / "d.parquet")) == [rows]
+
+
+@pytest.mark.parametrize(
+    ("text", "documents", "unit"),
+    [
+        ("one\n\nstill one<|endoftext|>\ntwo\n<|endoftext|>\n", ["one\n\nstill one", "two"], "up to each"),
+        ("one\nmore\n\n \ntwo\n\n", ["one\nmore", "two"], "between blank lines"),
+        ("one\ntwo\n", ["one", "two"], "per line"),
+    ],
+)
+def test_text_documents(write, text, documents, unit):
+    [source] = read_sources(write(text, "d.txt"))
+    assert [row["text"] for row in source.rows] == documents
+    assert unit in source.note
+
+
+def test_folder_reads_known_files_in_order_and_says_what_it_left_out(write, tmp_path):
+    write([{"text": "b"}], "folder/b.jsonl")
+    write("a", "folder/a.txt")
+    write("?", "folder/c.xlsx")
+    assert rows_of(str(tmp_path / "folder")) == [[{"text": "a"}], [{"text": "b"}]]
+    assert any("c.xlsx" in message for message in said().values())
+
+
+def test_several_sources_are_concatenated(write):
+    assert rows_of(write([{"text": "a"}], "a.jsonl"), write([{"text": "b"}], "b.jsonl")) == [
+        [{"text": "a"}],
+        [{"text": "b"}],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", '{"a": 1}\n\n{"a": \n', r"d\.jsonl:3: malformed JSON"),
+        ("d.json", '[{"a": 1},\n{"a" 2}]', r"d\.json:2: malformed JSON: .*column 6"),
+        ("d.jsonl", '{"a": 1}\n[1]\n', r"d\.jsonl:2: the row is a list"),
+        ("d.json", '[{"a": 1}, "b"]', r"d\.json, row 2: the row is a str"),
+        ("d.csv", "a,b\n1,2\n1,2,3\n", r"d\.csv:3: 3 fields, but the header names 2"),
+        ("d.csv", "a,b\n1,2\n1\n", r"d\.csv:3: 1 fields, but the header names 2"),
+        ("d.csv", 'a,b\n1,"2\n', r"d\.csv:2: malformed CSV"),
+        ("d.parquet", "PAR?", r"d\.parquet is not a readable Parquet file"),
+        ("d.xlsx", "?", r"d\.xlsx is of an unknown kind"),
+        ("d.jsonl", "", "the dataset is empty"),
+        ("d.json", "[]", "the dataset is empty"),
+        ("d.csv", "a,b\n", "the dataset is empty"),
+        ("d.txt", "\n\n", "the dataset is empty"),
+    ],
+)
+def test_malformed_files_are_named(write, name, content, message):
+    with pytest.raises(DataError, match=message):
+        read_sources(write(content, name))
+
+
+def test_not_utf8(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match="not UTF-8"):
+        read_sources(str(tmp_path / "d.jsonl"))
+
+
+def test_missing_file_names_the_closest(write, tmp_path):
+    write([{"text": "a"}], "folder/train.jsonl")
+    with pytest.raises(DataError, match=r"no such file: .*closest existing one is .*folder/train\.jsonl"):
+        read_sources(str(tmp_path / "folder" / "trian.jsonl"))
+    with pytest.raises(DataError, match=r"closest existing one is .*/folder\)"):
+        read_sources(str(tmp_path / "foldr" / "train.jsonl"))
+
+
+def test_empty_folder(tmp_path):
+    with pytest.raises(DataError, match="no data files"):
+        read_sources(str(tmp_path))
+
+
+def test_hub_id_offline_is_one_clear_error(monkeypatch):
+    import datasets
+
+    def offline(name, split):
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub (OfflineModeIsEnabled)\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(
+        DataError, match="no file or folder here, and the hub says: Couldn't reach 'some-owner/some-set'"
+    ):
+        read_sources("some-owner/some-set")
+
+
+def test_hub_rows(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, split: datasets.Dataset.from_dict({"text": [f"{name} {split}"]})
+    )
+    [source] = read_sources("some-owner/some-set", "test")
+    assert source.rows == [{"text": "some-owner/some-set test"}]
+    assert source.kind == "hub"
