@@ -1,12 +1,13 @@
 """Low-rank adapters (LoRA) through PEFT: what is trained, in which dtype, and what is saved.
 
-Adapters are PEFT's own modules, so a saved adapter is a standard one: `PeftModel.from_pretrained(base, folder)` reads it
-without halfbyte. What this module adds is care: names that match nothing are errors, and dtypes are explicit.
+Adapters are PEFT's own modules, so a saved adapter is a standard one, which `PeftModel.from_pretrained(base, folder)`
+reads without halfbyte. What this module adds is care: names that match nothing are errors, and dtypes are explicit.
 
 Dtypes. PEFT builds an adapter in the base's dtype and its forward casts the input to the adapter's. With float32
 adapters on a bfloat16 base that means float32 matrix products, slow everywhere and 6-15 times slower on CPUs with AMX.
-So `compute` below is the context every forward of this package runs in: PEFT leaves the input alone, and autocast rounds the small
-float32 factors to the compute dtype for the product, while gradients, optimizer state and the saved weights stay float32.
+So every forward of this package runs within `no_input_casts` and `compute` below: PEFT leaves the input alone, and
+autocast rounds the small float32 factors to the compute dtype for the product, while gradients, optimizer state and
+saved weights stay float32.
 
 Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et al. 2024).
 """
@@ -48,7 +49,8 @@ def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
         The PeftModel around `model`; trainable weights are `config.adapter_dtype`.
 
     Raises:
-        ModelError: a module named by `target_modules`, `modules_to_save`, `rank_pattern` or `alpha_pattern` is not in the model.
+        ModelError: the model has no module that `target_modules`, `modules_to_save`, `rank_pattern` or `alpha_pattern`
+            names.
         ConfigError: `target_modules` is not a valid regular expression.
         CheckpointError: `adapter_path` is missing, truncated or made for a model of other shapes.
     """

@@ -41,7 +41,9 @@ def steps_per_epoch(config: RunConfig, rows: int) -> int:
 
 def total_steps(config: RunConfig, rows: int) -> int:
     """Optimizer steps of the whole run."""
-    return config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch(config, rows))
+    if config.max_steps > 0:
+        return config.max_steps
+    return math.ceil(config.num_train_epochs * steps_per_epoch(config, rows))
 
 
 def training_arguments(
@@ -53,7 +55,8 @@ def training_arguments(
     come in the same order, also in a resumed run.
 
     Raises:
-        ConfigError: a value that transformers does not know (an optimizer, a schedule), or float16 where it cannot train.
+        ConfigError: a value that transformers does not know (an optimizer, a schedule), or float16 where it cannot
+            train.
     """
     needs_scaler = dtype == torch.float16
     if needs_scaler and (device.type == "cpu" or not config.use_peft or config.adapter_dtype != "float32"):

@@ -25,9 +25,12 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 # Keys that do not change what is learned: where things are written, how often, and on what.
 FREE_KEYS = frozenset(
-    "output_dir resume_from_checkpoint report_to logging_steps eval_steps save_steps save_total_limit sample_prompts"
-    " sample_max_new_tokens per_device_eval_batch_size memory_limit_gib activation_checkpointing dataset_num_proc device"
-    " trust_remote_code".split()
+    [
+        *("output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
+        *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
+        *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
+        *("device", "dataset_num_proc", "trust_remote_code"),
+    ]
 )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,18 @@ from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
 from . import checkpoint as checkpoints
 from .metrics import MetricsFile, Window, peak_memory
 
+TOKENS = "tokens"
+
+
+class _Counting:
+    """A collator that also counts its rows' tokens, which padding hides: `tokens`, 0-d int64."""
+
+    def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]):
+        self.collate = collate
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {**self.collate(rows), TOKENS: torch.tensor(sum(len(row["input_ids"]) for row in rows))}
+
 
 class HalfbyteTrainer(Trainer):
     """Trains a causal LM on rows of `input_ids` and `labels`.
@@ -49,7 +62,7 @@ class HalfbyteTrainer(Trainer):
     def __init__(
         self, *, config: RunConfig, data: dict[str, int], metrics: MetricsFile, compute_dtype: torch.dtype, **keys: Any
     ):
-        super().__init__(**keys)
+        super().__init__(**keys | {"data_collator": _Counting(keys["data_collator"])})
         self.model_accepts_loss_kwargs = True  # the same for transformers 5.17
         self.remove_callback(PrinterCallback)
         self.config, self.data, self.metrics, self.compute_dtype = config, data, metrics, compute_dtype
@@ -73,7 +86,7 @@ class HalfbyteTrainer(Trainer):
                     f"step {self.state.global_step + 1} has no trained token in its {len(batches)} micro-batches",
                     "look at the masks with `halfbyte preview`; rows cut by max_length may have lost their answers",
                 )
-            self.window.tokens += sum(int(batch.get("attention_mask", batch["input_ids"] >= 0).sum()) for batch in batches)
+            self.window.tokens += sum(int(batch.pop(TOKENS)) for batch in batches)
             self.window.trained_tokens += int(trained)
         return batches, trained
 
@@ -156,6 +169,7 @@ class HalfbyteTrainer(Trainer):
         self.model.eval()
         with torch.no_grad():
             for batch in dataloader:
+                batch.pop(TOKENS)
                 with compute(self.model, self.compute_dtype):
                     batch_sum, batch_tokens = causal_lm_loss(self.model, self._prepare_inputs(batch))
                 loss_sum, tokens = loss_sum + float(batch_sum), tokens + int(batch_tokens)
