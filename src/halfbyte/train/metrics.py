@@ -82,12 +82,18 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes held so far: by torch's allocator on an accelerator, by the whole process on a CPU."""
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "xpu":
-        return torch.xpu.max_memory_allocated(device)
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def restart_peak(device: torch.device) -> None:
+    """Count the peak from here on; a process's peak on a CPU cannot be taken back."""
+    import torch
+
+    if device.type in ("cuda", "xpu"):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def memory_now(device: torch.device) -> int:
@@ -95,8 +101,6 @@ def memory_now(device: torch.device) -> int:
     import psutil
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    if device.type == "xpu":
-        return torch.xpu.memory_allocated(device)
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).memory_allocated(device)
     return psutil.Process().memory_info().rss

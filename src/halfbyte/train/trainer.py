@@ -21,7 +21,7 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import Trainer
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from halfbyte.adapters import compute, load_adapter_weights, save_adapter
@@ -31,6 +31,7 @@ from halfbyte.files import new_directory
 from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
 
 from . import checkpoint as checkpoints
+from .arguments import total_steps
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"
@@ -69,6 +70,15 @@ class HalfbyteTrainer(Trainer):
         self.window = Window()
         self._loss_sum: torch.Tensor | float = 0.0
         self._step_began: float | None = None
+
+    def train_from(self, checkpoint: Path | None) -> None:
+        """Train to the end from `checkpoint`, or from the start; a checkpoint of the end is only loaded."""
+        total = total_steps(self.config, len(self.train_dataset))
+        if checkpoint is None or checkpoints.step_of(checkpoint) < total:
+            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        else:  # transformers would train one step more
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState.load_from_json(str(checkpoint / checkpoints.TRAINER_STATE))
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
