@@ -1,0 +1,263 @@
+"""Low-rank adapters (LoRA) through PEFT: what is trained, in which dtype, and what is saved.
+
+Adapters are PEFT's own modules, so a saved adapter is a standard one, which `PeftModel.from_pretrained(base, folder)`
+reads without halfbyte. What this module adds is care: names that match nothing are errors, and dtypes are explicit.
+
+Dtypes. PEFT builds an adapter in the base's dtype and its forward casts the input to the adapter's. With float32
+adapters on a bfloat16 base that means float32 matrix products, slow everywhere and 6-15 times slower on CPUs with AMX.
+So every forward of this package runs within `no_input_casts` and `compute` below: PEFT leaves the input alone, and
+autocast rounds the small float32 factors to the compute dtype for the product, while gradients, optimizer state and
+saved weights stay float32.
+
+Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et al. 2024).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.helpers import disable_input_dtype_casting
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from halfbyte.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.notices import notice
+
+if TYPE_CHECKING:
+    from halfbyte.config import RunConfig
+
+ALL_LINEAR = "all-linear"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
+    """Freeze `model` and put trainable LoRA adapters on its linear layers.
+
+    Args:
+        model: any Hugging Face causal LM, 16-bit or with 4-bit linears.
+        config: `r`, `lora_alpha`, `target_modules`, ... and `adapter_path` to continue from a saved adapter, whose own
+            rank, alpha and targets then hold.
+
+    Returns:
+        The PeftModel around `model`; trainable weights are `config.adapter_dtype`.
+
+    Raises:
+        ModelError: the model has no module that `target_modules`, `modules_to_save`, `rank_pattern` or `alpha_pattern`
+            names.
+        ConfigError: `target_modules` is not a valid regular expression.
+        CheckpointError: `adapter_path` is missing, truncated or made for a model of other shapes.
+    """
+    saved = Path(config.adapter_path) if config.adapter_path else None
+    lora = _saved_config(saved, config) if saved else _new_config(model, config)
+    try:
+        peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
+        raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
+    # PEFT takes the name from the model object, which may have been built in memory.
+    peft_model.peft_config["default"].base_model_name_or_path = config.model_name_or_path
+    if saved:
+        load_adapter_weights(peft_model, saved)
+    dtype = getattr(torch, config.adapter_dtype)
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return peft_model
+
+
+def _new_config(model: nn.Module, config: RunConfig) -> LoraConfig:
+    _check_targets(model, config.target_modules)
+    names = {name for name, _ in model.named_modules() if name}
+    _check_names("modules_to_save", config.modules_to_save or (), names)
+    _check_whole_modules(model, config.modules_to_save or ())
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, key):
+            _compiled(key, pattern)
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                raise ModelError(*_unknown(key, pattern, names))
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        revision=None if config.model_revision == "main" else config.model_revision,
+        r=config.r,
+        lora_alpha=_plain(config.lora_alpha),
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        target_modules=all_linear(model) if config.target_modules == ALL_LINEAR else config.target_modules,
+        modules_to_save=config.modules_to_save,
+        rank_pattern=dict(config.rank_pattern),
+        alpha_pattern={name: _plain(alpha) for name, alpha in config.alpha_pattern.items()},
+        init_lora_weights=config.init_lora_weights,
+    )
+
+
+def _plain(alpha: float) -> int | float:
+    """16.0 → 16: adapter_config.json then reads as every other tool writes it."""
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _saved_config(folder: Path, config: RunConfig) -> PeftConfig:
+    if not (folder / "adapter_config.json").is_file():
+        raise CheckpointError(f"adapter_path: no adapter_config.json in {folder}", "name a folder that PEFT saved")
+    lora = PeftConfig.from_pretrained(str(folder))
+    lora.inference_mode = False
+    if lora.base_model_name_or_path != config.model_name_or_path:
+        notice(
+            "adapter_base",
+            f"the adapter in {folder} was trained on {lora.base_model_name_or_path}, and now continues on"
+            f" {config.model_name_or_path}",
+        )
+    lora.base_model_name_or_path = None  # set anew by add_adapter
+    differing = [
+        f"{key} {getattr(lora, key)} (not {getattr(config, key)})"
+        for key in ("r", "lora_alpha", "use_rslora", "use_dora")
+        if getattr(lora, key, None) != getattr(config, key)
+    ]
+    if differing:
+        notice("adapter_shape", f"continuing from {folder}, the saved adapter decides: {', '.join(differing)}")
+    return lora
+
+
+def all_linear(model: nn.Module) -> list[str]:
+    """Names of every `nn.Linear` but the output head: short ones (q_proj, ...) where they mean nothing else.
+
+    PEFT's own all-linear lists every full name, which ties the saved adapter to the number of layers.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = {name: module for name, module in model.named_modules() if name}
+    linears = {name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
+    linears -= {"lm_head"}
+    if not linears:
+        raise ModelError("target_modules: all-linear finds no nn.Linear in this model", "name the modules to adapt")
+    leaves = {name.rpartition(".")[2] for name in linears}
+    ambiguous = any(name.rpartition(".")[2] in leaves for name in modules.keys() - linears)
+    return sorted(linears if ambiguous else leaves)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _check_targets(model: nn.Module, targets: str | list[str]) -> None:
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if isinstance(targets, list):
+        _check_names("target_modules", targets, {name for name, _ in model.named_modules() if name}, suggest=linears)
+    elif targets != ALL_LINEAR:
+        pattern = _compiled("target_modules", targets)
+        if not any(pattern.fullmatch(name) for name, _ in model.named_modules()):
+            raise ModelError(*_unknown("target_modules", targets, linears))
+
+
+def _check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest: Collection[str] = ()) -> None:
+    for name in wanted:  # PEFT's rule: the whole name, or its end after a dot
+        if name not in names and not any(known.endswith(f".{name}") for known in names):
+            raise ModelError(*_unknown(key, name, suggest or names))
+
+
+def _check_whole_modules(model: nn.Module, wanted: Collection[str]) -> None:
+    """Modules trained whole need weights that can be trained: floating-point ones, not packed codes."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in wanted or name in wanted:
+            for part, parameter in module.named_parameters():
+                if type(parameter.data) is not torch.Tensor or not parameter.is_floating_point():
+                    raise ModelError(
+                        f"modules_to_save: {name}.{part} is stored quantized and cannot be trained whole",
+                        "name it in target_modules instead, or set load_in_4bit: false",
+                    )
+
+
+def _compiled(key: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{key}: {pattern!r} is not a regular expression ({error})") from error
+
+
+def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
+    """Message and fix for a name that matches no module: the closest ones first, then what there is."""
+    leaves = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
+    close = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=3, cutoff=0.5)
+    return (
+        f"{key}: no module of this model matches {wanted!r}",
+        f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:12])}",
+    )
+
+
+# --- saved weights ---------------------------------------------------------------------------------------------------
+
+
+def load_adapter_weights(model: PeftModel, folder: Path) -> None:
+    """Read `adapter_model.safetensors` in `folder` into the active adapter of `model`, in the adapter's own dtype.
+
+    Raises:
+        CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected or misshapen.
+    """
+    path = folder / WEIGHTS
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read the adapter in {path}: {error}") from error
+    for name, tensor in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{path} lacks the tensor {name}", "the adapter was made for another model")
+        if tensors[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(tensors[name].shape)}, this model needs {tuple(tensor.shape)}",
+                "the adapter was made for another model",
+            )
+    if unexpected := sorted(tensors.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{path} holds {unexpected[0]}, which this model has no place for", "the adapter was made for another model"
+        )
+    set_peft_model_state_dict(model, tensors)
+
+
+def save_adapter(model: PeftModel, folder: Path) -> None:
+    """Write the adapter as plain PEFT does: adapter_config.json and adapter_model.safetensors.
+
+    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped.
+    """
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_input_casts(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Around a whole training or generation in 16 bits: adapters take their input as it comes; `compute` does the rest.
+
+    It must span backward too, because activation checkpointing runs forwards again there. In float32 there is no
+    autocast, and PEFT's casts stay.
+    """
+    with disable_input_dtype_casting(model, active=(dtype or compute_dtype_of(model)) != torch.float32):
+        yield
+
+
+@contextlib.contextmanager
+def compute(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Around one forward: matrix products in `dtype`, whatever dtype the trained weights are kept in.
+
+    Args:
+        dtype: default: that of the frozen weights (`compute_dtype_of`). Nothing to do where it is float32, or where
+            all weights already have it.
+    """
+    dtype, device = dtype or compute_dtype_of(model), next(model.parameters()).device
+    mixed = any(parameter.is_floating_point() and parameter.dtype != dtype for parameter in model.parameters())
+    with torch.autocast(device.type, dtype=dtype, enabled=mixed and dtype != torch.float32):
+        yield
+
+
+def compute_dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype activations flow in: that of the frozen floating-point weights, or of all if none is frozen."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            return parameter.dtype
+    return next(model.parameters()).dtype

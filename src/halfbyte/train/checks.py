@@ -1,0 +1,83 @@
+"""What a run verifies about itself: the loss it trains with, and the files it leaves. Numbers go to checks.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+
+from halfbyte.adapters import compute
+from halfbyte.errors import TrainingError
+from halfbyte.models.head import causal_lm_loss
+
+TOKENS = 256  # of one row: its full logits are small even with a vocabulary of 256k
+ROUNDING = 1 / 64  # relative to the largest logit; bfloat16 keeps 8 bits
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[1, T, V] float32 logits of `ids` [1, T], without dropout."""
+    model.eval()
+    with compute(model, dtype):
+        return model(input_ids=ids, use_cache=False).logits.float()
+
+
+@torch.no_grad()
+def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """The loss that is trained (no full logits) against cross-entropy on the model's own logits.
+
+    Raises:
+        TrainingError: they differ by more than rounding, or are NaN or Inf.
+    """
+    full = logits(model, ids, dtype)
+    reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
+    with compute(model, dtype):
+        loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
+    loss = float(loss_sum / count)
+    if not abs(loss - reference) <= ROUNDING * abs(reference):  # also when either is NaN
+        raise TrainingError(
+            f"before training, the loss is {loss:.6g} but the model's own logits give {reference:.6g}",
+            "check the checkpoint for NaN; if it is sound, this is a bug: please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": int(count)}
+
+
+def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Take the adapter off and let plain PEFT put the saved one on the same base: logits must not change.
+
+    `model` must not be used afterwards.
+
+    Raises:
+        TrainingError: the saved adapter computes something else.
+    """
+    trained = logits(model, ids, dtype)
+    reloaded = PeftModel.from_pretrained(model.unload(), str(folder))
+    again = logits(reloaded, ids, dtype)
+    difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
+    result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}
+    if not difference <= ROUNDING * largest:
+        raise TrainingError(
+            f"the adapter saved in {folder} gives other logits than the trained one (by up to {difference:.3g})",
+            "the last checkpoint holds the trained weights; please report this",
+        )
+    return result
+
+
+def model_reload(model: nn.Module, folder: Path) -> dict[str, Any]:
+    """Compare the saved tensors of full fine-tuning with those in memory, bit by bit.
+
+    Raises:
+        TrainingError: a tensor differs.
+    """
+    own, compared = model.state_dict(), 0
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            if not torch.equal(tensor, own[name].cpu()):
+                raise TrainingError(f"{path}: {name} differs from the trained weight", "please report this")
+            compared += 1
+    return {"tensors": compared, "equal": True}

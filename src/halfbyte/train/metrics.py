@@ -1,0 +1,106 @@
+"""The numbers of a run: metrics.jsonl, one JSON object per line, and the peak of memory.
+
+A line is written whole and flushed at once, so a killed run leaves at most one torn line, which resuming drops together
+with everything after the checkpoint it resumes from.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.errors import TrainingError
+from halfbyte.files import write_text
+
+if TYPE_CHECKING:
+    import torch
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Window:
+    """Sums since the last training record; part of a checkpoint, because a record may span one."""
+
+    loss_sum: float = 0.0
+    tokens: int = 0
+    trained_tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """The record's fields: totals of the window, and means per trained token, step and second."""
+        return {
+            "loss": self.loss_sum / self.trained_tokens,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "step_seconds": self.seconds / self.steps,
+            "tokens_per_second": self.tokens / self.seconds,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run, and whoever listens to its records (the terminal)."""
+
+    def __init__(self, path: Path, listeners: tuple[Listener, ...] = ()):
+        self.path, self.listeners = path, list(listeners)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one record and tell the listeners.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:
+            raise TrainingError(f"cannot write {self.path}: {error.strerror}", "free some space and resume") from error
+        for listener in self.listeners:
+            listener(record)
+
+    def records(self) -> list[dict[str, Any]]:
+        """All whole records, in order; a torn last line is left out."""
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def keep_until(self, step: int) -> None:
+        """Drop the records past `step`, atomically: the resumed run writes them again."""
+        kept = [json.dumps(record) + "\n" for record in self.records() if record["step"] <= step]
+        write_text(self.path, "".join(kept))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: by torch's allocator on an accelerator, by the whole process on a CPU."""
+    import torch
+
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def restart_peak(device: torch.device) -> None:
+    """Count the peak from here on; a process's peak on a CPU cannot be taken back."""
+    import torch
+
+    if device.type in ("cuda", "xpu"):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def memory_now(device: torch.device) -> int:
+    """Bytes held now, counted as `peak_memory` does."""
+    import psutil
+    import torch
+
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).memory_allocated(device)
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,99 @@
+"""A few prompts answered before and after training, so that a person sees what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from halfbyte.adapters import compute
+from halfbyte.config import RunConfig
+from halfbyte.models.head import IGNORE_INDEX
+
+TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
+LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue, their text, and what the data says comes next (None for prompts from the config)."""
+
+    ids: list[int]
+    text: str
+    reference: str | None = None
+
+
+def pick_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset, *, templated: bool
+) -> list[Prompt]:
+    """The prompts of `config.sample_prompts`: given ones, or the beginnings of the first so many `rows`.
+
+    Args:
+        rows: tokenized rows, held-out ones where there are any.
+        templated: the data went through the chat template, so given prompts do too.
+    """
+    if isinstance(config.sample_prompts, list):
+        return [_given(text, tokenizer, templated) for text in config.sample_prompts]
+    wanted = config.sample_prompts
+    candidates = [from_row(row, tokenizer) for row in rows.select(range(min(len(rows), 4 * wanted)))]
+    return sorted(candidates, key=lambda prompt: len(prompt.ids) > LONGEST_PROMPT)[:wanted]
+
+
+def _given(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> Prompt:
+    if not templated:
+        return Prompt(tokenizer(text)["input_ids"], text)
+    turns = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return Prompt(tokenizer(rendered, add_special_tokens=False)["input_ids"], text)
+
+
+def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The first document of a row, cut where training begins; the first trained part is the reference."""
+    length = row["seq_lengths"][0] if row.get("seq_lengths") else len(row["input_ids"])
+    ids, labels = row["input_ids"][:length], row["labels"][:length]
+    trained = [position for position in range(1, length) if labels[position] != IGNORE_INDEX]
+    begin = trained[0] if trained else length
+    if begin <= 1:  # trained from the start: plain text
+        begin = max(1, min(TEXT_PROMPT_TOKENS, length // 2))
+    end = next((at for at in range(begin, length) if labels[at] == IGNORE_INDEX), length)
+    prompt, reference = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:begin], ids[begin:end]))
+    return Prompt(list(ids[:begin]), prompt, reference)
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, trained: Sequence[str]) -> list[int]:
+    """Tokens that end an answer: EOS, the model's own, and those that end the trained turns."""
+    own = model.generation_config.eos_token_id
+    own = own if isinstance(own, list) else [own]
+    found = {tokenizer.eos_token_id, *own, *(tokenizer.convert_tokens_to_ids(token) for token in trained)}
+    return sorted(token for token in found if token is not None)
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    stops: list[int],
+    dtype: torch.dtype,
+) -> list[str]:
+    """Continue each prompt greedily; special tokens are left out of the text."""
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=stops,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt.ids], device=model.device)
+        with compute(model, dtype):
+            output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    return answers

@@ -1,0 +1,140 @@
+"""Everything that happens before weights are loaded: where to start, data, the memory plan, and the first files."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from halfbyte.config import RunConfig, dump_config
+from halfbyte.data import PreparedData, prepare
+from halfbyte.environment import environment
+from halfbyte.errors import ConfigError
+from halfbyte.files import write_json, write_text
+from halfbyte.hardware import best_device
+from halfbyte.memory.estimate import MemoryPlan, estimate
+from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
+from halfbyte.notices import notice, said
+from halfbyte.terminal import print_data, print_header, print_memory
+
+from . import checkpoint as checkpoints
+from .arguments import total_steps
+from .metrics import MetricsFile
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to load its model.
+
+    Attributes:
+        checkpoint: where to continue from; None for step 0.
+        compute_dtype: dtype of matrix products.
+        size: rows, tokens and trained tokens of the training set.
+    """
+
+    config: RunConfig
+    output: Path
+    checkpoint: Path | None
+    device: torch.device
+    compute_dtype: torch.dtype
+    environment: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    model_config: Any
+    plan: MemoryPlan
+    metrics: MetricsFile
+
+    @property
+    def size(self) -> dict[str, int]:
+        train = self.data.report["train"]
+        return {name: train[name] for name in ("rows", "tokens", "trained_tokens")}
+
+    @property
+    def total_steps(self) -> int:
+        return total_steps(self.config, len(self.data.train))
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Full fine-tuning keeps float32 weights (an update of 1e-4 of a weight is lost in bfloat16's 8 bits), unless
+        a dtype is asked for."""
+        if not self.config.use_peft and self.config.dtype == "auto":
+            return torch.float32
+        return self.compute_dtype
+
+
+def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) -> Job:
+    """Check, tokenize and plan, say what was found, and write config.resolved.yaml, data_report.json and memory.json.
+
+    Raises:
+        HalfbyteError: whatever is wrong with the configuration, the output folder, the data or the model's config.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("this version trains in one process, on one device", "start it without torchrun")
+    checkpoint = checkpoints.starting_point(config, resume)
+    device = torch.device(config.device) if config.device else best_device()
+    compute_dtype = resolve_dtype(config.dtype, device)
+    facts = {**environment(str(device)), "started": time.time()}
+    print_header(console, facts, config)
+    where = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+    model_config = load_model_config(config.model_name_or_path, **where)
+    tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
+    data = prepare(config, tokenizer)
+    print_data(console, data.report)
+    plan = estimate(config, model_config, device=device)
+    print_memory(console, plan)
+    if not plan.fits:
+        notice("memory_plan", f"the plan needs {plan.total / 2**30:.2f} GiB, of {plan.capacity_bytes / 2**30:.2f} free")
+    metrics = MetricsFile(config.output_path / "metrics.jsonl")
+    job = Job(
+        config,
+        config.output_path,
+        checkpoint,
+        device,
+        compute_dtype,
+        facts,
+        tokenizer,
+        data,
+        model_config,
+        plan,
+        metrics,
+    )
+    _open_output(job)
+    return job
+
+
+def _open_output(job: Job) -> None:
+    """Check the data against the checkpoint, clear what a killed run left half done, and write the first files."""
+    if job.checkpoint:
+        checkpoints.check_same_data(job.size, job.checkpoint)
+    job.output.mkdir(parents=True, exist_ok=True)
+    checkpoints.remove_leftovers(job.output)
+    job.metrics.keep_until(checkpoints.step_of(job.checkpoint) if job.checkpoint else -1)
+    write_text(job.output / "config.resolved.yaml", dump_config(job.config))
+    write_json(job.output / "data_report.json", job.data.report)
+    write_memory(job, {})
+    write_environment(job)
+
+
+def write_memory(job: Job, measured: dict[str, int]) -> None:
+    """memory.json: what was planned, and what was measured so far (bytes)."""
+    plan = job.plan
+    document = {
+        "device": str(job.device),
+        "capacity_bytes": plan.capacity_bytes,
+        "predicted": plan.predicted(),
+        "measured": measured,
+        "activation_checkpointing": plan.activation_checkpointing,
+        "reason": plan.reason,
+    }
+    write_json(job.output / "memory.json", document)
+
+
+def write_environment(job: Job, finished: float | None = None) -> None:
+    """environment.json, with everything announced so far."""
+    write_json(job.output / "environment.json", {**job.environment, "notices": said(), "finished": finished})

@@ -1,0 +1,216 @@
+"""Supervised fine-tuning from a configuration to a finished run directory.
+
+`train` is the order of things; each step is a function of its own, here or in the modules beside. Whatever can be wrong
+with the input is found by `prepare_job`, before any weight is loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import set_seed
+
+from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
+from halfbyte.config import RunConfig, load_config
+from halfbyte.data.collate import make_collator
+from halfbyte.errors import TrainingError
+from halfbyte.files import new_directory, write_json
+from halfbyte.models.load import load_model
+from halfbyte.notices import forget
+from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
+
+from . import checks, samples
+from .arguments import training_arguments
+from .metrics import memory_now, peak_memory, restart_peak
+from .setup import Job, prepare_job, write_environment, write_memory
+from .trainer import HalfbyteTrainer
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run: where it is, and its last numbers (`loss`, `eval_loss`, `perplexity`, `peak_bytes`, ...)."""
+
+    output_dir: Path
+    metrics: dict[str, Any]
+
+    def merge(self, out_dir: Path | str, **options: Any) -> Any:
+        """Merge the adapter into 16-bit weights; see `halfbyte.export.merge.merge`."""
+        from halfbyte.export.merge import merge
+
+        return merge(self.output_dir, out_dir, **options)
+
+
+def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
+    """Fine-tune `model` on `dataset`; `keys` are those of the configuration file.
+
+    Raises:
+        HalfbyteError: with the key, file, line or tensor at fault and the fix.
+    """
+    forget()
+    config = load_config(None, {"model_name_or_path": model, "dataset": dataset, **keys})
+    return train(config, console=Console())
+
+
+def train(config: RunConfig, *, resume: str | bool | None = None, console: Console | None = None) -> RunResult:
+    """Train what `config` describes and leave a run directory.
+
+    Args:
+        resume: True for the newest checkpoint in output_dir, or a checkpoint folder; default: `resume_from_checkpoint`.
+        console: where progress is shown; default: nowhere.
+
+    Raises:
+        HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
+    """
+    console = console or Console(quiet=True)
+    job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
+    try:
+        return _run(job, console)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return typed or "can't allocate memory" in str(error)  # torch's CPU allocator raises a RuntimeError
+
+
+def _run(job: Job, console: Console) -> RunResult:
+    measured: dict[str, int] = {}
+    model = _trainable_model(job, measured)
+    trainer = _trainer(job, model)
+    rows = job.data.train if job.data.eval is None else job.data.eval
+    ids = torch.tensor([job.data.train[0]["input_ids"][: checks.TOKENS]], device=job.device)
+    templated = job.data.report["template"] is not None
+    prompts = samples.pick_prompts(job.config, job.tokenizer, rows, templated=templated)
+    with no_input_casts(model, job.compute_dtype):
+        results = {"first_step": checks.loss_check(model, ids, job.compute_dtype)}
+        before = _answers(job, model, prompts)
+        _train(job, trainer, console)
+        after = _answers(job, model, prompts)
+        measured["peak_bytes"] = peak_memory(job.device)
+        results |= _save(job, model, ids)
+    write_memory(job, measured)
+    write_json(job.output / "checks.json", results)
+    pairs = zip(prompts, before, after, strict=True)
+    write_json(
+        job.output / "generations.json",
+        [{"prompt": p.text, "before": b, "after": a, "reference": p.reference} for p, b, a in pairs],
+    )
+    write_environment(job, finished=time.time())
+    print_memory(console, job.plan, measured)
+    _report(job, console)
+    return RunResult(job.output, _summary(job, measured))
+
+
+def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
+    """Load the model, add the adapter, and set up recomputation; measures memory before and after loading."""
+    config = job.config
+    restart_peak(job.device)
+    measured["base_bytes"] = memory_now(job.device)
+    model = load_model(
+        config.model_name_or_path,
+        load_in_4bit=config.load_in_4bit,
+        quant_type=config.bnb_4bit_quant_type,
+        blocksize=config.bnb_4bit_blocksize,
+        double_quant=config.bnb_4bit_use_double_quant,
+        dtype=job.weights_dtype,
+        device=job.device,
+        attn_implementation=config.attn_implementation,
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    measured["after_load_bytes"] = memory_now(job.device)
+    set_seed(config.seed)
+    if job.plan.activation_checkpointing:
+        _recompute_activations(model)
+    return add_adapter(model, config) if config.use_peft else model.requires_grad_(True)
+
+
+def _recompute_activations(model: Any) -> None:
+    """Non-reentrant, so that gradients reach adapters although the embeddings are frozen: no input hook is needed."""
+    # transformers 5.23 renamed it; 5.17 knows only the old name
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
+    evaluate = job.data.eval is not None
+    rows = len(job.data.train)
+    return HalfbyteTrainer(
+        config=job.config,
+        data=job.size,
+        metrics=job.metrics,
+        compute_dtype=job.compute_dtype,
+        model=model,
+        args=training_arguments(job.config, job.device, job.compute_dtype, rows=rows, evaluate=evaluate),
+        train_dataset=job.data.train,
+        eval_dataset=job.data.eval,
+        data_collator=make_collator(job.config, job.tokenizer),
+    )
+
+
+def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:
+    return samples.answer(
+        model,
+        job.tokenizer,
+        prompts,
+        max_new_tokens=job.config.sample_max_new_tokens,
+        stops=samples.stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
+        dtype=job.compute_dtype,
+    )
+
+
+def _train(job: Job, trainer: HalfbyteTrainer, console: Console) -> None:
+    """Evaluate, train, evaluate; a resumed run repeats none of it."""
+    with LiveMetrics(console, job.total_steps, capacity_bytes=job.plan.capacity_bytes) as live:
+        job.metrics.listeners.append(live.update)
+        if job.data.eval is not None and not job.metrics.records():
+            trainer.evaluate()
+        trainer.train_from(job.checkpoint)
+        evaluated = [record["step"] for record in job.metrics.records() if record["kind"] == "eval"]
+        if job.data.eval is not None and trainer.state.global_step not in evaluated:
+            trainer.evaluate()
+
+
+def _save(job: Job, model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Write adapter/ (or model/) with the tokenizer, and check the files against what was trained."""
+    if job.config.use_peft:
+        with new_directory(job.output / "adapter") as aside:
+            save_adapter(model, aside)
+            job.tokenizer.save_pretrained(aside)
+        return {"adapter_reload": checks.adapter_reload(model, job.output / "adapter", ids, job.compute_dtype)}
+    model.to(job.model_config.dtype or torch.float32)  # as the base was stored
+    with new_directory(job.output / "model") as aside:
+        model.save_pretrained(aside)
+        job.tokenizer.save_pretrained(aside)
+    return {"model_reload": checks.model_reload(model, job.output / "model")}
+
+
+def _report(job: Job, console: Console) -> None:
+    from halfbyte.report import write_card, write_report
+
+    write_card(job.output)
+    report = write_report(job.output)
+    saved = "adapter" if job.config.use_peft else "model"
+    console.print(f"saved: {job.output / saved} · report: {report}", soft_wrap=True)
+
+
+def _summary(job: Job, measured: dict[str, int]) -> dict[str, Any]:
+    """The last numbers of a run."""
+    records = job.metrics.records()
+    trained = [record for record in records if record["kind"] == "train"]
+    evaluated = [record for record in records if record["kind"] == "eval"]
+    summary = {"steps": trained[-1]["step"], "loss": trained[-1]["loss"], "peak_bytes": measured["peak_bytes"]}
+    seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
+    summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
+    if evaluated:
+        summary |= {"eval_loss": evaluated[-1]["loss"], "perplexity": evaluated[-1]["perplexity"]}
+        summary["eval_loss_before"] = evaluated[0]["loss"]
+    return summary

@@ -1,0 +1,223 @@
+"""Resuming: exact after SIGKILL, from whole checkpoints only, and only of the same run."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import losses, make_trainer, rows, run_config
+
+from halfbyte import files
+from halfbyte.errors import CheckpointError, ConfigError, TrainingError
+from halfbyte.train import checkpoint as checkpoints
+from halfbyte.train.metrics import MetricsFile
+
+KEYS = {"num_train_epochs": 3, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "save_steps": 3}
+
+SCENARIOS = {
+    "mid-epoch": (5, {}),
+    "second-epoch": (8, {}),
+    "boundary": (5, {"save_steps": 4, "logging_steps": 5, "adapter_dtype": "bfloat16", "max_steps": 10}),
+}
+
+# One process imports (slow) and forks (quick, and safe before any product has started threads).
+KILLED = """
+    import os, signal, sys
+    sys.path.insert(0, {here!r})
+    from tiny import make_trainer, rows, run_config
+
+    def run_and_kill(output, step, keys):
+        trainer = make_trainer(run_config(output, **keys), train=rows(20), held_out=rows(3, 9))
+        def kill(record):
+            if record["kind"] == "train" and record["step"] == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+        trainer.metrics.listeners.append(kill)
+        trainer.train()
+
+    for name, (step, keys) in {scenarios!r}.items():
+        child = os.fork()
+        if not child:
+            run_and_kill({output!r} + "/" + name, step, {keys!r} | keys)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, name
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Runs of SCENARIOS, each SIGKILLed as soon as its step is recorded."""
+    output, here = tmp_path_factory.mktemp("killed"), str(Path(__file__).parent)
+    code = KILLED.format(here=here, output=str(output), scenarios=SCENARIOS, keys=KEYS)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def resume(output, **keys):
+    config = run_config(output, **KEYS | keys)
+    trainer = make_trainer(config, train=rows(20), held_out=rows(3, 9))
+    checkpoint = checkpoints.starting_point(config, True)
+    trainer.metrics.keep_until(checkpoints.step_of(checkpoint))
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return trainer, checkpoint
+
+
+def comparable(trainer):
+    """Everything recorded but times and memory."""
+    measured = {"time", "seconds", "step_seconds", "tokens_per_second", "memory_bytes"}
+    return [{k: v for k, v in record.items() if k not in measured} for record in trainer.metrics.records()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    output = tmp_path_factory.mktemp("uninterrupted")
+    trainer = make_trainer(run_config(output, **KEYS), train=rows(20), held_out=rows(3, 9))
+    trainer.train()
+    return trainer
+
+
+# 20 rows, 2 per batch, 3 batches per step: 4 steps an epoch, the last one incomplete; checkpoints after 3, 6, 9, 12.
+@pytest.mark.parametrize(("name", "resumed_from"), [("mid-epoch", 3), ("second-epoch", 6)])
+def test_killed_and_resumed_equals_uninterrupted(killed, uninterrupted, name, resumed_from):
+    trainer, checkpoint = resume(killed / name)
+    assert checkpoint.name == f"checkpoint-{resumed_from}"
+    assert len(losses(trainer)) == 12
+    assert comparable(trainer) == comparable(uninterrupted)
+    theirs = dict(uninterrupted.model.named_parameters())
+    assert all(bool((p == theirs[name]).all()) for name, p in trainer.model.named_parameters())
+
+
+def test_resuming_at_an_epoch_boundary_and_inside_a_metrics_window(killed, tmp_path):
+    keys = SCENARIOS["boundary"][1]
+    whole = make_trainer(run_config(tmp_path, **KEYS | keys), train=rows(20), held_out=rows(3, 9))
+    whole.train()
+    trainer, checkpoint = resume(killed / "boundary", **keys)
+    assert checkpoint.name == "checkpoint-4"
+    assert comparable(trainer) == comparable(whole)
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.bfloat16}
+
+
+def test_a_checkpoint_holds_adapters_and_never_the_base(uninterrupted):
+    newest = checkpoints.checkpoints(Path(uninterrupted.args.output_dir))[-1]
+    names = {path.name for path in newest.iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert not {"model.safetensors", "pytorch_model.bin"} & names
+
+
+def test_save_total_limit_keeps_the_newest(uninterrupted):
+    output = Path(uninterrupted.args.output_dir)
+    assert [path.name for path in checkpoints.checkpoints(output)] == ["checkpoint-9", "checkpoint-12"]
+    assert not list(output.glob(".checkpoint-*"))
+
+
+# --- failing saves ---------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_while_saving_leaves_earlier_checkpoints_intact(tmp_path):
+    """Every file is limited to 8 KiB from step 4 on: safetensors and torch.save fail as on a full disk."""
+    trainer = make_trainer(run_config(tmp_path, max_steps=6, save_steps=2, save_total_limit=None))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk(record):
+        if record["step"] == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+
+    trainer.metrics.listeners.append(fill_the_disk)
+    try:
+        with pytest.raises(TrainingError, match=r"checkpoint-4 could not be saved") as failed:
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "checkpoint-2" in failed.value.fix
+    assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-2"]
+    trainer, checkpoint = make_trainer(trainer.config), checkpoints.starting_point(trainer.config, True)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 6
+
+
+def test_no_space_at_the_rename_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    trainer = make_trainer(run_config(tmp_path, max_steps=4, save_steps=2))
+    replace = os.replace
+
+    def refuse(source, target):
+        if str(target).endswith("checkpoint-4"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises(TrainingError, match="No space left"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-2"]
+
+
+def test_half_written_checkpoints_are_never_picked_up(tmp_path):
+    config = run_config(tmp_path, max_steps=4, save_steps=2)
+    make_trainer(config).train()
+    (tmp_path / "checkpoint-4" / checkpoints.STATE).unlink()
+    (tmp_path / ".checkpoint-6.abc").mkdir()
+    assert checkpoints.starting_point(config, True).name == "checkpoint-2"
+    with pytest.raises(CheckpointError, match="checkpoint-4"):
+        checkpoints.starting_point(config, str(tmp_path / "checkpoint-4"))
+    checkpoints.remove_leftovers(tmp_path)
+    assert not list(tmp_path.glob(".checkpoint*"))
+
+
+# --- where a run may start -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(tmp_path):
+    config = run_config(tmp_path, max_steps=2, save_steps=1)
+    make_trainer(config).train()
+    return config
+
+
+def test_an_output_dir_with_another_run_is_refused(finished, tmp_path):
+    with pytest.raises(ConfigError, match=r"already holds a run \(checkpoint-2, metrics.jsonl\)"):
+        checkpoints.starting_point(finished, None)
+    assert len(MetricsFile(tmp_path / "metrics.jsonl").records()) == 2
+
+
+def test_resuming_with_other_settings_names_them(finished):
+    changed = finished.model_copy(update={"r": 8, "learning_rate": 1e-3, "logging_steps": 9, "save_total_limit": 1})
+    with pytest.raises(ConfigError, match=r"learning_rate: 0.01 then, 0.001 now") as refused:
+        checkpoints.starting_point(changed, True)
+    assert "r: 4 then, 8 now" in str(refused.value)
+    assert "logging_steps" not in str(refused.value)
+
+
+def test_resuming_on_other_data_is_refused(finished, tmp_path):
+    checkpoint = checkpoints.starting_point(finished, True)
+    checkpoints.check_same_data({"rows": 12}, checkpoint)
+    with pytest.raises(ConfigError, match="dataset"):
+        checkpoints.check_same_data({"rows": 13}, checkpoint)
+
+
+def test_nothing_to_resume(tmp_path):
+    config = run_config(tmp_path / "none")
+    with pytest.raises(ConfigError, match="no run to resume"):
+        checkpoints.starting_point(config, True)
+    with pytest.raises(CheckpointError, match="checkpoint-9"):
+        checkpoints.starting_point(config, str(tmp_path / "checkpoint-9"))
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.resolved.yaml").write_text("")
+    assert checkpoints.starting_point(config, True) is None
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        checkpoints.starting_point(run_config(tmp_path / "file"), None)
+
+
+def test_a_torn_last_line_is_dropped(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        metrics.append({"kind": "train", "step": step})
+    with open(metrics.path, "a") as file:
+        file.write('{"kind": "train", "st')
+    assert [record["step"] for record in metrics.records()] == [1, 2, 3]
+    metrics.keep_until(2)
+    metrics.append({"kind": "train", "step": 3})
+    assert metrics.path.read_text().count("\n") == 3

@@ -1,0 +1,75 @@
+"""A tiny model, hand-made rows with uneven numbers of trained tokens, and a trainer over them."""
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from halfbyte.adapters import add_adapter
+from halfbyte.config import RunConfig
+from halfbyte.train.arguments import training_arguments
+from halfbyte.train.metrics import MetricsFile
+from halfbyte.train.trainer import HalfbyteTrainer
+
+VOCABULARY = 64
+
+
+def tiny_llama(dtype=torch.float32):
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)).to(dtype)
+
+
+def rows(count, seed=0):
+    """Documents of 4 to 15 tokens of which a random part is trained: 1 to all but the first."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        length = int(torch.randint(4, 16, (), generator=generator))
+        masked = int(torch.randint(1, length, (), generator=generator))
+        ids = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+        made.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+    return Dataset.from_list(made)
+
+
+def collate(batch):
+    width = max(len(row["input_ids"]) for row in batch)
+
+    def padded(values, fill):
+        return torch.tensor([row + [fill] * (width - len(row)) for row in values])
+
+    ids, labels = ([row[name] for row in batch] for name in ("input_ids", "labels"))
+    return {
+        "input_ids": padded(ids, 0),
+        "labels": padded(labels, -100),
+        "attention_mask": padded([[1] * len(row) for row in ids], 0),
+    }
+
+
+def run_config(output_dir, **keys):
+    keys = {"r": 4, "learning_rate": 1e-2, "warmup_steps": 0, "lora_dropout": 0.1, "seed": 7} | keys
+    return RunConfig(model_name_or_path="tiny", dataset="d", output_dir=str(output_dir), device="cpu", **keys)
+
+
+def make_trainer(config, train=None, held_out=None, model=None):
+    set_seed(config.seed)
+    model = model if model is not None else tiny_llama()
+    model = add_adapter(model, config) if config.use_peft else model
+    train = train if train is not None else rows(12)
+    dtype = torch.float32
+    return HalfbyteTrainer(
+        config=config,
+        data={"rows": len(train)},
+        metrics=MetricsFile(Path(config.output_dir) / "metrics.jsonl"),
+        compute_dtype=dtype,
+        model=model,
+        args=training_arguments(config, torch.device("cpu"), dtype, rows=len(train), evaluate=held_out is not None),
+        train_dataset=train,
+        eval_dataset=held_out,
+        data_collator=collate,
+    )
+
+
+def losses(trainer):
+    return [record["loss"] for record in trainer.metrics.records() if record["kind"] == "train"]
