@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from .config_aliases import HINTS, Ignored, Mapped, Refused, foreign_names, translate
+from .config_aliases import HINTS
+from .config_foreign import Ignored, Mapped, Refused, foreign_names, translate
 from .config_yaml import Located, dump_value, parse_scalar, read_mapping
 from .errors import ConfigError
 from .notices import notice

@@ -1,29 +1,210 @@
-from dataclasses import dataclass
+"""Other tools' names as tables: what Axolotl, LLaMA-Factory and TRL call a key, and what becomes of it here.
+
+Keys whose value needs a conversion are in `config_foreign`; each foreign key stands in one place only.
+"""
+
+from __future__ import annotations
+
 from typing import Any
 
+RENAMED = {
+    # Axolotl
+    "base_model": "model_name_or_path",
+    "revision_of_model": "model_revision",
+    "lora_r": "r",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_model_dir": "adapter_path",
+    "lora_rank_pattern": "rank_pattern",
+    "lora_alpha_pattern": "alpha_pattern",
+    "peft_use_dora": "use_dora",
+    "peft_use_rslora": "use_rslora",
+    "peft_init_lora_weights": "init_lora_weights",
+    "val_set_size": "eval_split_size",
+    "sequence_len": "max_length",
+    "excess_length_strategy": "overlong",
+    "sample_packing": "packing",
+    "dataset_processes": "dataset_num_proc",
+    "micro_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "num_epochs": "num_train_epochs",
+    "lr_scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "noisy_embedding_alpha": "neftune_noise_alpha",
+    "auto_resume_from_checkpoints": "resume_from_checkpoint",
+    # LLaMA-Factory
+    "lora_rank": "r",
+    "adapter_name_or_path": "adapter_path",
+    "quantization_type": "bnb_4bit_quant_type",
+    "double_quantization": "bnb_4bit_use_double_quant",
+    "val_size": "eval_split_size",
+    "cutoff_len": "max_length",
+    "neat_packing": "packing",
+    "preprocessing_num_workers": "dataset_num_proc",
+    # TRL and transformers
+    "max_seq_length": "max_length",
+    "dataset_name": "dataset",
+    "dataset_train_split": "dataset_split",
+}
 
-@dataclass(frozen=True)
-class Mapped:
-    keys: dict[str, Any]
+_SAME = "halfbyte does this anyway"
+_BY_ITSELF = "the checkpoint says it"
+_SPEED = "it does not change the result"
+HARMLESS = {
+    "model_type": _BY_ITSELF,
+    "tokenizer_type": _BY_ITSELF,
+    "pad_token": "the tokenizer's own is used, or one is chosen when it has none",
+    "is_llama_derived_model": _BY_ITSELF,
+    "tokenizer_use_fast": _BY_ITSELF,
+    "use_fast_tokenizer": _BY_ITSELF,
+    "bnb_4bit_quant_storage": "halfbyte packs two weights per byte",
+    "quantization_device_map": "halfbyte uses one device, see the key device",
+    "strict": "unknown keys are always errors",
+    "debug": "use halfbyte --debug",
+    "local_rank": "set by the launcher",
+    "ddp_timeout": _SPEED,
+    "tf32": _SPEED,
+    "dataloader_num_workers": _SPEED,
+    "dataloader_pin_memory": _SPEED,
+    "dataloader_prefetch_factor": _SPEED,
+    "dataset_prepared_path": "tokenized data is cached by itself",
+    "overwrite_cache": "tokenized data is cached by its content",
+    "shuffle_merged_datasets": _SAME,
+    "pad_to_sequence_len": "rows are padded to the longest of their batch",
+    "eval_sample_packing": "evaluation rows are laid out as training rows",
+    "eval_packing": "evaluation rows are laid out as training rows",
+    "gradient_checkpointing_kwargs": "recomputation is always the non-reentrant kind",
+    "remove_unused_columns": _SAME,
+    "do_train": "the command says it",
+    "do_eval": "evaluation runs when there is held-out data",
+    "plot_loss": "report.html has the plots",
+    "include_num_input_tokens_seen": "metrics.jsonl has the tokens of each step",
+    "include_tokens_per_second": "metrics.jsonl has tokens per second",
+    "save_safetensors": _SAME,
+    "logging_first_step": _SAME,
+    "wandb_entity": "set WANDB_ENTITY in the environment",
+    "wandb_watch": "it is not part of the run",
+    "wandb_name": "set WANDB_NAME in the environment",
+    "wandb_run_id": "set WANDB_RUN_ID in the environment",
+    "wandb_log_model": "set WANDB_LOG_MODEL in the environment",
+    "run_name": "set WANDB_NAME in the environment",
+    "eval_table_size": "generations.json and report.html show answers",
+    "eval_max_new_tokens": "see sample_max_new_tokens",
+    "dataset_dir": "name the files themselves in dataset",
+    "resize_token_embeddings_to_32x": "the vocabulary is left as it is",
+}
+
+_FOUR_BIT = "set load_in_4bit: true (QLoRA), or load_in_4bit: false to keep 16 bits"
+_ONE_DEVICE = "remove it; halfbyte trains on one device now, and activation_checkpointing: true saves memory"
+NOT_BUILT = {
+    "load_in_8bit": _FOUR_BIT,
+    "fsdp": _ONE_DEVICE,
+    "fsdp_config": _ONE_DEVICE,
+    "fsdp_version": _ONE_DEVICE,
+    "deepspeed": _ONE_DEVICE,
+    "tensor_parallel_size": _ONE_DEVICE,
+    "context_parallel_size": _ONE_DEVICE,
+    "sequence_parallel_degree": _ONE_DEVICE,
+    "use_ray": _ONE_DEVICE,
+    "recipe": "remove it; use load_in_4bit with bnb_4bit_quant_type: nf4 or fp4",
+    "gptq": _FOUR_BIT,
+    "qat": "remove it; load_in_4bit: true trains adapters on frozen 4-bit weights",
+    "rl": "remove it; supervised fine-tuning works now",
+    "pref_beta": "remove it; supervised fine-tuning works now",
+    "reward_model": "remove it; supervised fine-tuning works now",
+    "target_parameters": "remove it; target_modules adapts every linear layer",
+    "lora_target_parameters": "remove it; target_modules adapts every linear layer",
+    "loftq_config": "remove it; init_lora_weights: true or gaussian works now",
+    "pissa_init": "remove it; init_lora_weights: true or gaussian works now",
+    "loraplus_lr_ratio": "remove it; one learning_rate holds for all adapter weights",
+    "loraplus_lr_embedding": "remove it; one learning_rate holds for all adapter weights",
+    "optim_args": "remove it; learning_rate, weight_decay, adam_beta1 and adam_beta2 are the optimizer's keys",
+    "optim_target_modules": "remove it; see optim",
+    "use_galore": "remove it; optim: adamw_8bit keeps the optimizer small",
+    "use_apollo": "remove it; optim: adamw_8bit keeps the optimizer small",
+    "use_badam": "remove it; optim: adamw_8bit keeps the optimizer small",
+    "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
+    "use_muon": "remove it; see optim",
+    "activation_offloading": "set activation_checkpointing: true",
+    "use_kernels": "remove it; the result is the same",
+    "use_liger_kernel": "remove it; the result is the same",
+    "enable_liger_kernel": "remove it; the result is the same",
+    "lora_mlp_kernel": "remove it; the result is the same",
+    "lora_qkv_kernel": "remove it; the result is the same",
+    "lora_o_kernel": "remove it; the result is the same",
+    "use_unsloth": "remove it; the result is the same",
+    "unsloth_lora_mlp": "remove it; the result is the same",
+    "plugins": "remove it; halfbyte has no plugins",
+    "push_to_hub": "remove it and run `hf upload` on the finished adapter/",
+    "hub_model_id": "remove it and run `hf upload` on the finished adapter/",
+    "hub_strategy": "remove it and run `hf upload` on the finished adapter/",
+    "streaming": "remove it; the data is tokenized before training",
+    "dataset_streaming": "remove it; the data is tokenized before training",
+    "early_stopping_patience": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
+    "load_best_model_at_end": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
+    "loss_watchdog_threshold": "remove it; halfbyte stops on NaN and Inf only",
+    "loss_watchdog_patience": "remove it; halfbyte stops on NaN and Inf only",
+}
+
+NO_EQUIVALENT = {
+    "default_system_message": "put a system message into the data",
+    "default_system": "put a system message into the data",
+    "tokens": "add them to the tokenizer's files first",
+    "added_tokens_overrides": "add them to the tokenizer's files first",
+    "add_tokens": "add them to the tokenizer's files first",
+    "add_special_tokens": "add them to the tokenizer's files first",
+    "resize_vocab": "resize the checkpoint first",
+    "tokenizer_config": "put the tokenizer's files into the model folder",
+    "eos_token": "set it in the tokenizer's files",
+    "group_by_length": "use packing: true or padding_free: true, which leave no padding at all",
+    "batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
+    "max_samples": "shorten the file, or for a hub dataset set dataset_split: train[:1000]",
+    "dataset_config": "download the data and name its file in dataset",
+    "dataset_test_split": "name the held-out data in eval_dataset",
+    "mask_history": "every assistant turn is trained; split the conversations into single turns",
+    "cosine_min_lr_ratio": "remove it; lr_scheduler_type: cosine falls to zero",
+    "lr_scheduler_kwargs": "choose an lr_scheduler_type that needs none, such as cosine or linear",
+    "lora_fan_in_fan_out": "remove it; PEFT reads it off the layer",
+    "overwrite_output_dir": "remove it; name another output_dir, or continue with --resume",
+    "save_only_model": "remove it; checkpoints hold the optimizer so that --resume is exact",
+    "cache_dir": "set HF_HOME in the environment",
+    "hf_hub_token": "run `hf auth login`",
+    "predict_with_generate": "remove it; sample_prompts answers prompts before and after training",
+    "do_predict": "use `halfbyte eval`",
+    "xformers_attention": "set attn_implementation: sdpa",
+    "s2_attention": "remove it",
+    "upcast_layernorm": "remove it; norms are computed in float32 by the models themselves",
+}
+
+HINTS = {
+    "lr": "learning_rate",
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "model": "model_name_or_path",
+    "model_id": "model_name_or_path",
+    "data": "dataset",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "quant_type": "bnb_4bit_quant_type",
+    "blocksize": "bnb_4bit_blocksize",
+    "max_seq_len": "max_length",
+    "seq_len": "max_length",
+    "context_length": "max_length",
+    "4bit": "load_in_4bit",
+    "warmup": "warmup_steps",
+    "scheduler": "lr_scheduler_type",
+    "output": "output_dir",
+}
 
 
-@dataclass(frozen=True)
-class Ignored:
-    why: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    why: str
-    fix: str
-
-
-HINTS = {}
-
-
-def foreign_names():
-    return []
-
-
-def translate(key, values):
-    return None
+# What the tools fill in where halfbyte would fill in something else.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "Axolotl": {"max_length": 512},
+    "LLaMA-Factory": {
+        "max_length": 2048,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 5e-5,
+        "num_train_epochs": 3.0,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 0.0,
+    },
+}
