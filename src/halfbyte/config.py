@@ -248,18 +248,23 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def load_config(path: Path | str | None, overrides: Iterable[str] | dict[str, Any] | None = None) -> RunConfig:
+def load_config(
+    path: Path | str | None,
+    overrides: Iterable[str] | dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> RunConfig:
     """Read a YAML file, apply overrides, map foreign names, and validate.
 
     Args:
         path: the YAML file, or None for overrides only.
         overrides: `["learning_rate=1e-4", "--r", "8"]`, values in YAML's spelling; or a dictionary of values.
+        defaults: values for keys that neither gives, in place of the schema's defaults.
 
     Raises:
         ConfigError: every problem found, each with its key, its place (`run.yaml:4`) and what is allowed.
     """
     problems: list[ConfigError] = []
-    given = _own_names(read_mapping(path, _TEXT_KEYS) if path else {}, problems)
+    given = _own_names(read_mapping(path, TEXT_KEYS) if path else {}, problems)
     if isinstance(overrides, dict):
         written = {key: Located(value, "argument") for key, value in overrides.items()}
     else:
@@ -268,9 +273,9 @@ def load_config(path: Path | str | None, overrides: Iterable[str] | dict[str, An
     if problems:
         raise _together(problems)
     try:
-        config = RunConfig(**{key: setting.value for key, setting in given.items()})
+        config = RunConfig(**{**(defaults or {}), **{key: setting.value for key, setting in given.items()}})
     except ValidationError as error:
-        raise _together([_explain(detail, given) for detail in error.errors()]) from None
+        raise _together([explain(detail, given) for detail in error.errors()]) from None
     if config.eval_steps is not None and not (config.eval_dataset or config.eval_split_size):
         notice(
             "eval_steps", "eval_steps has no effect: there is no held-out data (set eval_split_size or eval_dataset)"
@@ -291,7 +296,7 @@ def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
                 raise ConfigError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
             text = tokens.pop(0)
         key = key.replace("-", "_")
-        found[key] = Located(parse_scalar(text, key in _TEXT_KEYS), "command line")
+        found[key] = Located(parse_scalar(text, key in TEXT_KEYS), "command line")
     return found
 
 
@@ -332,7 +337,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1)), "")
 
 
-def _explain(detail: Any, given: dict[str, Located]) -> ConfigError:
+def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
     """One pydantic error as a sentence with key, place and what is allowed."""
     context = detail.get("ctx", {})
     key = str(context.get("key") or detail["loc"][0])
@@ -403,7 +408,7 @@ def _takes_text_only(annotation: Any) -> bool:
     return str in kinds and not kinds & {bool, int, float}
 
 
-_TEXT_KEYS = frozenset(key for key, field in RunConfig.model_fields.items() if _takes_text_only(field.annotation))
+TEXT_KEYS = frozenset(key for key, field in RunConfig.model_fields.items() if _takes_text_only(field.annotation))
 
 
 def dump_config(config: RunConfig) -> str:
