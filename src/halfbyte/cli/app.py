@@ -23,9 +23,7 @@ app = typer.Typer(
 _TAKES_OVERRIDES = {"ignore_unknown_options": True}
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="the run's configuration")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="keys that replace those of the file")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys that replace those of the file")]
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
 
@@ -37,7 +35,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
 ) -> None:
     pass
@@ -48,7 +48,7 @@ def init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a model's folder or hub id")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="a dataset's file, folder or hub id")],
 ) -> None:
-    """Print a commented configuration that suits this machine."""
+    """Print a configuration for this machine."""
     from .init import starting_config
 
     typer.echo(starting_config(model, data), nl=False)
@@ -56,7 +56,7 @@ def init(
 
 @app.command(context_settings=_TAKES_OVERRIDES)
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check keys, data and memory before training; loads no weights."""
+    """Check keys, data and memory; load no weights."""
     from ..config import load_config
     from .check import check_run
 
@@ -69,7 +69,7 @@ def preview(
     overrides: Overrides = None,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Rows to show.")] = 3,
 ) -> None:
-    """Show what is trained: tokens in colour, EOS, and where packed documents meet."""
+    """Show trained and masked tokens in colour."""
     from ..config import load_config
     from .preview import preview_rows
 
@@ -82,7 +82,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
-    """Fine-tune, and leave adapter, metrics and report in output_dir."""
+    """Fine-tune; everything is left in output_dir."""
     from ..config import load_config
     from .train import train_run
 
@@ -100,8 +100,8 @@ def evaluate(
 
     result = measure(model, data, overrides or [])
     typer.echo(
-        f"loss {result.loss:.4f} · perplexity {result.perplexity:.3f} · {result.tokens:,} tokens in {result.rows:,} rows"
-        f" · {result.seconds:.1f} s"
+        f"loss {result.loss:.4f} · perplexity {result.perplexity:.3f} · {result.tokens:,} tokens"
+        f" in {result.rows:,} rows · {result.seconds:.1f} s"
     )
 
 
@@ -121,11 +121,11 @@ def chat(
 @app.command()
 def merge(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's output_dir or an adapter")],
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="new folder; default: RUN/merged")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="new folder; default: RUN/merged")] = None,
     base: Annotated[str, typer.Option(metavar="auto|original|dequantized", help="Weights to merge onto.")] = "auto",
     verify: Annotated[bool, typer.Option(help="Reload the merged model and compare logits.")] = True,
 ) -> None:
-    """Write a 16-bit model with the adapter in its weights."""
+    """Write a 16-bit model with the adapter merged."""
     from .merge import merge_run
 
     merge_run(run, out, base, verify)
@@ -133,7 +133,7 @@ def merge(
 
 @app.command()
 def env() -> None:
-    """Print versions, hardware and what will be used, to put into a bug report."""
+    """Print versions and hardware."""
     from .env import print_environment
 
     print_environment()
@@ -141,7 +141,7 @@ def env() -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """Run everything on a small model made here, without a network."""
+    """Run it all on a small model made here."""
     from ..demo.run import main as run_demo
 
     run_demo(context.args)
@@ -151,7 +151,7 @@ def demo(context: typer.Context) -> None:
 def import_config(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="a YAML file of Axolotl or LLaMA-Factory")],
 ) -> None:
-    """Print another tool's configuration under halfbyte's names, and what was left out."""
+    """Convert a YAML of Axolotl or LLaMA-Factory."""
     from .import_config import convert
 
     imported = convert(file)

@@ -1,0 +1,206 @@
+"""Talking to a run or a model in the terminal: several turns, streamed, with or without the adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from .errors import ModelError
+from .notices import notice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .saved import Place, Saved
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn; temperature 0 takes the likeliest token."""
+
+    max_new_tokens: int = 512
+    temperature: float = 0.7
+
+    def keys(self) -> dict[str, Any]:
+        """Arguments of HF `generate`."""
+        if self.temperature == 0:
+            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": True, "temperature": self.temperature}
+
+
+class Conversation:
+    """The turns so far, and how the model is asked for the next one."""
+
+    def __init__(self, saved: Saved, sampling: Sampling):
+        self.saved, self.sampling = saved, sampling
+        self.messages: list[Message] = []
+        self.templated = _uses_template(saved)
+        self.stops = stop_tokens(saved.tokenizer, saved.model, self.templated)
+        if not self.templated:
+            notice("chat", "no chat template in use: each line is continued as plain text, without memory of the last")
+
+    def prompt(self, text: str) -> str:
+        """The text the model continues, once `text` is said."""
+        if not self.templated:
+            return text
+        turns = [*self.messages, {"role": "user", "content": text}]
+        return str(self.saved.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    def remember(self, text: str, answer: str) -> None:
+        """Add a finished exchange."""
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def answer(self, text: str, adapter: bool = True) -> Iterator[str]:
+        """Yield the answer to `text` in pieces; closing the iterator, or Ctrl-C, stops the generation."""
+        from transformers import TextIteratorStreamer
+
+        tokenizer = self.saved.tokenizer
+        encoded = tokenizer(self.prompt(text), return_tensors="pt", add_special_tokens=not self.templated)
+        inputs = {key: encoded[key].to(self.saved.model.device) for key in ("input_ids", "attention_mask")}
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        stop, failures = Event(), []
+        worker = Thread(target=self._generate, args=(inputs, streamer, stop, adapter, failures), daemon=True)
+        worker.start()
+        try:
+            yield from (piece for piece in streamer if piece)
+        finally:
+            stop.set()
+            worker.join()
+        if failures:
+            raise failures[0]
+
+    def _generate(
+        self, inputs: dict[str, Any], streamer: Any, stop: Event, adapter: bool, failures: list[BaseException]
+    ) -> None:
+        """Runs in a thread of its own, so contexts that belong to a thread are entered here."""
+        import torch
+        from transformers import StoppingCriteriaList
+
+        from .adapters import compute, no_input_casts
+
+        model = self.saved.model
+        without = contextlib.nullcontext() if adapter else model.disable_adapter()
+        pad = self.saved.tokenizer.pad_token_id
+        try:
+            with torch.inference_mode(), without, no_input_casts(model), compute(model):
+                model.generate(
+                    **inputs,
+                    streamer=streamer,
+                    eos_token_id=self.stops,
+                    pad_token_id=self.stops[0] if pad is None else pad,
+                    stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
+                    **self.sampling.keys(),
+                )
+        except Exception as error:  # raised again by `answer`, in the thread that waits for the text
+            failures.append(error)
+            streamer.end()
+
+
+class _Stopped:
+    """A stopping criterion that another thread sets."""
+
+    def __init__(self, stop: Event):
+        self.stop = stop
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        import torch
+
+        return torch.full((input_ids.shape[0],), self.stop.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, templated: bool) -> list[int]:
+    """Tokens that end an answer: EOS, those of the generation config, and what the template ends a turn with.
+
+    ChatML models end turns with <|im_end|> whatever their EOS is, so the end of a rendered turn is looked at.
+    """
+    stops = [tokenizer.eos_token_id]
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    stops += configured if isinstance(configured, list) else [configured]
+    if templated:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "halfbyte"}]
+        _, _, ending = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("halfbyte")
+        after = tokenizer(ending, add_special_tokens=False)["input_ids"]
+        stops += [token for token in after[:1] if token in tokenizer.all_special_ids]
+    found = list(dict.fromkeys(token for token in stops if token is not None))
+    if not found:
+        raise ModelError(
+            "neither the tokenizer nor the model has an EOS token: answers would never end", "set eos_token"
+        )
+    return found
+
+
+def _uses_template(saved: Saved) -> bool:
+    """Whether turns are rendered with the chat template: as the run's data was, else when there is a template."""
+    report = _data_report(saved.place)
+    return bool(saved.tokenizer.chat_template) and (not report or report.get("template") is not None)
+
+
+def _data_report(place: Place) -> dict[str, Any]:
+    path = place.resolved.parent / "data_report.json" if place.resolved else None
+    return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+
+
+def chat(name: str, *, compare_base: bool, max_new_tokens: int, temperature: float) -> None:
+    """Read lines, stream answers, until /quit or the end of the input.
+
+    Args:
+        name: a run's output_dir, an adapter, or a model.
+        compare_base: answer each line without the adapter first; the conversation goes on with the adapter's answer.
+
+    Raises:
+        ModelError: `compare_base` without an adapter.
+    """
+    from .saved import find, load_saved
+
+    if compare_base and find(name).adapter is None:
+        raise ModelError(f"--compare-base: {name} has no adapter to switch off", "name a run or an adapter")
+    conversation = Conversation(load_saved(name), Sampling(max_new_tokens, temperature))
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("/reset starts over, /quit leaves; Ctrl-C stops an answer.")
+    for line in _lines("you: " if interactive else None):
+        if line == "/quit":
+            break
+        if line == "/reset":
+            conversation.messages.clear()
+            print("(new conversation)")
+            continue
+        if compare_base:
+            _stream(conversation, line, "base: ", adapter=False)
+        answer = _stream(conversation, line, "adapter: " if compare_base else "model: ", adapter=True)
+        conversation.remember(line, answer)
+
+
+def _lines(prompt: str | None) -> Iterator[str]:
+    """Lines that are not blank, typed after `prompt` or piped in."""
+    read: Callable[[], str] = (lambda: input(prompt)) if prompt else input
+    while True:
+        try:
+            line = read().strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _stream(conversation: Conversation, line: str, label: str, adapter: bool) -> str:
+    """Print the answer as it comes; Ctrl-C ends this answer only."""
+    print(label, end="", flush=True)
+    pieces: list[str] = []
+    answer = conversation.answer(line, adapter)
+    try:
+        for piece in answer:
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        answer.close()  # type: ignore[attr-defined]
+        print(" (stopped)", end="")
+    print(flush=True)
+    return "".join(pieces)
