@@ -13,52 +13,7 @@ from halfbyte.errors import ConfigError
 
 NEEDED = {"model_name_or_path": "some/model", "dataset": "data.jsonl"}
 
-AXOLOTL = """\
-base_model: NousResearch/Llama-3.2-1B
-load_in_8bit: false
-load_in_4bit: true
-strict: false
-
-datasets:
-  - path: teknium/GPT4-LLM-Cleaned
-    type: alpaca
-dataset_prepared_path: last_run_prepared
-val_set_size: 0.1
-output_dir: ./outputs/qlora-out
-adapter: qlora
-lora_model_dir:
-sequence_len: 2048
-sample_packing: true
-eval_sample_packing: true
-lora_r: 32
-lora_alpha: 16
-lora_dropout: 0.05
-lora_target_modules: [gate_proj, down_proj]
-wandb_project:
-gradient_accumulation_steps: 4
-micro_batch_size: 2
-num_epochs: 2
-optimizer: adamw_torch
-lr_scheduler: cosine
-learning_rate: 2e-4
-train_on_inputs: false
-bf16: true
-fp16:
-tf32: false
-gradient_checkpointing: true
-gradient_checkpointing_kwargs: {use_reentrant: false}
-resume_from_checkpoint:
-logging_steps: 1
-flash_attention: true
-warmup_ratio: 0.1
-evals_per_epoch: 4
-saves_per_epoch: 1
-weight_decay: 0.0
-fsdp:
-deepspeed:
-special_tokens:
-  pad_token: "<|end_of_text|>"
-"""
+AXOLOTL = (Path(__file__).parent / "cli/configs/axolotl_qlora.yml").read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

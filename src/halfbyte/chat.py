@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ModelError
 from .notices import notice
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .saved import Place, Saved
 
 Message = dict[str, str]
+Style = Literal["template", "instruction", "text"]
+STYLES = {"instruction": "an instruction of its own", "text": "continued as plain text"}
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,20 @@ class Conversation:
     def __init__(self, saved: Saved, sampling: Sampling):
         self.saved, self.sampling = saved, sampling
         self.messages: list[Message] = []
-        self.templated = _uses_template(saved)
-        self.stops = stop_tokens(saved.tokenizer, saved.model, self.templated)
-        if not self.templated:
-            notice("chat", "no chat template in use: each line is continued as plain text, without memory of the last")
+        report = _data_report(saved.place)
+        self.style = _style(saved.tokenizer, report)
+        self.stops = stop_tokens(saved.tokenizer, saved.model, self.style, report.get("stop_tokens") or [])
+        if self.style != "template":
+            notice("chat", f"no chat template in use: each line is {STYLES[self.style]}, without memory of the last")
 
     def prompt(self, text: str) -> str:
         """The text the model continues, once `text` is said."""
-        if not self.templated:
+        from .data.encode import INSTRUCTION
+
+        if self.style == "text":
             return text
+        if self.style == "instruction":
+            return INSTRUCTION.format(prompt=text)
         turns = [*self.messages, {"role": "user", "content": text}]
         return str(self.saved.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
@@ -62,10 +69,11 @@ class Conversation:
         from transformers import TextIteratorStreamer
 
         tokenizer = self.saved.tokenizer
-        encoded = tokenizer(self.prompt(text), return_tensors="pt", add_special_tokens=not self.templated)
+        encoded = tokenizer(self.prompt(text), return_tensors="pt", add_special_tokens=self.style != "template")
         inputs = {key: encoded[key].to(self.saved.model.device) for key in ("input_ids", "attention_mask")}
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, failures = Event(), []
+        stop = Event()
+        failures: list[BaseException] = []
         worker = Thread(target=self._generate, args=(inputs, streamer, stop, adapter, failures), daemon=True)
         worker.start()
         try:
@@ -85,7 +93,7 @@ class Conversation:
 
         from .adapters import compute, no_input_casts
 
-        model = self.saved.model
+        model: Any = self.saved.model
         without = contextlib.nullcontext() if adapter else model.disable_adapter()
         pad = self.saved.tokenizer.pad_token_id
         try:
@@ -115,15 +123,18 @@ class _Stopped:
         return torch.full((input_ids.shape[0],), self.stop.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, templated: bool) -> list[int]:
-    """Tokens that end an answer: EOS, those of the generation config, and what the template ends a turn with.
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, style: Style, trained: list[str]) -> list[int]:
+    """Ids that end an answer: EOS, those of the generation config, those trained, and how the template ends a turn.
 
     ChatML models end turns with <|im_end|> whatever their EOS is, so the end of a rendered turn is looked at.
+
+    Raises:
+        ModelError: there is none, so answers would never end.
     """
-    stops = [tokenizer.eos_token_id]
     configured = getattr(model.generation_config, "eos_token_id", None)
-    stops += configured if isinstance(configured, list) else [configured]
-    if templated:
+    stops = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    stops += [tokenizer.convert_tokens_to_ids(token) for token in trained]
+    if style == "template":
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "halfbyte"}]
         _, _, ending = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("halfbyte")
         after = tokenizer(ending, add_special_tokens=False)["input_ids"]
@@ -131,15 +142,17 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, templated: bool)
     found = list(dict.fromkeys(token for token in stops if token is not None))
     if not found:
         raise ModelError(
-            "neither the tokenizer nor the model has an EOS token: answers would never end", "set eos_token"
+            "neither the tokenizer nor the model has an EOS token", "set eos_token in the tokenizer's files"
         )
     return found
 
 
-def _uses_template(saved: Saved) -> bool:
-    """Whether turns are rendered with the chat template: as the run's data was, else when there is a template."""
-    report = _data_report(saved.place)
-    return bool(saved.tokenizer.chat_template) and (not report or report.get("template") is not None)
+def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
+    """How a line becomes a prompt: as the rows of the run did, and for a model without a run by its template."""
+    formats = {source["format"] for source in report.get("sources", ())}
+    if formats == {"text"} or not (formats or tokenizer.chat_template):
+        return "text"
+    return "template" if tokenizer.chat_template else "instruction"
 
 
 def _data_report(place: Place) -> dict[str, Any]:

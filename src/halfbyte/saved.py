@@ -77,15 +77,19 @@ def _base_of(adapter: Path) -> str:
 
 
 def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "none") -> RunConfig:
-    """The configuration to load `place` with: the run's own, or a plain 16-bit model, and then `overrides`."""
-    config = load_config(
-        place.resolved,
-        overrides,
-        {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": False},
-    )
+    """The configuration to load `place` with: the run's own, or the model as it is stored, and then `overrides`."""
+    defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": _is_4bit(place.base)}
+    config = load_config(place.resolved, overrides, defaults)
     if place.base and not place.adapter:
         config.model_name_or_path = place.base
     return config
+
+
+def _is_4bit(model: str) -> bool:
+    """Whether a model folder holds weights that were quantized before."""
+    path = Path(model) / "config.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) if model and path.is_file() else {}
+    return bool(stored.get("quantization_config", {}).get("load_in_4bit"))
 
 
 def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> Saved:

@@ -139,12 +139,14 @@ def env() -> None:
     print_environment()
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def demo(context: typer.Context) -> None:
+@app.command()
+def demo(
+    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="where the run goes")] = Path("demo-out"),
+) -> None:
     """Run it all on a small model made here."""
     from ..demo.run import main as run_demo
 
-    run_demo(context.args)
+    run_demo(output_dir)
 
 
 @app.command("import-config")

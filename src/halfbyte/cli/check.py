@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ..memory.estimate import MemoryPlan
 
-PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "runtime", "total")
-
 
 def check_run(config: RunConfig) -> None:
     """Print what a run would use and do.
@@ -32,39 +30,38 @@ def check_run(config: RunConfig) -> None:
     from ..terminal import print_data, print_memory
 
     console = Console()
-    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    print_data(console, prepare(config, tokenizer).report)
     model_config = read_model_config(config)
+    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+    report = prepare(config, tokenizer).report
+    print_data(console, report)
     check_modules(config, model_config)
-    capacity = device_bytes(config)
-    plan = estimate(config, model_config, device_bytes=capacity)
+    length = row_length(config, report)
+    plan = estimate(config, model_config, length=length)
     console.print(_table(plan))
-    print_memory(console, plan_facts(plan, capacity))
-    if plan.total > capacity:
+    facts = {"activation_checkpointing": plan.activation_checkpointing, "reason": plan.reason}
+    print_memory(console, {**plan.predicted(), **facts, "capacity_bytes": plan.capacity_bytes})
+    if not plan.fits:
         raise ConfigError(
-            f"this run needs {plan.total / 2**30:.2f} GiB, and there are {capacity / 2**30:.2f} GiB",
-            what_would_fit(config, model_config, capacity),
+            f"this run needs {plan.total / 2**30:.2f} GiB, and there are {plan.capacity_bytes / 2**30:.2f} GiB",
+            what_would_fit(config, model_config, length),
         )
     console.print("[green]ready:[/] `halfbyte train` can start")
 
 
 def read_model_config(config: RunConfig) -> PretrainedConfig:
-    """The model's config.json.
+    """The model's config.json."""
+    from ..models.load import load_model_config
 
-    Raises:
-        ConfigError: there is no such model.
-    """
-    from transformers import AutoConfig
+    return load_model_config(
+        config.model_name_or_path, revision=config.model_revision, trust_remote_code=config.trust_remote_code
+    )
 
-    try:
-        return AutoConfig.from_pretrained(
-            config.model_name_or_path, revision=config.model_revision, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model_name_or_path: no usable model at {config.model_name_or_path}: {reason}", "name a folder or hub id"
-        ) from error
+
+def row_length(config: RunConfig, report: dict[str, Any]) -> int:
+    """Tokens of the longest row: `max_length` when packed, else no more than the longest document has."""
+    if config.packing:
+        return config.max_length
+    return min(config.max_length, int(report["train"]["length_histogram"]["edges"][-1]))
 
 
 def check_modules(config: RunConfig, model_config: PretrainedConfig) -> None:
@@ -80,42 +77,21 @@ def check_modules(config: RunConfig, model_config: PretrainedConfig) -> None:
             add_adapter(model, config)
 
 
-def device_bytes(config: RunConfig) -> int:
-    """Memory this run may use: `memory_limit_gib`, else what is free on its device now."""
-    import psutil
-    import torch
-
-    from ..hardware import best_device
-
-    if config.memory_limit_gib:
-        return int(config.memory_limit_gib * 2**30)
-    device = torch.device(config.device) if config.device else best_device()
-    if device.type == "cpu":
-        return psutil.virtual_memory().available
-    return int(torch.get_device_module(device).mem_get_info(device)[0])
-
-
-def plan_facts(plan: MemoryPlan, capacity: int) -> dict[str, Any]:
-    """The plan as the memory bar takes it."""
-    from dataclasses import asdict
-
-    return {**asdict(plan), "capacity_bytes": capacity}
-
-
 def _table(plan: MemoryPlan) -> Table:
     table = Table("part", "GiB", box=None, pad_edge=False)
     table.columns[1].justify = "right"
-    for part in PARTS:
-        table.add_row(part, f"{getattr(plan, part) / 2**30:.3f}", style="bold" if part == "total" else None)
+    for part, size in plan.predicted().items():
+        table.add_row(part, f"{size / 2**30:.3f}", style="bold" if part == "total" else None)
     return table
 
 
-def what_would_fit(config: RunConfig, model_config: PretrainedConfig, capacity: int) -> str:
+def what_would_fit(config: RunConfig, model_config: PretrainedConfig, length: int) -> str:
     """The first single change, cheapest for the result first, with which the run fits."""
     from ..memory.estimate import estimate
 
     for keys, advice in _changes(config):
-        if estimate(config.model_copy(update=keys), model_config, device_bytes=capacity).total <= capacity:
+        changed = config.model_copy(update=keys)
+        if estimate(changed, model_config, length=min(length, changed.max_length)).fits:
             return advice
     return "no single key makes it fit: take a smaller model, or a device with more memory"
 

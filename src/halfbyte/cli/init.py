@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, RunConfig, load_config
 from ..config_yaml import dump_value
-from .check import device_bytes, read_model_config
+from .check import read_model_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from ..memory.estimate import MemoryPlan
 
 ROWS_PER_STEP = 16  # rows per optimizer step, whatever the device holds at once
 LENGTHS, CPU_LENGTHS = (4096, 2048, 1024, 512, 256), (1024, 512, 256)
@@ -29,12 +31,11 @@ def starting_config(model: str, dataset: str) -> str:
     keys = {"model_name_or_path": model, "dataset": dataset, "packing": True, "eval_split_size": 0.05}
     base = load_config(None, keys)
     model_config = read_model_config(base)
-    capacity = device_bytes(base)
-    chosen, predicted = _largest(base, model_config, capacity)
+    chosen, plan = _largest(base, model_config)
     config = base.model_copy(update=chosen)
-    fits = "fits" if predicted <= capacity else "does NOT fit: see `halfbyte check`"
+    fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
     lines = [
-        f"# For this machine: {predicted / 2**30:.2f} GiB predicted of {capacity / 2**30:.2f} GiB free, {fits}.",
+        f"# For this machine: {plan.total / 2**30:.2f} GiB of {plan.capacity_bytes / 2**30:.2f} GiB, {fits}.",
         "# Next: `halfbyte check`, `preview` and `train` with this file. All keys: config.resolved.yaml of any run.",
     ]
     for section in SECTIONS:
@@ -45,15 +46,13 @@ def starting_config(model: str, dataset: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _largest(base: RunConfig, model_config: PretrainedConfig, capacity: int) -> tuple[dict[str, Any], int]:
-    """The longest rows that fit, then the most of them at once; and the bytes predicted."""
+def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str, Any], MemoryPlan]:
+    """The longest rows that fit, then the most of them at once; and their plan."""
     from ..hardware import best_device
     from ..memory.estimate import estimate
 
     limit = getattr(model_config, "max_position_embeddings", None) or LENGTHS[0]
     lengths = CPU_LENGTHS if best_device().type == "cpu" else LENGTHS
-    chosen: dict[str, Any] = {}
-    predicted = 0
     for length in [length for length in lengths if length <= limit] or [limit]:
         for rows in (8, 4, 2, 1):
             chosen = {
@@ -61,7 +60,7 @@ def _largest(base: RunConfig, model_config: PretrainedConfig, capacity: int) -> 
                 "per_device_train_batch_size": rows,
                 "gradient_accumulation_steps": ROWS_PER_STEP // rows,
             }
-            predicted = estimate(base.model_copy(update=chosen), model_config, device_bytes=capacity).total
-            if predicted <= capacity:
-                return chosen, predicted
-    return chosen, predicted
+            plan = estimate(base.model_copy(update=chosen), model_config)
+            if plan.fits:
+                return chosen, plan
+    return chosen, plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ def documents(batch: dict[str, Any]) -> list[tuple[int, int]]:
     return [(real[0], real[-1] + 1)] if real else []
 
 
-def _coloured(tokens: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase, marks: bool) -> Text:
+def _coloured(tokens: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase, marks: bool) -> Text:
     """Tokens of one kind are decoded together: a character may take several."""
     text = Text()
     kinds = [(label != IGNORED, token == tokenizer.eos_token_id) for token, label in zip(tokens, labels, strict=True)]
