@@ -41,11 +41,14 @@ class Conversation:
     """The turns so far, and how the model is asked for the next one."""
 
     def __init__(self, saved: Saved, sampling: Sampling):
+        from .train.samples import stop_tokens
+
         self.saved, self.sampling = saved, sampling
         self.messages: list[Message] = []
         report = _data_report(saved.place)
         self.style = _style(saved.tokenizer, report)
-        self.stops = stop_tokens(saved.tokenizer, saved.model, self.style, report.get("stop_tokens") or [])
+        ends = report.get("stop_tokens") or (turn_end(saved.tokenizer) if self.style == "template" else [])
+        self.stops = stop_tokens(saved.tokenizer, saved.model, ends)
         if self.style != "template":
             notice("chat", f"no chat template in use: each line is {STYLES[self.style]}, without memory of the last")
 
@@ -95,14 +98,13 @@ class Conversation:
 
         model: Any = self.saved.model
         without = contextlib.nullcontext() if adapter else model.disable_adapter()
-        pad = self.saved.tokenizer.pad_token_id
         try:
             with torch.inference_mode(), without, no_input_casts(model), compute(model):
                 model.generate(
                     **inputs,
                     streamer=streamer,
                     eos_token_id=self.stops,
-                    pad_token_id=self.stops[0] if pad is None else pad,
+                    pad_token_id=self.saved.tokenizer.pad_token_id,
                     stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
                     **self.sampling.keys(),
                 )
@@ -123,28 +125,14 @@ class _Stopped:
         return torch.full((input_ids.shape[0],), self.stop.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, style: Style, trained: list[str]) -> list[int]:
-    """Ids that end an answer: EOS, those of the generation config, those trained, and how the template ends a turn.
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The special token that the chat template ends an answer with, if it does.
 
     ChatML models end turns with <|im_end|> whatever their EOS is, so the end of a rendered turn is looked at.
-
-    Raises:
-        ModelError: there is none, so answers would never end.
     """
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    stops = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
-    stops += [tokenizer.convert_tokens_to_ids(token) for token in trained]
-    if style == "template":
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "halfbyte"}]
-        _, _, ending = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("halfbyte")
-        after = tokenizer(ending, add_special_tokens=False)["input_ids"]
-        stops += [token for token in after[:1] if token in tokenizer.all_special_ids]
-    found = list(dict.fromkeys(token for token in stops if token is not None))
-    if not found:
-        raise ModelError(
-            "neither the tokenizer nor the model has an EOS token", "set eos_token in the tokenizer's files"
-        )
-    return found
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "halfbyte"}]
+    _, _, ending = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("halfbyte")
+    return [token for token in tokenizer.tokenize(ending)[:1] if token in tokenizer.all_special_tokens]
 
 
 def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
