@@ -6,15 +6,40 @@ mapped with a notice; anything else unknown is an error that names the nearest k
 
 from __future__ import annotations
 
+import difflib
+import os
+import types
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from .config_aliases import HINTS
+from .config_foreign import Ignored, Mapped, Refused, foreign_names, translate
+from .config_yaml import Located, dump_value, parse_scalar, read_mapping
+from .errors import ConfigError
+from .notices import notice
+
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+)  # fmt: skip
+TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+BITSANDBYTES_OPTIMIZERS = (
+    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "ademamix", "ademamix_8bit",
+    "paged_ademamix_8bit", "paged_ademamix_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit",
+    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
+)  # fmt: skip
+OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ModelSection(BaseModel):
+    """The model"""
+
     model_name_or_path: str = Field(description="a folder with a Hugging Face checkpoint, or a hub id")
     model_revision: str = Field("main", description="branch, tag or commit of a hub model")
     trust_remote_code: bool = Field(False, description="run model code that comes with the checkpoint")
@@ -22,10 +47,16 @@ class ModelSection(BaseModel):
         "auto", description="dtype of computation and of unquantized weights; auto: what the hardware is fast in"
     )
     attn_implementation: str | None = Field(None, description="transformers attention implementation; default: sdpa")
-    device: str | None = Field(None, description="cpu, cuda, cuda:1, xpu; default: the first accelerator, else cpu")
+    device: str | None = Field(
+        None,
+        pattern=r"^(cpu|cuda|xpu)(:\d+)?$",
+        description="cpu, cuda, cuda:1, xpu; default: the first accelerator, else cpu",
+    )
 
 
 class QuantizationSection(BaseModel):
+    """Storing the frozen weights"""
+
     load_in_4bit: bool = Field(True, description="store the frozen linear weights in 4 bits (QLoRA)")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type")
     bnb_4bit_use_double_quant: bool = Field(True, description="quantize the block scales too")
@@ -33,9 +64,13 @@ class QuantizationSection(BaseModel):
 
 
 class AdapterSection(BaseModel):
+    """The adapter"""
+
     use_peft: bool = Field(True, description="train a low-rank adapter; false: full fine-tuning")
     r: PositiveInt = Field(16, description="rank of the adapter")
-    lora_alpha: Annotated[float, Field(gt=0)] = Field(16, description="scale: the adapter's output times lora_alpha/r")
+    lora_alpha: Annotated[float, Field(gt=0)] = Field(
+        16.0, description="scale: the adapter's output times lora_alpha/r"
+    )
     lora_dropout: Fraction = Field(0.0, description="dropout on the adapter's input")
     target_modules: str | list[str] = Field(
         "all-linear", description="all-linear, a list of module names, or one regular expression"
@@ -43,14 +78,18 @@ class AdapterSection(BaseModel):
     modules_to_save: list[str] | None = Field(None, description="modules trained whole and saved with the adapter")
     use_rslora: bool = Field(False, description="scale by lora_alpha/sqrt(r)")
     use_dora: bool = Field(False, description="weight-decomposed adapters (DoRA)")
-    rank_pattern: dict[str, int] = Field(default_factory=dict, description="module pattern to rank")
-    alpha_pattern: dict[str, float] = Field(default_factory=dict, description="module pattern to alpha")
+    rank_pattern: dict[str, PositiveInt] = Field(default_factory=dict, description="module pattern to rank")
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="module pattern to alpha"
+    )
     init_lora_weights: bool | Literal["gaussian"] = Field(True, description="adapter initialisation, as in PEFT")
     adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of adapter weights")
     adapter_path: str | None = Field(None, description="continue from this saved adapter")
 
 
 class DataSection(BaseModel):
+    """The data"""
+
     dataset: str | list[str] = Field(description="file (jsonl, json, csv, parquet, txt), folder or hub id, or several")
     dataset_split: str = Field("train", description="split of a hub dataset")
     eval_dataset: str | list[str] | None = Field(None, description="held-out data; else eval_split_size is split off")
@@ -75,6 +114,8 @@ class DataSection(BaseModel):
 
 
 class TrainingSection(BaseModel):
+    """Training"""
+
     output_dir: str = Field("out", description="where everything of this run is written")
     per_device_train_batch_size: PositiveInt = Field(1, description="rows per step and device")
     per_device_eval_batch_size: PositiveInt | None = Field(None, description="default: as in training")
@@ -82,14 +123,14 @@ class TrainingSection(BaseModel):
     num_train_epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="passes over the data")
     max_steps: int = Field(-1, description="optimizer steps; overrides num_train_epochs when positive")
     learning_rate: Annotated[float, Field(gt=0)] = Field(2e-4, description="peak learning rate")
-    lr_scheduler_type: str = Field("cosine", description="any schedule of transformers")
+    lr_scheduler_type: str = Field("cosine", description="schedule, by its name in transformers")
     warmup_steps: Annotated[float, Field(ge=0)] = Field(0.03, description="steps, or below 1 a share of all steps")
-    optim: str = Field("adamw_torch_fused", description="any optimizer of transformers")
+    optim: str = Field("adamw_torch_fused", description="optimizer, by its name in transformers")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled weight decay")
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="clip gradients to this norm; 0: never")
     adam_beta1: Fraction = Field(0.9, description="first-moment decay")
     adam_beta2: Fraction = Field(0.999, description="second-moment decay")
-    neftune_noise_alpha: float | None = Field(None, description="embedding noise (NEFTune)")
+    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(None, description="embedding noise (NEFTune)")
     activation_checkpointing: bool | Literal["auto"] = Field(
         "auto", description="recompute activations in backward; auto: only when they would not fit"
     )
@@ -106,23 +147,275 @@ class TrainingSection(BaseModel):
     save_total_limit: PositiveInt | None = Field(2, description="checkpoints kept")
     resume_from_checkpoint: str | bool | None = Field(None, description="true: the newest checkpoint; or a folder")
     report_to: list[str] = Field(default_factory=list, description="wandb, tensorboard, ... as in transformers")
-    sample_prompts: int | list[str] = Field(
+    sample_prompts: Annotated[int, Field(ge=0)] | list[str] = Field(
         3, description="prompts answered before and after training: a number of held-out rows, or the prompts"
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
     seed: int = Field(42, description="seeds data order, adapters and dropout")
 
 
+SECTIONS = (ModelSection, QuantizationSection, AdapterSection, DataSection, TrainingSection)
+
+
 class RunConfig(ModelSection, QuantizationSection, AdapterSection, DataSection, TrainingSection):
     """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), validate_assignment=True)
+    model_config = ConfigDict(
+        extra="forbid", protected_namespaces=(), validate_assignment=True, strict=True, allow_inf_nan=False
+    )
 
     @property
     def output_path(self) -> Path:
         return Path(self.output_dir)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _paths_as_text(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
-def load_config(path: Path | str | None, overrides: list[str] | dict[str, Any] | None = None) -> RunConfig:
-    """Read a YAML file, apply `key=value` overrides, map foreign names, and validate."""
-    raise NotImplementedError  # replaced by the helper working on config
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _report_to_list(cls, value: Any) -> Any:
+        """transformers also takes one name, and `none`."""
+        return ([] if value == "none" else [value]) if isinstance(value, str) else value
+
+    @field_validator("target_modules", "dataset", "eval_dataset")
+    @classmethod
+    def _not_empty(cls, value: Any) -> Any:
+        if value is not None and not value:
+            raise PydanticCustomError("empty", "must name at least one, not {value}", {"value": repr(value)})
+        return value
+
+    @field_validator("max_steps")
+    @classmethod
+    def _steps(cls, value: int) -> int:
+        if value == 0 or value < -1:
+            raise PydanticCustomError(
+                "steps", "must be a positive number of steps, or -1 for all epochs, not {value}", {"value": value}
+            )
+        return value
+
+    @field_validator("warmup_steps", "eval_steps", "save_steps", "eval_split_size")
+    @classmethod
+    def _whole_or_share(cls, value: float | None) -> float | None:
+        if value is not None and value >= 1 and value != int(value):
+            raise PydanticCustomError(
+                "whole", "must be a whole number, or a share below 1, not {value}", {"value": value}
+            )
+        return value
+
+    @field_validator("lr_scheduler_type", "optim")
+    @classmethod
+    def _named(cls, value: str, info: Any) -> str:
+        names = SCHEDULES if info.field_name == "lr_scheduler_type" else OPTIMIZERS
+        if value not in names:
+            raise PydanticCustomError(
+                "named",
+                "must be one of {names}, not {value}",
+                {"names": ", ".join(names), "value": repr(value), "near": _nearest(value, names)},
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> RunConfig:
+        """Keys that contradict each other; each rule names the key to change."""
+        for key, message, fix in _contradictions(self):
+            raise PydanticCustomError("contradiction", "{message}", {"key": key, "message": message, "fix": fix})
+        return self
+
+
+def _contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """(key, what is wrong, fix) for each pair of keys that cannot both hold."""
+    if not config.use_peft:
+        if config.load_in_4bit:
+            yield (
+                "load_in_4bit",
+                "load_in_4bit: true with use_peft: false: quantized weights cannot be trained",
+                "set load_in_4bit: false for full fine-tuning, or use_peft: true for QLoRA",
+            )
+        for key in ("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"):
+            if getattr(config, key):
+                yield (
+                    key,
+                    f"{key} has no meaning with use_peft: false: there is no adapter",
+                    f"remove {key}, or set use_peft: true",
+                )
+    if config.optim in BITSANDBYTES_OPTIMIZERS and find_spec("bitsandbytes") is None:
+        yield (
+            "optim",
+            f"optim: {config.optim} needs the package bitsandbytes, which is not installed",
+            "pip install bitsandbytes, or set optim: adamw_torch_fused",
+        )
+
+
+def load_config(
+    path: Path | str | None,
+    overrides: Iterable[str] | dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> RunConfig:
+    """Read a YAML file, apply overrides, map foreign names, and validate.
+
+    Args:
+        path: the YAML file, or None for overrides only.
+        overrides: `["learning_rate=1e-4", "--r", "8"]`, values in YAML's spelling; or a dictionary of values.
+        defaults: values for keys that neither gives, in place of the schema's defaults.
+
+    Raises:
+        ConfigError: every problem found, each with its key, its place (`run.yaml:4`) and what is allowed.
+    """
+    problems: list[ConfigError] = []
+    given = _own_names(read_mapping(path, TEXT_KEYS) if path else {}, problems)
+    if isinstance(overrides, dict):
+        written = {key: Located(value, "argument") for key, value in overrides.items()}
+    else:
+        written = _parse_overrides(list(overrides or ()))
+    given |= _own_names(written, problems)
+    if problems:
+        raise _together(problems)
+    try:
+        config = RunConfig(**{**(defaults or {}), **{key: setting.value for key, setting in given.items()}})
+    except ValidationError as error:
+        raise _together([explain(detail, given) for detail in error.errors()]) from None
+    if config.eval_steps is not None and not (config.eval_dataset or config.eval_split_size):
+        notice(
+            "eval_steps", "eval_steps has no effect: there is no held-out data (set eval_split_size or eval_dataset)"
+        )
+    return config
+
+
+def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
+    """`key=value`, `--key=value` and `--key value`, in order; the last of a repeated key counts."""
+    found: dict[str, Located] = {}
+    while tokens:
+        token = tokens.pop(0)
+        key, equals, text = token.removeprefix("--").partition("=")
+        if not equals:
+            if not token.startswith("--"):
+                raise ConfigError(f"command line: {token!r} is not an override", "write key=value")
+            if not tokens or tokens[0].startswith("--"):
+                raise ConfigError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
+            text = tokens.pop(0)
+        key = key.replace("-", "_")
+        found[key] = Located(parse_scalar(text, key in TEXT_KEYS), "command line")
+    return found
+
+
+def _own_names(written: dict[str, Located], problems: list[ConfigError]) -> dict[str, Located]:
+    """Foreign names replaced by ours, each said once; what cannot be replaced is added to `problems`."""
+    values = {key: setting.value for key, setting in written.items()}
+    own = {key: setting for key, setting in written.items() if key in RunConfig.model_fields}
+    for key, setting in written.items():
+        if key in own:
+            continue
+        match translate(key, values):
+            case None:
+                problems.append(_unknown(key, setting.where))
+            case Refused(why, fix):
+                problems.append(ConfigError(f"{setting.where}: {why}", fix))
+            case Ignored(why):
+                if why:
+                    notice(f"ignored {key}", f"{setting.where}: {key} is ignored: {why}")
+            case Mapped(keys):
+                as_ours = ", ".join(dump_value(ours, value) for ours, value in keys.items())
+                notice(f"alias {key}", f"{setting.where}: {key} is read as {as_ours}")
+                for ours, value in keys.items():
+                    if ours in own and own[ours].value != value:
+                        message = f"{setting.where}: {key} is read as {as_ours}, but {own[ours].where} says otherwise"
+                        problems.append(ConfigError(message, f"keep one of {key} and {ours}"))
+                    own.setdefault(ours, Located(value, f"{setting.where}: {key}"))
+    return own
+
+
+def _unknown(key: str, where: str) -> ConfigError:
+    near = HINTS.get(key) or _nearest(key, [*RunConfig.model_fields, *foreign_names()])
+    return ConfigError(
+        f"{where}: unknown key {key!r}", f"did you mean {near}?" if near else "`halfbyte init` lists the keys"
+    )
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1)), "")
+
+
+def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
+    """One pydantic error as a sentence with key, place and what is allowed."""
+    context = detail.get("ctx", {})
+    key = str(context.get("key") or detail["loc"][0])
+    if detail["type"] == "missing":
+        return ConfigError(f"{key} is missing", f"add a line `{key}: ...` ({RunConfig.model_fields[key].description})")
+    where = f"{given[key].where}: " if key in given else ""
+    if detail["type"] == "contradiction":
+        return ConfigError(where + context["message"], context["fix"])
+    if "near" in context or detail["type"] in ("empty", "steps", "whole"):
+        message, near = f"{where}{key} {detail['msg']}", context.get("near")
+    else:
+        value = given[key].value
+        message = f"{where}{key} must be {allowed(key)}, not {value!r}"
+        near = _nearest(value, _choices(RunConfig.model_fields[key].annotation)) if isinstance(value, str) else ""
+    return ConfigError(message, f"did you mean {near}?" if near else "")
+
+
+def _together(problems: list[ConfigError]) -> ConfigError:
+    unique = list({str(problem): problem for problem in problems}.values())
+    if len(unique) == 1:
+        return unique[0]
+    return ConfigError("\n".join([f"{len(unique)} problems:", *(f"- {problem}" for problem in unique)]))
+
+
+def allowed(key: str) -> str:
+    """The values a key takes, in words: `nf4 or fp4`, `a whole number above 0`, `text or null`."""
+    field = RunConfig.model_fields[key]
+    return " or ".join(dict.fromkeys(_in_words(field.annotation, field.metadata)))
+
+
+def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _in_words(arguments[0], [*getattr(arguments[1], "metadata", ()), *arguments[1:]])
+    elif origin in (Union, types.UnionType):
+        for argument in arguments:
+            yield from _in_words(argument, metadata)
+    elif origin is Literal:
+        yield from map(str, arguments)
+    elif origin is list:
+        yield "a list of text"
+    elif origin is dict:
+        yield f"a mapping from text to {' or '.join(_in_words(arguments[1]))}"
+    else:
+        plain = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+        yield plain[annotation] + (_bounds(metadata) if annotation in (int, float) else "")
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    words = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
+    limits = [
+        f" {word} {limit:g}"
+        for rule in metadata
+        for name, word in words.items()
+        if (limit := getattr(rule, name, None)) is not None
+    ]
+    return " and".join(limits)
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return [choice for argument in get_args(annotation) for choice in _choices(argument)]
+
+
+def _takes_text_only(annotation: Any) -> bool:
+    kinds = set(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else {annotation}
+    return str in kinds and not kinds & {bool, int, float}
+
+
+TEXT_KEYS = frozenset(key for key, field in RunConfig.model_fields.items() if _takes_text_only(field.annotation))
+
+
+def dump_config(config: RunConfig) -> str:
+    """Every key as YAML, by section, each with its description; `load_config` reads it back equal."""
+    lines: list[str] = []
+    for section in SECTIONS:
+        lines.append(f"\n# {section.__doc__}" if lines else f"# {section.__doc__}")
+        for key, field in section.model_fields.items():
+            lines.append(f"{dump_value(key, getattr(config, key)):<38} # {field.description}")
+    return "\n".join(lines) + "\n"

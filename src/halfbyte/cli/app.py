@@ -1,0 +1,161 @@
+"""The commands and their options. Each imports what it needs when it runs, so that `halfbyte --help` is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .exits import Commands
+
+app = typer.Typer(
+    cls=Commands,
+    help="Fine-tune language models whose frozen weights are stored in 4 bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# `--learning_rate 1e-4` is an override like `learning_rate=1e-4`, so unknown options go to the overrides.
+_TAKES_OVERRIDES = {"ignore_unknown_options": True}
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="the run's configuration")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys that replace those of the file")]
+RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"halfbyte {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def init(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model's folder or hub id")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="a dataset's file, folder or hub id")],
+) -> None:
+    """Print a configuration for this machine."""
+    from .init import starting_config
+
+    typer.echo(starting_config(model, data), nl=False)
+
+
+@app.command(context_settings=_TAKES_OVERRIDES)
+def check(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check keys, data and memory; load no weights."""
+    from ..config import load_config
+    from .check import check_run
+
+    check_run(load_config(config, overrides))
+
+
+@app.command(context_settings=_TAKES_OVERRIDES)
+def preview(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Rows to show.")] = 3,
+) -> None:
+    """Show trained and masked tokens in colour."""
+    from ..config import load_config
+    from .preview import preview_rows
+
+    preview_rows(load_config(config, overrides), count)
+
+
+@app.command(context_settings=_TAKES_OVERRIDES)
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+) -> None:
+    """Fine-tune; everything is left in output_dir."""
+    from ..config import load_config
+    from .train import train_run
+
+    train_run(load_config(config, overrides), config, resume)
+
+
+@app.command("eval", context_settings=_TAKES_OVERRIDES)
+def evaluate(
+    model: RunOrModel,
+    data: Annotated[str, typer.Argument(metavar="DATA", help="a dataset's file, folder or hub id")],
+    overrides: Overrides = None,
+) -> None:
+    """Print loss and perplexity on a dataset."""
+    from ..evaluate import evaluate as measure
+
+    result = measure(model, data, overrides or [])
+    typer.echo(
+        f"loss {result.loss:.4f} · perplexity {result.perplexity:.3f} · {result.tokens:,} tokens"
+        f" in {result.rows:,} rows · {result.seconds:.1f} s"
+    )
+
+
+@app.command()
+def chat(
+    model: RunOrModel,
+    compare_base: Annotated[bool, typer.Option("--compare-base", help="Answer without the adapter, too.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.7,
+) -> None:
+    """Talk to a model; /reset starts over, /quit leaves."""
+    from ..chat import chat as talk
+
+    talk(model, compare_base=compare_base, max_new_tokens=max_new_tokens, temperature=temperature)
+
+
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's output_dir or an adapter")],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="new folder; default: RUN/merged")] = None,
+    base: Annotated[str, typer.Option(metavar="auto|original|dequantized", help="Weights to merge onto.")] = "auto",
+    verify: Annotated[bool, typer.Option(help="Reload the merged model and compare logits.")] = True,
+) -> None:
+    """Write a 16-bit model with the adapter merged."""
+    from .merge import merge_run
+
+    merge_run(run, out, base, verify)
+
+
+@app.command()
+def env() -> None:
+    """Print versions and hardware."""
+    from .env import print_environment
+
+    print_environment()
+
+
+@app.command()
+def demo(
+    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="where the run goes")] = Path("demo-out"),
+) -> None:
+    """Run it all on a small model made here."""
+    from ..demo.run import main as run_demo
+
+    run_demo(output_dir)
+
+
+@app.command("import-config")
+def import_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="a YAML file of Axolotl or LLaMA-Factory")],
+) -> None:
+    """Convert a YAML of Axolotl or LLaMA-Factory."""
+    from .import_config import convert
+
+    imported = convert(file)
+    typer.echo(imported.explain(), err=True)
+    typer.echo(imported.as_yaml(), nl=False)

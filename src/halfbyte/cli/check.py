@@ -1,0 +1,117 @@
+"""`halfbyte check`: keys, data, target modules and memory, before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config import RunConfig
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ..memory.estimate import MemoryPlan
+
+
+def check_run(config: RunConfig) -> None:
+    """Print what a run would use and do.
+
+    Raises:
+        HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
+    """
+    from ..data import prepare
+    from ..memory.estimate import estimate
+    from ..models.load import load_tokenizer
+    from ..saved import tokenizer_keys
+    from ..terminal import print_data, print_memory
+
+    console = Console()
+    model_config = read_model_config(config)
+    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+    report = prepare(config, tokenizer).report
+    print_data(console, report)
+    check_modules(config, model_config)
+    length = row_length(config, report)
+    plan = estimate(config, model_config, length=length)
+    console.print(_table(plan))
+    facts = {"activation_checkpointing": plan.activation_checkpointing, "reason": plan.reason}
+    print_memory(console, {**plan.predicted(), **facts, "capacity_bytes": plan.capacity_bytes})
+    if not plan.fits:
+        raise ConfigError(
+            f"this run needs {plan.total / 2**30:.2f} GiB, and there are {plan.capacity_bytes / 2**30:.2f} GiB",
+            what_would_fit(config, model_config, length),
+        )
+    console.print("[green]ready:[/] `halfbyte train` can start")
+
+
+def read_model_config(config: RunConfig) -> PretrainedConfig:
+    """The model's config.json."""
+    from ..models.load import load_model_config
+
+    return load_model_config(
+        config.model_name_or_path, revision=config.model_revision, trust_remote_code=config.trust_remote_code
+    )
+
+
+def row_length(config: RunConfig, report: dict[str, Any]) -> int:
+    """Tokens of the longest row: `max_length` when packed, else no more than the longest document has."""
+    if config.packing:
+        return config.max_length
+    return min(config.max_length, int(report["train"]["length_histogram"]["edges"][-1]))
+
+
+def check_modules(config: RunConfig, model_config: PretrainedConfig) -> None:
+    """Put the adapter on the model's shape, without weights, so that a wrong target module shows up now."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..adapters import add_adapter
+
+    if config.use_peft and not config.adapter_path:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+            add_adapter(model, config)
+
+
+def _table(plan: MemoryPlan) -> Table:
+    table = Table("part", "GiB", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for part, size in plan.predicted().items():
+        table.add_row(part, f"{size / 2**30:.3f}", style="bold" if part == "total" else None)
+    return table
+
+
+def what_would_fit(config: RunConfig, model_config: PretrainedConfig, length: int) -> str:
+    """The first single change, cheapest for the result first, with which the run fits."""
+    from ..memory.estimate import estimate
+
+    for keys, advice in _changes(config):
+        changed = config.model_copy(update=keys)
+        if estimate(changed, model_config, length=min(length, changed.max_length)).fits:
+            return advice
+    return "no single key makes it fit: take a smaller model, or a device with more memory"
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    if config.activation_checkpointing is False:
+        yield {"activation_checkpointing": True}, "set activation_checkpointing: true"
+    rows = config.per_device_train_batch_size
+    while (rows := rows // 2) >= 1:
+        steps = -(-config.gradient_accumulation_steps * config.per_device_train_batch_size // rows)
+        yield (
+            {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps},
+            f"set per_device_train_batch_size: {rows} (with gradient_accumulation_steps: {steps} for the same result)",
+        )
+    if config.use_peft and not config.load_in_4bit:
+        yield {"load_in_4bit": True}, "set load_in_4bit: true"
+    if not config.use_peft:
+        yield {"use_peft": True}, "set use_peft: true (and load_in_4bit: true for even less)"
+    length = config.max_length
+    while (length := length // 2) >= 256:
+        yield {"max_length": length}, f"set max_length: {length}"
+    if config.use_peft and config.r > 8:
+        yield {"r": 8}, "set r: 8"

@@ -1,0 +1,85 @@
+"""`halfbyte preview`: the rows as the model will see them, with what is trained in colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ..config import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+TRAINED, MASKED, EOS = "green", "dim", "reverse"
+
+
+def preview_rows(config: RunConfig, count: int) -> None:
+    """Print the first `count` rows, prepared and collated exactly as in training."""
+    from ..data import prepare
+    from ..data.collate import make_collator
+    from ..models.load import load_tokenizer
+    from ..saved import tokenizer_keys
+
+    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+    prepared = prepare(config, tokenizer)
+    collate = make_collator(config, tokenizer)
+    console = Console(highlight=False, soft_wrap=True)
+    marks = not console.is_terminal
+    console.print(legend(marks))
+    for row in range(min(count, len(prepared.train))):
+        for document in render(collate([prepared.train[row]]), tokenizer, row, marks):
+            console.print(document)
+
+
+def legend(marks: bool) -> Text:
+    """What the colours mean, or the brackets where the output has no colours."""
+    if marks:
+        return Text("⟦trained⟧ masked ⏎=EOS")
+    return Text.assemble(("trained", TRAINED), "  ", ("masked", MASKED), "  ", ("EOS", EOS))
+
+
+def render(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, row: int, marks: bool = False) -> Iterator[Text]:
+    """One heading and one text per document of a collated batch of one row.
+
+    Args:
+        batch: `input_ids`, `labels` and `attention_mask` or `position_ids`, each (1, length).
+        marks: put trained text into ⟦⟧ and mark EOS, for output without colours.
+    """
+    tokens, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    spans = documents(batch)
+    for index, (start, end) in enumerate(spans):
+        trained = sum(label != IGNORED for label in labels[start:end])
+        heading = f"── row {row + 1}, document {index + 1} of {len(spans)}: {end - start} tokens, {trained} trained "
+        yield Text(f"\n{heading:─<100}", style="cyan")
+        yield _coloured(tokens[start:end], labels[start:end], tokenizer, marks)
+
+
+def documents(batch: dict[str, Any]) -> list[tuple[int, int]]:
+    """Start and end of each document: where positions restart, or all that is not padding."""
+    if "position_ids" in batch:
+        positions = batch["position_ids"][0].tolist()
+        starts = [index for index, position in enumerate(positions) if position == 0]
+        return list(zip(starts, [*starts[1:], len(positions)], strict=True))
+    real = batch["attention_mask"][0].nonzero().flatten().tolist()
+    return [(real[0], real[-1] + 1)] if real else []
+
+
+def _coloured(tokens: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase, marks: bool) -> Text:
+    """Tokens of one kind are decoded together: a character may take several."""
+    text = Text()
+    kinds = [(label != IGNORED, token == tokenizer.eos_token_id) for token, label in zip(tokens, labels, strict=True)]
+    at = 0
+    for (trained, is_eos), run in groupby(kinds):
+        size = len(list(run))
+        piece = str(tokenizer.decode(tokens[at : at + size], skip_special_tokens=False))
+        at += size
+        if marks:
+            piece = f"⟦{piece}{'⏎' if is_eos else ''}⟧" if trained else f"{piece}{'⏎' if is_eos else ''}"
+        style = TRAINED if trained else MASKED
+        text.append(piece, f"{style} {EOS}" if is_eos else style)
+    return text

@@ -1,0 +1,27 @@
+"""`halfbyte train`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from ..config import RunConfig
+
+
+def train_run(config: RunConfig, file: Path, resume: bool) -> None:
+    """Train, and on Ctrl-C say what is saved and how to go on."""
+    from ..train.sft import train
+
+    try:
+        train(config, resume=True if resume else config.resume_from_checkpoint, console=Console())
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_what_is_saved(config.output_path, file)) from None
+
+
+def _what_is_saved(folder: Path, file: Path) -> str:
+    steps = [int(found[1]) for path in folder.glob("checkpoint-*") if (found := re.fullmatch(r".*-(\d+)", path.name))]
+    if not steps:
+        return "no checkpoint was saved yet (save_steps sets how often one is)"
+    return f"{folder}/checkpoint-{max(steps)} is saved; continue with `halfbyte train {file} --resume`"

@@ -1,0 +1,141 @@
+"""Loading what a run left behind, an adapter, or a plain model, to evaluate it or talk to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import RunConfig, load_config
+from .errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+RESOLVED = "config.resolved.yaml"
+
+
+@dataclass
+class Place:
+    """Where the parts of a saved model lie.
+
+    Attributes:
+        base: folder or hub id of the model under the adapter; empty when the run's configuration names it.
+        adapter: folder with adapter_config.json, or None.
+        resolved: the run's config.resolved.yaml, or None for a model that no run of ours left.
+    """
+
+    base: str
+    adapter: Path | None
+    resolved: Path | None
+
+
+@dataclass
+class Saved:
+    """A model ready to answer, in eval mode."""
+
+    model: torch.nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    config: RunConfig
+    place: Place
+
+
+def find(name: str) -> Place:
+    """Recognise a run's output_dir, a checkpoint or adapter folder, or a model.
+
+    Raises:
+        CheckpointError: a folder with none of these in it.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return Place(name, None, None)
+    for adapter in (folder / "adapter", folder):
+        if (adapter / "adapter_config.json").is_file():
+            resolved = next((at / RESOLVED for at in (folder, folder.parent) if (at / RESOLVED).is_file()), None)
+            base = "" if resolved else _base_of(adapter)
+            return Place(base, adapter, resolved)
+    for model in (folder / "model", folder):
+        if (model / "config.json").is_file():
+            resolved = folder / RESOLVED if (folder / RESOLVED).is_file() else None
+            return Place(str(model), None, resolved)
+    raise CheckpointError(
+        f"{name}: neither a run (adapter/ or model/), an adapter (adapter_config.json) nor a model (config.json)",
+        "name a run's output_dir after it has finished, or one of its checkpoint folders",
+    )
+
+
+def _base_of(adapter: Path) -> str:
+    base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(
+            f"{adapter}/adapter_config.json does not name its base model", "add base_model_name_or_path"
+        )
+    return str(base)
+
+
+def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "none") -> RunConfig:
+    """The configuration to load `place` with: the run's own, or the model as it is stored, and then `overrides`."""
+    defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": _is_4bit(place.base)}
+    config = load_config(place.resolved, overrides, defaults)
+    if place.base and not place.adapter:
+        config.model_name_or_path = place.base
+    return config
+
+
+def _is_4bit(model: str) -> bool:
+    """Whether a model folder holds weights that were quantized before."""
+    path = Path(model) / "config.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) if model and path.is_file() else {}
+    return bool(stored.get("quantization_config", {}).get("load_in_4bit"))
+
+
+def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> Saved:
+    """Load a run (its base quantized as it was trained on, its adapter on top), an adapter, or a model.
+
+    Args:
+        name: a run's output_dir, a checkpoint or adapter folder, a model's folder or hub id.
+        overrides: `key=value`, e.g. `load_in_4bit=true` to quantize a plain model.
+        dataset: put into the configuration where no run gives one.
+
+    Raises:
+        CheckpointError, ConfigError, ModelError: nothing loadable there.
+    """
+    from peft import PeftModel
+
+    from .models.load import load_model, load_tokenizer
+
+    place = find(name)
+    config = saved_config(place, overrides, dataset)
+    source = place.adapter if place.adapter and (place.adapter / "tokenizer_config.json").is_file() else None
+    tokenizer = load_tokenizer(str(source or config.model_name_or_path), **tokenizer_keys(config, local=bool(source)))
+    model = load_model(config.model_name_or_path, **model_keys(config))
+    if place.adapter:
+        model = PeftModel.from_pretrained(model, str(place.adapter))
+    return Saved(model.eval(), tokenizer, config, place)
+
+
+def tokenizer_keys(config: RunConfig, local: bool = False) -> dict[str, Any]:
+    """Arguments of `load_tokenizer`; `local`: the tokenizer saved with the adapter, which has no revision."""
+    return {
+        "revision": None if local else config.model_revision,
+        "trust_remote_code": config.trust_remote_code,
+        "chat_template_path": config.chat_template_path,
+    }
+
+
+def model_keys(config: RunConfig) -> dict[str, Any]:
+    """Arguments of `load_model`."""
+    return {
+        "load_in_4bit": config.load_in_4bit,
+        "quant_type": config.bnb_4bit_quant_type,
+        "blocksize": config.bnb_4bit_blocksize,
+        "double_quant": config.bnb_4bit_use_double_quant,
+        "dtype": config.dtype,
+        "device": config.device,
+        "attn_implementation": config.attn_implementation,
+        "revision": config.model_revision,
+        "trust_remote_code": config.trust_remote_code,
+    }

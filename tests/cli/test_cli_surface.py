@@ -1,0 +1,153 @@
+"""The command line as users and scripts know it: names, options, exit codes, and a help that starts at once."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from halfbyte.cli import app, main
+from halfbyte.cli.train import _what_is_saved
+from halfbyte.errors import DataError
+
+SURFACE = {
+    "init": ["model", "data"],
+    "check": ["config", "overrides"],
+    "preview": ["config", "overrides", "-n --count"],
+    "train": ["config", "overrides", "--resume"],
+    "eval": ["model", "data", "overrides"],
+    "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature"],
+    "merge": ["run", "out", "--base", "--verify --no-verify"],
+    "env": [],
+    "demo": ["output_dir"],
+    "import-config": ["file"],
+}
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return int(stop.value.code or 0)
+
+
+def test_commands_and_options_are_frozen():
+    group = typer.main.get_command(app)
+
+    def spelled(parameter):
+        is_option = parameter.param_type_name == "option"
+        return " ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else parameter.name
+
+    found = {name: [spelled(parameter) for parameter in command.params] for name, command in group.commands.items()}
+    assert found == SURFACE
+    assert list(found) == list(SURFACE)
+    assert [option.opts for option in group.params] == [["--version"], ["--debug"]]
+
+
+def test_help_lists_every_command_in_full_and_imports_nothing_heavy():
+    program = (
+        "import sys, time\n"
+        "start = time.process_time()\n"
+        "from halfbyte.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "spent = time.process_time() - start\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'pydantic', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert spent < 0.5, spent\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n  {name} " in done.stdout for name in SURFACE)
+    assert "..." not in done.stdout.split("Commands:")[1]
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_every_command_has_help(name):
+    shown = run(name, "--help")
+    assert shown.exit_code == 0
+    assert "Usage: " in shown.output
+
+
+def test_a_known_error_is_one_message_and_exit_2(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset: d\nlearning_rte: 1\n")
+    assert exit_code("train", str(tmp_path / "run.yaml")) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
+        f"error: {tmp_path}/run.yaml:3: unknown key 'learning_rte'",
+        "  fix: did you mean learning_rate?",
+    ]
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "check"], ["check", "--debug"]])
+def test_debug_shows_the_traceback_wherever_it_stands(arguments, tmp_path):
+    from halfbyte.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="no such file"):
+        main([*arguments, str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize("arguments", [["chekc"], ["train"], ["chat", "m", "--temperature", "-1"], ["env", "--what"]])
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    assert exit_code(*arguments) == 2
+    assert "Usage: halfbyte" in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def broken():
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("halfbyte.cli.env.print_environment", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["env"])
+
+
+def stopped_with(monkeypatch, stop: BaseException) -> None:
+    def stop_now(*arguments):
+        raise stop
+
+    monkeypatch.setattr("halfbyte.cli.env.print_environment", stop_now)
+
+
+def test_ctrl_c_exits_with_130_and_says_what_is_saved(monkeypatch, capsys):
+    stopped_with(monkeypatch, KeyboardInterrupt("out/checkpoint-40 is saved"))
+    assert exit_code("env") == 130
+    assert capsys.readouterr().err == "\nstopped: out/checkpoint-40 is saved\n"
+
+
+def test_square_brackets_in_a_message_are_kept(monkeypatch, capsys):
+    stopped_with(monkeypatch, DataError("messages[0]: [bold] is no role"))
+    assert exit_code("env") == 2
+    assert capsys.readouterr().err == "error: messages[0]: [bold] is no role\n"
+
+
+def test_what_is_saved_names_the_newest_checkpoint(tmp_path):
+    assert "no checkpoint" in _what_is_saved(tmp_path, "run.yaml")
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert f"{tmp_path}/checkpoint-10 is saved" in _what_is_saved(tmp_path, "run.yaml")
+    assert "`halfbyte train run.yaml --resume`" in _what_is_saved(tmp_path, "run.yaml")
+
+
+def test_overrides_and_options_may_mix(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("halfbyte.cli.train.train_run", lambda config, file, resume: seen.append((config, resume)))
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset: d\n")
+    arguments = ["r=4", "--learning_rate", "1e-4", "--resume", "--max-steps", "-1", "--seed=7"]
+    assert exit_code("train", str(tmp_path / "run.yaml"), *arguments) == 0
+    config, resume = seen[0]
+    assert (config.r, config.learning_rate, config.max_steps, config.seed, resume) == (4, 1e-4, -1, 7, True)
+
+
+def test_merge_refuses_an_unknown_base(capsys):
+    assert exit_code("merge", "out", "--base", "best") == 2
+    assert "not one of auto, original, dequantized" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out.startswith("halfbyte 0.")

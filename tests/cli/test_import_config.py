@@ -1,0 +1,115 @@
+"""`halfbyte import-config` on files as people have them."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from halfbyte.cli.import_config import convert
+from halfbyte.config import RunConfig, load_config
+from halfbyte.errors import ConfigError
+
+CONFIGS = Path(__file__).parent / "configs"
+AXOLOTL = (CONFIGS / "axolotl_qlora.yml").read_text(encoding="utf-8")
+LLAMAFACTORY = (CONFIGS / "llamafactory_qlora.yaml").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="theirs.yaml"):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return tmp_path / name
+
+    return write
+
+
+def test_llamafactory_qlora(write, tmp_path):
+    (tmp_path / "data").mkdir()
+    write(
+        '{"identity": {"file_name": "identity.json"}, "alpaca_en_demo": {"hf_hub_url": "me/alpaca"}}',
+        "data/dataset_info.json",
+    )
+    imported = convert(write(LLAMAFACTORY))
+    assert imported.tool == "LLaMA-Factory"
+    assert imported.keys == {
+        "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "load_in_4bit": True, "use_peft": True,
+        "target_modules": "all-linear", "dataset": [str(tmp_path / "data/identity.json"), "me/alpaca"],
+        "max_length": 2048, "dataset_num_proc": 16, "output_dir": "saves/llama3-8b/lora/sft", "logging_steps": 10,
+        "save_steps": 500, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
+        "num_train_epochs": 3.0, "warmup_steps": 0.1, "dtype": "bfloat16", "eval_split_size": 0.1,
+        "per_device_eval_batch_size": 1, "eval_steps": 500,
+        # what LLaMA-Factory fills in by itself
+        "lr_scheduler_type": "linear", "r": 8, "lora_alpha": 16.0,
+    }  # fmt: skip
+    assert set(imported.left_out) == {
+        "do_train", "template", "max_samples", "overwrite_cache", "plot_loss", "overwrite_output_dir", "ddp_timeout",
+    }  # fmt: skip
+    assert "chat_template_path" in imported.left_out["template"]
+    assert "lora_rank" not in imported.explain()
+
+
+def test_an_imported_file_loads_and_gives_what_was_said(write):
+    imported = convert(write(AXOLOTL))
+    config = load_config(write(imported.as_yaml(), "ours.yaml"))
+    assert {key: getattr(config, key) for key in imported.keys} == imported.keys
+    assert config == load_config(write(AXOLOTL))
+
+
+def test_left_out_keys_stand_in_the_file_with_their_reason(write):
+    text = convert(write(AXOLOTL)).as_yaml()
+    assert "# dataset_prepared_path: tokenized data is cached by itself" in text
+    assert "# base_model" in text
+
+
+def test_axolotl_without_an_adapter_is_full_fine_tuning(write):
+    imported = convert(write("base_model: m\ndatasets: [{path: d, type: completion, field: body}]\n"))
+    assert imported.keys | {"use_peft": False, "load_in_4bit": False, "max_length": 512} == imported.keys
+    assert (imported.keys["dataset_format"], imported.keys["dataset_text_field"]) == ("text", "body")
+
+
+def test_axolotl_chat_datasets(write):
+    text = """\
+base_model: m
+adapter: lora
+load_in_8bit: true
+chat_template: llama3
+datasets:
+  - path: json
+    data_files: [a.json, b.json]
+    type: chat_template
+    field_messages: turns
+    message_field_role: role
+    message_field_content: content
+    roles: {user: [user], assistant: [assistant]}
+"""
+    imported = convert(write(text))
+    assert imported.keys["dataset"] == ["a.json", "b.json"]
+    assert imported.keys["column_mapping"] == {"messages": "turns"}
+    assert imported.keys["load_in_4bit"] is False
+    assert "not built yet" in imported.left_out["load_in_8bit"]
+    assert set(imported.left_out) == {"load_in_8bit", "chat_template"}
+
+
+def test_values_our_keys_do_not_take_are_left_out_with_the_reason(write):
+    text = "base_model: m\nadapter: qlora\noptimizer: lomo\nmicro_batch_size: 0\nmade_up: 1\n"
+    imported = convert(write(text))
+    assert "optim" not in imported.keys
+    assert "optim must be one of" in imported.left_out["optimizer: lomo"]
+    assert imported.left_out["made_up"] == "unknown here"
+    assert imported.missing == ["dataset"]
+    assert "to be added before it runs: dataset" in imported.explain()
+    RunConfig(**imported.keys, dataset="d")
+
+
+def test_every_key_of_the_file_is_accounted_for(write):
+    for text in (AXOLOTL, LLAMAFACTORY):
+        imported = convert(write(text))
+        off = {key for key, value in yaml.safe_load(text).items() if not value}
+        same = {"quantization_method", "stage", "eval_strategy", "gradient_checkpointing_kwargs"}
+        told = set(imported.origin.values()) | set(imported.left_out) | off | same
+        assert set(yaml.safe_load(text)) <= told
+
+
+def test_a_file_of_nobody(write):
+    with pytest.raises(ConfigError, match="no key of Axolotl"):
+        convert(write("hello: world\n"))
