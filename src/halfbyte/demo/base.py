@@ -130,7 +130,7 @@ def token_rows(texts: corpus.Corpus, tokenizer: PreTrainedTokenizerFast, recipe:
         f"{START}user\n{definition}{END}\n{START}assistant\n{explanation}{END}\n"
         for definition, explanation in texts.exchanges
     ]
-    prose = _cut([ids + [tokenizer.eos_token_id] for ids in tokenizer(texts.prose, verbose=False)["input_ids"]], recipe.row_tokens)
+    prose = _cut(tokenizer([text + END for text in texts.prose], verbose=False)["input_ids"], recipe.row_tokens)
     talk = _cut(tokenizer(chats, verbose=False)["input_ids"], recipe.row_tokens)
     generator = torch.Generator().manual_seed(recipe.seed)
     talk = talk[: int(len(prose) * recipe.exchange_share / (1 - recipe.exchange_share))]

@@ -1,7 +1,7 @@
 """Text that comes with Python: the standard library's docstrings, the help topics, the Zen and the license.
 
-Two kinds of documents leave here. Prose is what a base model reads. Exchanges are a definition and the first paragraph of
-its docstring; the base sees them in the chat format, so that it knows how turns begin and end, but no question.
+Two kinds of documents leave here. Prose is what a base model reads. Exchanges are a definition and the first paragraph
+of its docstring; the base sees them in the chat format, so that it knows how turns begin and end, but no question.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gather(seed: int = 0) -> Corpus:
 
 
 def _library_docstrings() -> Iterator[tuple[str, str]]:
-    """(definition, docstring) of every module, class and function of the standard library, in the order of the files."""
+    """(definition, docstring) of every module, class and function of the standard library, file by file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if SKIPPED & set(path.relative_to(root).parts):
