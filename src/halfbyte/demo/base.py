@@ -91,7 +91,8 @@ def base_model(recipe: Recipe | None = None, *, seconds: float = 90.0, console: 
         with new_directory(path) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            write_json(folder / "recipe.json", asdict(recipe) | {"steps_done": steps, "final_loss": loss})
+            described = {"steps_done": steps, "final_loss": loss, "parameters": model.num_parameters()}
+            write_json(folder / "recipe.json", asdict(recipe) | described)
     done = json.loads((path / "recipe.json").read_text(encoding="utf-8"))["steps_done"]
     if done < recipe.steps:
         notice("demo-base", f"the base in {path} had time for {done} of {recipe.steps} steps; remove it to train anew")
