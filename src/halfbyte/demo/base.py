@@ -169,7 +169,8 @@ def pretrain(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
-    steps, losses, started = recipe.steps, [], time.monotonic()
+    steps, started = recipe.steps, time.monotonic()
+    losses: list[float] = []
     with Progress(*columns, console=console, disable=console is None) as progress:
         bar = progress.add_task("pretraining the base", total=steps, loss="")
         while len(losses) < steps:

@@ -36,12 +36,12 @@ class Corpus:
 def gather(seed: int = 0) -> Corpus:
     """Read this Python installation's texts, without duplicates, shuffled by `seed` (about 2 MB)."""
     definitions = dict.fromkeys([*_builtin_docstrings(), *_library_docstrings()])
-    prose = [f'{head}:\n    """{docstring}"""' for head, docstring in definitions]
+    prose = [f'{head}:\n    """{docstring}"""'[:LONGEST] for head, docstring in definitions]
     exchanges = [(head, docstring.split("\n\n")[0]) for head, docstring in definitions if head.startswith("def ")]
-    prose += [*_help_topics(), _zen(), *_license()]
+    prose = list(dict.fromkeys([*prose, *_help_topics(), _zen(), *_license()]))
     random.Random(seed).shuffle(prose)
     random.Random(seed).shuffle(exchanges)
-    return Corpus([text[:LONGEST] for text in prose], [pair for pair in exchanges if len(pair[1]) <= EXCHANGE_LONGEST])
+    return Corpus(prose, [pair for pair in exchanges if len(pair[1]) <= EXCHANGE_LONGEST])
 
 
 def _library_docstrings() -> Iterator[tuple[str, str]]:

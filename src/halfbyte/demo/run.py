@@ -78,7 +78,7 @@ def main(
     console = console or Console()
     output_dir = Path(output_dir)
     _make_room(output_dir)
-    console.print("[bold]halfbyte demo[/]: pretrain a small base, store it in 4 bits, teach it to answer. No downloads.")
+    console.print("[bold]halfbyte demo[/]: pretrain a small base, store it in 4 bits, teach it answers; no downloads")
     base = base_model(recipe, seconds=seconds, console=console)
     described = json.loads((base / "recipe.json").read_text(encoding="utf-8"))
     console.print(
@@ -97,7 +97,7 @@ def _make_room(output_dir: Path) -> None:
     run = output_dir / "run.yaml"
     if output_dir.is_dir() and any(output_dir.iterdir()):
         if not (run.is_file() and run.read_text(encoding="utf-8").startswith(MARK)):
-            raise ConfigError(f"{output_dir} holds something that is not a demo", "name another folder with --output-dir")
+            raise ConfigError(f"output_dir: {output_dir} holds something that is not a demo", "name another folder")
         shutil.rmtree(output_dir)
 
 
