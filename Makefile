@@ -1,0 +1,41 @@
+# Two commands need nothing but Python 3.11 or newer: `make demo` and `make test`. Both work in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# torch is named with its version so that pip settles on it first; left to the dependencies, pip may look at newer builds
+# and fetch gigabytes of CUDA libraries for them.
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
+
+.PHONY: demo test lint gpu-test clean
+
+demo: $(VENV)/installed
+	$(BIN)/halfbyte demo
+
+# Style and types come first: the output ends with pytest's summary.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# A GPU machine brings its own torch build, so this one runs in PYTHON's environment instead of .venv.
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps make a second run skip pip; they go stale with what they depend on.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[test,dev]'
+	touch $(VENV)/installed $@

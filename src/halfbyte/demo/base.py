@@ -1,0 +1,237 @@
+"""A small Llama, pretrained from nothing in about a minute, as a stand-in for a base model from a hub.
+
+Everything is seeded and written down in `Recipe`; its hash names the cache entry, so a second demo starts at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError
+from ..files import new_directory, write_json
+from ..notices import notice
+from . import corpus
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+
+# ChatML. The generation marks tell which tokens are the assistant's, so that only those are trained later.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what the base becomes. Sizes suit about a minute of fp32 on two ordinary cores."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    max_position_embeddings: int = 512
+    steps: int = 480
+    rows: int = 8
+    row_tokens: int = 128
+    learning_rate: float = 4e-3
+    warmup_share: float = 0.06
+    weight_decay: float = 0.1
+    exchange_share: float = 0.3  # of the rows, those in the chat format
+    seed: int = 0
+
+    def key(self) -> str:
+        """Eight hex digits that change with the recipe and with the Python version, whose texts are the data."""
+        described = json.dumps([asdict(self), platform.python_version(), CHAT_TEMPLATE])
+        return hashlib.sha256(described.encode()).hexdigest()[:8]
+
+
+def cache_directory() -> Path:
+    """$HALFBYTE_CACHE, else halfbyte/ in $XDG_CACHE_HOME, else ~/.cache/halfbyte."""
+    if chosen := os.environ.get("HALFBYTE_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfbyte"
+
+
+def base_model(recipe: Recipe | None = None, *, seconds: float = 90.0, console: Console | None = None) -> Path:
+    """A folder with the base's checkpoint and tokenizer: from the cache, or built now.
+
+    Args:
+        recipe: what to build.
+        seconds: most time for pretraining. A machine too slow for `recipe.steps` gets a shorter schedule, and a notice.
+        console: where progress is shown; none: silent.
+
+    Raises:
+        TrainingError: the cache cannot be written.
+    """
+    recipe = recipe or Recipe()
+    path = cache_directory() / f"demo-base-{recipe.key()}"
+    if not (path / "recipe.json").is_file():
+        texts = corpus.gather(recipe.seed)
+        tokenizer = build_tokenizer(texts, recipe)
+        model, steps, loss = pretrain(texts, tokenizer, recipe, seconds=seconds, console=console)
+        with new_directory(path) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            described = {"steps_done": steps, "final_loss": loss, "parameters": model.num_parameters()}
+            write_json(folder / "recipe.json", asdict(recipe) | described)
+    done = json.loads((path / "recipe.json").read_text(encoding="utf-8"))["steps_done"]
+    if done < recipe.steps:
+        notice("demo-base", f"the base in {path} had time for {done} of {recipe.steps} steps; remove it to train anew")
+    return path
+
+
+def build_tokenizer(texts: corpus.Corpus, recipe: Recipe) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on `texts`, with ChatML marks, `<|im_end|>` as EOS and a pad token of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocab_size,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts.prose, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=recipe.max_position_embeddings,
+    )
+
+
+def token_rows(texts: corpus.Corpus, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> torch.Tensor:
+    """All documents, each ended by EOS, joined and cut into int64 rows (n, row_tokens), shuffled by the seed."""
+    import torch
+
+    chats = [
+        f"{START}user\n{definition}{END}\n{START}assistant\n{explanation}{END}\n"
+        for definition, explanation in texts.exchanges
+    ]
+    prose = _cut(tokenizer([text + END for text in texts.prose], verbose=False)["input_ids"], recipe.row_tokens)
+    talk = _cut(tokenizer(chats, verbose=False)["input_ids"], recipe.row_tokens)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    talk = talk[: int(len(prose) * recipe.exchange_share / (1 - recipe.exchange_share))]
+    rows = torch.cat([prose, talk])
+    return rows[torch.randperm(len(rows), generator=generator)]
+
+
+def _cut(documents: list[list[int]], length: int) -> torch.Tensor:
+    import torch
+
+    stream = torch.tensor([token for ids in documents for token in ids])
+    return stream[: len(stream) // length * length].view(-1, length)
+
+
+def pretrain(
+    texts: corpus.Corpus,
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: Recipe,
+    *,
+    seconds: float,
+    console: Console | None = None,
+) -> tuple[LlamaForCausalLM, int, float]:
+    """Train a Llama on `texts` with AdamW and a cosine schedule, fp32 on the CPU.
+
+    Returns:
+        the model, the steps done, and the mean loss (nats per token) of the last tenth of them.
+    """
+    import torch
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    torch.manual_seed(recipe.seed)
+    rows = token_rows(texts, tokenizer, recipe)
+    model = _llama(tokenizer, recipe)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    steps, started = recipe.steps, time.monotonic()
+    losses: list[float] = []
+    with Progress(*columns, console=console, disable=console is None) as progress:
+        bar = progress.add_task("pretraining the base", total=steps, loss="")
+        while len(losses) < steps:
+            done = len(losses)
+            if done == PROBE_STEPS:
+                steps = _affordable(recipe, (time.monotonic() - started) / PROBE_STEPS, seconds)
+                progress.update(bar, total=steps)
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * _schedule(done, steps, recipe.warmup_share)
+            batch = rows[torch.arange(done * recipe.rows, (done + 1) * recipe.rows) % len(rows)]
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            progress.update(bar, completed=len(losses), loss=f"loss {losses[-1]:.2f}")
+    if not math.isfinite(losses[-1]):
+        raise ModelError(f"pretraining the demo's base ended with loss {losses[-1]}", "report this with `halfbyte env`")
+    last = losses[-max(1, steps // 10) :]
+    return model.eval(), steps, sum(last) / len(last)
+
+
+PROBE_STEPS = 10  # enough to know the speed, few enough that the learning rate is still warming up
+
+
+def _affordable(recipe: Recipe, step_seconds: float, seconds: float) -> int:
+    """The steps that fit into `seconds`, at most the recipe's."""
+    fitting = max(PROBE_STEPS, int(seconds / step_seconds))
+    if fitting < recipe.steps:
+        notice(
+            "demo-steps",
+            f"a pretraining step takes {step_seconds:.2f} s here, so the base gets {fitting} of {recipe.steps} steps "
+            f"to stay within {seconds:.0f} s; its answers will be poorer",
+        )
+    return min(fitting, recipe.steps)
+
+
+def _schedule(step: int, steps: int, warmup_share: float) -> float:
+    """Linear warm-up, then a cosine down to a twentieth."""
+    warmup = max(1, round(steps * warmup_share))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _llama(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=recipe.hidden_size,
+            intermediate_size=recipe.intermediate_size,
+            num_hidden_layers=recipe.num_hidden_layers,
+            num_attention_heads=recipe.num_attention_heads,
+            num_key_value_heads=recipe.num_attention_heads,
+            max_position_embeddings=recipe.max_position_embeddings,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )

@@ -1,0 +1,129 @@
+"""The demo's base, built with a budget of a few steps from a few texts."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfbyte import notices
+from halfbyte.demo import base, corpus
+from halfbyte.errors import TrainingError
+
+TINY = base.Recipe(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    steps=2,
+    rows=2,
+    row_tokens=32,
+)
+TEXTS = corpus.Corpus(
+    prose=[f"Return the number of items in container {number}, counted from the left." for number in range(40)],
+    exchanges=[(f"def item{number}(self)", f"Return item {number} of the container.") for number in range(40)],
+)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(corpus, "gather", lambda seed: TEXTS)
+    notices.forget()
+    return tmp_path / "cache"
+
+
+def test_the_tokenizer_marks_what_the_assistant_says():
+    tokenizer = base.build_tokenizer(TEXTS, TINY)
+    turns = [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "Return the number."}]
+    encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    said = [token for token, mine in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mine]
+    assert tokenizer.decode(said) == "Return the number.<|im_end|>"
+    assert tokenizer.eos_token_id in said
+    assert tokenizer.pad_token_id not in encoded["input_ids"]
+    assert tokenizer.decode(tokenizer("naïve\tGröße 漢字\n")["input_ids"]) == "naïve\tGröße 漢字\n"
+    prompt = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\nGröße?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_rows_hold_every_document_whole_and_ended():
+    tokenizer = base.build_tokenizer(TEXTS, TINY)
+    rows = base.token_rows(TEXTS, tokenizer, TINY)
+    assert rows.shape[1] == TINY.row_tokens
+    assert rows.dtype == torch.int64
+    assert int((rows == tokenizer.eos_token_id).sum()) >= 30
+    assert torch.equal(rows, base.token_rows(TEXTS, tokenizer, TINY))
+
+
+def test_training_learns(cache):
+    tokenizer = base.build_tokenizer(TEXTS, TINY)
+    _, steps, loss = base.pretrain(TEXTS, tokenizer, replace(TINY, steps=60), seconds=600)
+    assert steps == 60
+    assert loss < math.log(len(tokenizer)) - 2
+
+
+def test_the_base_loads_and_is_built_once(cache, monkeypatch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = base.base_model(TINY)
+    assert path.parent == cache
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert model.config.tie_word_embeddings
+    described = json.loads((path / "recipe.json").read_text())
+    assert described["steps_done"] == 2
+    assert described["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(base, "pretrain", lambda *_, **__: pytest.fail("built again"))
+    assert base.base_model(TINY) == path
+    assert notices.said() == {}
+
+
+def test_another_recipe_is_another_base(cache):
+    assert base.base_model(TINY) != base.base_model(replace(TINY, seed=1))
+
+
+def test_the_same_recipe_gives_the_same_weights():
+    tokenizer = base.build_tokenizer(TEXTS, TINY)
+    one, two = (base.pretrain(TEXTS, tokenizer, TINY, seconds=600)[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_a_slow_machine_gets_fewer_steps_and_is_told(cache):
+    recipe = replace(TINY, steps=10_000)
+    path = base.base_model(recipe, seconds=0.0)
+    assert json.loads((path / "recipe.json").read_text())["steps_done"] == base.PROBE_STEPS
+    assert set(notices.said()) == {"demo-steps", "demo-base"}
+    assert "10000" in notices.said()["demo-steps"]
+
+
+def test_an_interrupted_build_leaves_nothing(cache, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(base, "write_json", full)
+    with pytest.raises(TrainingError, match="No space left"):
+        base.base_model(TINY)
+    assert list(cache.iterdir()) == []
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("HALFBYTE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert base.cache_directory() == tmp_path / "halfbyte"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert base.cache_directory() == tmp_path / ".cache" / "halfbyte"
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "own"))
+    assert base.cache_directory() == tmp_path / "own"
+
+
+def test_this_python_has_enough_text():
+    texts = corpus.gather()
+    assert sum(map(len, texts.prose)) > 1_000_000
+    assert len(set(texts.prose)) == len(texts.prose)
+    assert any("Beautiful is better than ugly." in text for text in texts.prose)
+    assert any('The "with" statement' in text for text in texts.prose)
+    assert len(texts.exchanges) > 3000
+    assert max(len(explanation) for _, explanation in texts.exchanges) <= corpus.EXCHANGE_LONGEST

@@ -1,0 +1,54 @@
+"""The instruction set that ships with the package: well-formed, without duplicates, and about things that exist."""
+
+import builtins
+import importlib.util
+import json
+import keyword
+import re
+
+import pytest
+
+from halfbyte.demo.run import INSTRUCTIONS
+
+ROWS = [json.loads(line)["messages"] for line in INSTRUCTIONS.read_text(encoding="utf-8").splitlines()]
+PAIRS = [(question["content"], answer["content"]) for question, answer in ROWS]
+
+
+def subjects(pattern: str) -> list[str]:
+    return sorted({match[1] for _, answer in PAIRS if (match := re.match(pattern, answer))})
+
+
+def test_every_row_is_one_question_and_one_answer():
+    assert 300 <= len(ROWS) <= 500
+    for row in ROWS:
+        assert [turn["role"] for turn in row] == ["user", "assistant"]
+        assert all(set(turn) == {"role", "content"} and turn["content"] == turn["content"].strip() for turn in row)
+
+
+def test_questions_are_unique_and_sentences_end():
+    questions = [question for question, _ in PAIRS]
+    assert len(set(questions)) == len(questions)
+    assert all(question[-1] in "?." for question in questions)
+    assert all(answer[-1] == "." and len(answer) <= 120 for _, answer in PAIRS)
+
+
+def test_every_answer_is_asked_for_in_several_wordings():
+    asked = {answer: [question for question, other in PAIRS if other == answer] for _, answer in PAIRS}
+    assert min(len(questions) for questions in asked.values()) >= 3
+
+
+def test_answers_name_modules_keywords_and_builtins_that_exist():
+    modules, keywords = subjects(r"The (\w+) module "), subjects(r"The keyword (\w+) ")
+    assert len(modules) > 40
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    assert len(keywords) > 15
+    assert [name for name in keywords if not keyword.iskeyword(name)] == []
+    builtin = [name for name in subjects(r"([a-z_]+) ") if name != "halfbyte"]
+    assert len(builtin) > 40
+    assert [name for name in builtin if not hasattr(builtins, name)] == []
+
+
+@pytest.mark.parametrize("name", subjects(r"((?:str|list|dict|set)\.\w+) "))
+def test_answers_name_methods_that_exist(name):
+    owner, method = name.split(".")
+    assert callable(getattr(getattr(builtins, owner), method))
