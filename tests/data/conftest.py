@@ -56,21 +56,21 @@ def real_tokenizer(shared):
     """Load llama-40m, llama-2, qwen2.5, qwen3 or phi-3 (from tokenizer.json and the template in its config)."""
     folder = shared / "data" / "tokenizers"
     files = {
-        "llama-2": ("llama2-hf/tokenizer.json", "llama2-hf/tokenizer_config.json"),
         "qwen2.5": ("qwen2/tokenizer.qwen2.5.json", "qwen2/tokenizer_config.qwen2.5.json"),
         "qwen3": ("qwen2/tokenizer.qwen2.5.json", "qwen2/tokenizer_config.qwen3.json"),
         "phi-3": ("phi-3-mini/tokenizer.json", "phi-3-mini/tokenizer_config.json"),
     }
 
+    folders = {"llama-40m": shared / "models" / "llama-40m", "llama-2": folder / "llama2-hf"}
+
     @functools.cache
     def load(name: str) -> PreTrainedTokenizerFast:
-        if name == "llama-40m":
-            return AutoTokenizer.from_pretrained(shared / "models" / name)
+        if name in folders:
+            return AutoTokenizer.from_pretrained(folders[name])
         tokenizer, config = files[name]
         keys = json.loads((folder / config).read_text())
         wanted = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         special = {key: keys[key] for key in wanted if keys.get(key)}
-        special = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items()}
         return PreTrainedTokenizerFast(tokenizer_file=str(folder / tokenizer), **special)
 
     return load

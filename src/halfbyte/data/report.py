@@ -64,7 +64,7 @@ def endings(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]
     Warns where a trained turn has no end token, and where the token is not the tokenizer's EOS.
     """
     ends = Counter(ragged(kept, "ends")[0].tolist())
-    open_turns, total = ends.pop(-1, 0), ends.total()
+    total, open_turns = ends.total(), ends.pop(-1, 0)
     names = [str(tokenizer.convert_ids_to_tokens(end)) for end, _ in ends.most_common()]
     if open_turns:
         notice(

@@ -1,0 +1,157 @@
+"""Batches, and the isolation of packed documents on real model classes of transformers."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from halfbyte.data.collate import PackedCollator, PaddedCollator, make_collator
+
+PAD = 0
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": PAD,
+}
+# A window of 8 tokens is shorter than some documents below, so that sliding layers are tried at work.
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+NO_SDPA = ("gemma2", "sdpa")  # transformers refuses it for the softcap of Gemma 2
+LENGTHS = [[13, 5, 1, 9], [6, 17]]  # two packed rows, 28 and 23 tokens
+
+
+def tiny_model(family, attention):
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+
+
+def packed_rows():
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for lengths in LENGTHS:
+        ids = torch.randint(3, 64, (sum(lengths),), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": list(ids), "seq_lengths": lengths})
+    return rows
+
+
+def split(row):
+    start, documents = 0, []
+    for length in row["seq_lengths"]:
+        documents.append((start, start + length))
+        start += length
+    return documents
+
+
+@torch.no_grad()
+def logits(model, batch):
+    return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+
+
+def test_padded():
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    batch = PaddedCollator(PAD)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, PAD, PAD]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]
+
+
+def test_packed_rows_restart_positions_and_pad_with_a_document_of_its_own():
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "seq_lengths": [3, 1]},
+        {"input_ids": [9, 4], "labels": [9, 4], "seq_lengths": [2]},
+    ]
+    batch = PackedCollator(PAD)(rows)
+    assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 4, PAD, PAD]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100], [-100, 4, -100, -100]]
+
+
+def test_padding_free_is_one_row():
+    rows = [
+        {"input_ids": [5, 6], "labels": [5, 6]},
+        {"input_ids": [7, 8, 9], "labels": [7, 8, 9], "seq_lengths": [1, 2]},
+    ]
+    batch = PackedCollator(PAD, one_row=True)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, -100, 9]]
+
+
+def test_make_collator(config, make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    pad = tokenizer.pad_token_id
+    assert make_collator(config("d"), tokenizer) == PaddedCollator(pad)
+    assert make_collator(config("d", packing=True), tokenizer) == PackedCollator(pad)
+    assert make_collator(config("d", padding_free=True), tokenizer) == PackedCollator(pad, one_row=True)
+
+
+@pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager") if (family, attention) != NO_SDPA],
+)
+def test_documents_of_a_row_do_not_see_each_other(family, attention, one_row):
+    model, rows, collate = tiny_model(family, attention), packed_rows(), PackedCollator(PAD, one_row=one_row)
+    before = logits(model, collate(rows))
+    # Alone, each document gives the logits it gives in the pack.
+    places = [(index, *place) for index, row in enumerate(rows) for place in split(row)]
+    offsets = [0, len(rows[0]["input_ids"])] if one_row else [0, 0]
+    for index, start, stop in places:
+        alone = model(input_ids=torch.tensor([rows[index]["input_ids"][start:stop]])).logits[0]
+        packed = before[0 if one_row else index, offsets[index] + start : offsets[index] + stop]
+        torch.testing.assert_close(packed, alone, rtol=0, atol=2e-6)
+    # Perturbed, a document changes its own logits and not one bit of the others'.
+    for index, start, stop in places[:3] + places[-1:]:
+        perturbed = [{**row, "input_ids": list(row["input_ids"])} for row in rows]
+        perturbed[index]["input_ids"][start] = 2
+        changed = (logits(model, collate(perturbed)) != before).any(-1)
+        own = torch.zeros_like(changed)
+        own[0 if one_row else index, offsets[index] + start : offsets[index] + stop] = True
+        assert not changed[~own].any()
+        assert changed[own][:13].all()  # as far as two windows reach
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("extra", [{"attention_mask": torch.ones(1, 28, dtype=torch.int64)}, {"use_cache": True}])
+def test_a_mask_of_ones_or_a_cache_would_leak(attention, extra):
+    """Why a flat batch has neither: with one, transformers no longer tells the documents apart."""
+    model, [row, _] = tiny_model("llama", attention), packed_rows()
+    batch = PackedCollator(PAD)([row]) | extra
+    before = logits(model, batch)
+    batch["input_ids"][0, 0] = 2
+    assert (logits(model, batch) != before).any(-1)[0, 13:].any()
+
+
+def test_packed_loss_is_the_sum_of_the_documents_losses():
+    """Nothing is trained across a joint: the summed loss equals that of the documents one by one."""
+    model, rows = tiny_model("llama", "sdpa"), packed_rows()
+    with torch.no_grad():
+        whole = model(**PackedCollator(PAD)(rows), num_items_in_batch=1).loss
+        parts = sum(
+            model(
+                input_ids=torch.tensor([row["input_ids"][start:stop]]),
+                labels=torch.tensor([row["labels"][start:stop]]),
+                num_items_in_batch=1,
+            ).loss
+            for row in rows
+            for start, stop in split(row)
+            if stop - start > 1
+        )
+    torch.testing.assert_close(whole, parts, rtol=1e-6, atol=0)

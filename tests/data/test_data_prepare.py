@@ -1,0 +1,217 @@
+"""From a configuration to data and report: what is counted is what happened, and what is left out is said."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from halfbyte.data import prepare
+from halfbyte.data.encode import IGNORED
+from halfbyte.data.report import token_strings
+from halfbyte.errors import ConfigError, DataError
+from halfbyte.notices import said
+
+PAIRS = [{"prompt": f"question {i}", "completion": f"answer {i} " + "x" * (7 * i % 40)} for i in range(30)]
+
+
+def rows_of(dataset):
+    return [{key: list(value) for key, value in row.items()} for row in dataset]
+
+
+def test_pairs_become_chats_with_a_template(config, make_tokenizer, write):
+    tokenizer = make_tokenizer("plain")
+    data = prepare(config(write(PAIRS[:2])), tokenizer)
+    assert data.eval is None
+    assert tokenizer.decode(data.train[0]["input_ids"]) == (
+        "<|im_start|>user\nquestion 0<|im_end|>\n<|im_start|>assistant\nanswer 0 <|im_end|>\n"
+    )
+    trained = [token for token in data.train[0]["labels"] if token != IGNORED]
+    assert tokenizer.decode(trained) == "answer 0 <|im_end|>"
+
+
+def test_report(config, make_tokenizer, write):
+    tokenizer = make_tokenizer("plain")
+    path = write(PAIRS)
+    data = prepare(config(path, eval_split_size=0.2), tokenizer)
+    report = data.report
+    assert report["sources"] == [
+        {"path": path, "format": "prompt-completion", "why": "columns prompt, completion", "rows": 30}
+    ]
+    assert report["mask"].startswith("assistant turns, by difference of two renderings")
+    assert "generation-marks" in said()
+    assert (report["eos_trained"], report["stop_tokens"]) == (True, ["<|im_end|>"])
+    for dataset, part in ((data.train, report["train"]), (data.eval, report["eval"])):
+        lengths = [len(row["input_ids"]) for row in dataset]
+        assert (part["documents"], part["rows"], part["tokens"]) == (len(dataset), len(dataset), sum(lengths))
+        assert part["trained_tokens"] == sum(label != IGNORED for row in dataset for label in row["labels"])
+        assert (part["dropped"], part["truncated"], part["packing_efficiency"]) == ({}, 0, None)
+        edges, counts = part["length_histogram"]["edges"], part["length_histogram"]["counts"]
+        assert sum(counts) == len(dataset)
+        assert len(edges) == len(counts) + 1
+        assert counts[0] == sum(edges[0] <= length < edges[1] for length in lengths)
+    assert (len(data.train), len(data.eval)) == (24, 6)
+    [first, *_] = report["samples"]
+    assert "".join(first["tokens"]) == tokenizer.decode(data.train[0]["input_ids"])
+    assert first["trained"] == [label != IGNORED for label in data.train[0]["labels"]]
+    json.dumps(report)
+
+
+def test_the_split_depends_on_seed_alone(config, make_tokenizer, write):
+    path, tokenizer = write(PAIRS), make_tokenizer("marked")
+    one, again, other = (
+        prepare(config(path, eval_split_size=5, seed=seed, max_length=length, packing=packing), tokenizer)
+        for seed, length, packing in ((1, 200, False), (1, 100, False), (2, 200, False))
+    )
+    assert rows_of(one.eval) == rows_of(again.eval)
+    assert rows_of(one.eval) != rows_of(other.eval)
+    everything = sorted(map(json.dumps, rows_of(one.train) + rows_of(one.eval)))
+    assert everything == sorted(map(json.dumps, rows_of(prepare(config(path), tokenizer).train)))
+
+
+def test_eval_dataset(config, make_tokenizer, write):
+    paths = write(PAIRS[:3], "train.jsonl"), write(PAIRS[3:5], "eval.jsonl")
+    data = prepare(config(paths[0], eval_dataset=paths[1], eval_split_size=0.5), make_tokenizer("marked"))
+    assert (len(data.train), len(data.eval)) == (3, 2)
+    assert [source["path"] for source in data.report["sources"]] == list(paths)
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_several_sources_of_several_formats(config, make_tokenizer, write, processes):
+    alpaca = write([{"instruction": "i", "input": "x", "output": "o"}], "a.jsonl")
+    text = write("plain words", "b.txt")
+    tokenizer = make_tokenizer("marked")
+    data = prepare(config([alpaca, text], dataset_num_proc=processes), tokenizer)
+    assert [tokenizer.decode(row["input_ids"]) for row in data.train] == [
+        "<|im_start|>user\ni\n\nx<|im_end|>\n<|im_start|>assistant\no<|im_end|>\n",
+        "plain words<|im_end|>",
+    ]
+    assert data.report["mask"] == ("assistant turns, by the {% generation %} marks of the chat template; every token")
+
+
+def test_packing(config, make_tokenizer, write):
+    path, tokenizer = write(PAIRS), make_tokenizer("marked")
+    loose, packed = (prepare(config(path, packing=packing, max_length=200), tokenizer) for packing in (False, True))
+    documents = []
+    for row in packed.train:
+        assert len(row["input_ids"]) == len(row["labels"]) == sum(row["seq_lengths"]) <= 200
+        stops = np.cumsum(row["seq_lengths"])
+        for start, stop in zip(stops - row["seq_lengths"], stops, strict=True):
+            assert row["labels"][start] == IGNORED
+            documents.append((row["input_ids"][start:stop], row["labels"][start:stop]))
+    assert sorted(documents) == sorted((row["input_ids"], row["labels"]) for row in loose.train)
+    part = packed.report["train"]
+    assert (part["documents"], part["rows"]) == (30, len(packed.train))
+    assert part["packing_efficiency"] == part["tokens"] / (len(packed.train) * 200) > 0.8
+    assert part["trained_tokens"] == loose.report["train"]["trained_tokens"]
+
+
+def test_overlong_rows_are_counted_and_said(config, make_tokenizer, write):
+    rows = [{"prompt": "p", "completion": "c" * n} for n in (5, 100)] + [{"prompt": "p" * 200, "completion": "c"}]
+    path, tokenizer = write(rows), make_tokenizer("marked")
+    cut = prepare(config(path, max_length=80), tokenizer)
+    assert cut.report["train"]["truncated"] == 1
+    assert cut.report["train"]["dropped"] == {"no trained tokens left after truncation": 1}
+    assert [len(row["input_ids"]) for row in cut.train][1] == 80
+    assert cut.report["train"]["length_histogram"]["edges"][-1] > 200
+    assert said()["truncated:training"] == "1 of 3 training documents cut to max_length 80"
+    dropped = prepare(config(path, max_length=80, overlong="drop"), tokenizer)
+    assert dropped.report["train"]["dropped"] == {"longer than max_length": 2}
+    assert dropped.report["train"]["truncated"] == 0
+    assert any("2 of 3 training documents dropped: longer than max_length" in text for text in said().values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
+        ([{"prompt": "p" * 99, "completion": "c"}], {"max_length": 20}, r"zero trained tokens.*\n.*raise max_length"),
+        ([{"text": "t" * 99}], {"max_length": 20, "overlong": "drop"}, r"zero trained tokens.*\n.*overlong: truncate"),
+        ([{"messages": [{"role": "user", "content": "hi"}]}], {}, r"zero trained tokens.*\n.*column_mapping"),
+        ([{"text": ""}], {}, r"zero trained tokens"),
+    ],
+)
+def test_nothing_to_train_on_names_the_key(config, make_tokenizer, write, rows, keys, message):
+    with pytest.raises(DataError, match=message):
+        prepare(config(write(rows), **keys), make_tokenizer("marked"))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [(30, "holds out 30 of 30"), (2.5, "whole number"), (0.999, "holds out 30")]
+)
+def test_a_split_that_cannot_be(config, make_tokenizer, write, size, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare(config(write(PAIRS), eval_split_size=size), make_tokenizer("marked"))
+
+
+def test_loss_on_everything_when_asked(config, make_tokenizer, write):
+    tokenizer = make_tokenizer("marked")
+    pairs = prepare(config(write(PAIRS[:1]), completion_only_loss=False), tokenizer)
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    chats = prepare(config(write([{"messages": chat}]), assistant_only_loss=False), tokenizer)
+    for data in (pairs, chats):
+        row = data.train[0]
+        assert row["labels"] == [IGNORED, *row["input_ids"][1:]]
+        assert data.report["mask"] == "every token"
+
+
+def test_eos_that_is_not_trained_is_said(config, make_tokenizer, write):
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    data = prepare(config(write(PAIRS)), make_tokenizer(template))
+    assert (data.report["eos_trained"], data.report["stop_tokens"]) == (False, [])
+    assert said()["eos-trained"].startswith("30 of 30 trained turns end without EOS")
+
+
+def test_an_end_of_turn_that_is_not_eos_is_said(config, real_tokenizer, write):
+    data = prepare(config(write(PAIRS)), real_tokenizer("llama-40m"))
+    assert (data.report["eos_trained"], data.report["stop_tokens"]) == (True, ["<|im_end|>"])
+    assert "not the tokenizer's EOS <|endoftext|>" in said()["stop-token"]
+
+
+def test_a_conversation_needs_a_template(config, make_tokenizer, write):
+    path = write([{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}])
+    with pytest.raises(DataError, match=r"data\.jsonl:1 is a conversation, but the tokenizer has no chat template"):
+        prepare(config(path), make_tokenizer(None))
+
+
+def test_half_a_surrogate_is_named(config, make_tokenizer, write):
+    path = write('{"text": "fine"}\n{"text": "half \\ud83d"}\n')
+    with pytest.raises(DataError, match=r"data\.jsonl:2: half a surrogate pair"):
+        prepare(config(path), make_tokenizer("marked"))
+
+
+def test_a_refusal_inside_a_worker_still_names_the_row(config, make_tokenizer, write):
+    strict = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
+    path = write([{"messages": turns[:2]}, {"messages": turns}])
+    tokenizer = make_tokenizer(strict + make_tokenizer("marked").chat_template)
+    with pytest.raises(DataError, match=r"data\.jsonl:2: the chat template refuses the conversation: too long"):
+        prepare(config(path, dataset_num_proc=2), tokenizer)
+
+
+def test_token_strings_join_to_the_text(real_tokenizer):
+    text = "naïve 😀 " + "".join(random.Random(0).choices("añ漢🙂 \n", k=60))
+    for name in ("llama-40m", "qwen2.5", "phi-3"):
+        tokenizer = real_tokenizer(name)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        strings = token_strings(tokenizer, ids)
+        assert len(strings) == len(ids)
+        assert "".join(strings) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("file", "format", "documents"),
+    [
+        ("llamafactory/glaive_toolcall_en_demo.json", "sharegpt", 300),
+        ("llamafactory/alpaca_en_demo.json", "alpaca", 999),
+        ("llamafactory/v1_sft_demo.jsonl", "messages", 500),
+        ("llamafactory/wiki_demo.txt", "text", 30),
+    ],
+)
+def test_real_files(config, real_tokenizer, shared, file, format, documents):
+    path = str(shared / "data/datasets" / file)
+    data = prepare(config(path, packing=True, eval_split_size=0.1, max_length=1024), real_tokenizer("llama-40m"))
+    assert data.report["sources"][0]["format"] == format
+    parts = [data.report["train"], data.report["eval"]]
+    assert sum(part["documents"] + sum(part["dropped"].values()) for part in parts) == documents
+    assert data.report["eos_trained"]
+    assert data.report["train"]["packing_efficiency"] > 0.95
