@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -235,8 +236,8 @@ def _encode(found: _Documents, encoder: Encoder, config: RunConfig) -> Dataset:
 
 @contextlib.contextmanager
 def _progress(wanted: bool) -> Iterator[None]:
-    """Hide the progress bars of datasets where the work is short."""
-    if wanted or datasets.are_progress_bars_disabled():
+    """Hide the progress bars of datasets where the work is short or nobody watches."""
+    if (wanted and sys.stderr.isatty()) or datasets.are_progress_bars_disabled():
         yield
         return
     datasets.disable_progress_bars()
