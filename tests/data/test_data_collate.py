@@ -60,7 +60,7 @@ def split(row):
 
 @torch.no_grad()
 def logits(model, batch):
-    return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    return model(**{"use_cache": False} | {key: value for key, value in batch.items() if key != "labels"}).logits
 
 
 def test_padded():
@@ -77,7 +77,7 @@ def test_packed_rows_restart_positions_and_pad_with_a_document_of_its_own():
         {"input_ids": [9, 4], "labels": [9, 4], "seq_lengths": [2]},
     ]
     batch = PackedCollator(PAD)(rows)
-    assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 4, PAD, PAD]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100], [-100, 4, -100, -100]]
@@ -143,7 +143,7 @@ def test_packed_loss_is_the_sum_of_the_documents_losses():
     """Nothing is trained across a joint: the summed loss equals that of the documents one by one."""
     model, rows = tiny_model("llama", "sdpa"), packed_rows()
     with torch.no_grad():
-        whole = model(**PackedCollator(PAD)(rows), num_items_in_batch=1).loss
+        whole = model(**PackedCollator(PAD)(rows), use_cache=False, num_items_in_batch=1).loss
         parts = sum(
             model(
                 input_ids=torch.tensor([row["input_ids"][start:stop]]),

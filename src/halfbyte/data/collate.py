@@ -2,8 +2,8 @@
 
 transformers keeps the documents of a row apart when it is given `position_ids` that restart, *no* attention mask and no
 key-value cache (masking_utils, 5.23). With a mask of ones beside them, or with the cache that a model makes by default
-outside of Trainer, documents would see each other, silently. So a batch has a mask or positions, never both, and a flat
-batch says `use_cache: False`.
+outside of Trainer, documents would see each other, silently. So a batch has a mask or positions, never both, and whoever
+gives a flat batch to a model has to say `use_cache=False`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import RunConfig
 from .encode import IGNORED
 
-Batch = dict[str, torch.Tensor | bool]
+Batch = dict[str, torch.Tensor]
 
 
 def make_collator(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PaddedCollator | PackedCollator:
@@ -50,8 +50,8 @@ class PaddedCollator:
 class PackedCollator:
     """Documents one after the other, each with positions from 0 and no label on its first token.
 
-    Gives input_ids, labels and position_ids, int64 of shape [rows, longest], or [1, all tokens] when `one_row`, and
-    use_cache (False). What a shorter row lacks is padded with a document of its own, which is not trained.
+    Gives input_ids, labels and position_ids, int64 of shape [rows, longest], or [1, all tokens] when `one_row`. What a
+    shorter row lacks is padded with a document of its own, which is not trained. Use with `use_cache=False`, see above.
 
     Rows may carry `seq_lengths` (the lengths of their documents); without it a row is one document.
     """
@@ -73,7 +73,6 @@ class PackedCollator:
             "input_ids": _stack(ids, longest, self.pad_token_id),
             "labels": _stack(labels, longest, IGNORED),
             "position_ids": _stack(positions, longest, 0),
-            "use_cache": False,
         }
 
 

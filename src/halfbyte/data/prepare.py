@@ -180,8 +180,6 @@ def _mask(format: str, everything: bool, template: ChatTemplate | None) -> str:
 def _split(found: _Documents, size: float, seed: int) -> tuple[_Documents, _Documents]:
     """Hold out a share (below 1) or a count of documents: the same ones for the same data and seed."""
     total = len(found.texts)
-    if size >= 1 and size != int(size):
-        raise ConfigError(f"eval_split_size is {size}, neither a share below 1 nor a whole number of rows")
     count = int(size) if size >= 1 else max(1, round(size * total))
     if count >= total:
         raise ConfigError(
