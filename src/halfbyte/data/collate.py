@@ -2,8 +2,8 @@
 
 transformers keeps the documents of a row apart when it is given `position_ids` that restart, *no* attention mask and no
 key-value cache (masking_utils, 5.23). With a mask of ones beside them, or with the cache that a model makes by default
-outside of Trainer, documents would see each other, silently. So a batch has a mask or positions, never both, and whoever
-gives a flat batch to a model has to say `use_cache=False`.
+outside of Trainer, documents would see each other, silently. So a batch has a mask or positions, never both, and a
+model must be given a flat batch with `use_cache=False`.
 """
 
 from __future__ import annotations
