@@ -96,13 +96,14 @@ def what_would_fit(config: RunConfig, model_config: PretrainedConfig, length: in
         changed = config.model_copy(update=keys)
         return estimate(changed, model_config, length=min(length, changed.max_length)).fits
 
-    together: dict[str, Any] = {}
     for keys in _changes(config):
         if fits(keys):
             return f"set {_in_words(keys)}"
+    together: dict[str, Any] = {}
+    for keys in _changes(config):
         together |= keys
-    if fits(together):
-        return f"no single key is enough; set {_in_words(together)}"
+        if fits(together):
+            return f"no single key is enough; set {_in_words(together)}"
     return "no key makes it fit: take a smaller model, or a device with more memory"
 
 
