@@ -109,18 +109,20 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
 
     place = find(name)
     config = saved_config(place, overrides, dataset)
-    source = place.adapter if place.adapter and (place.adapter / "tokenizer_config.json").is_file() else None
-    tokenizer = load_tokenizer(str(source or config.model_name_or_path), **tokenizer_keys(config, local=bool(source)))
+    template = place.adapter / "chat_template.jinja" if place.adapter else None
+    if template and template.is_file():  # the one trained with, wherever chat_template_path is now
+        config.chat_template_path = str(template)
+    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
     model = load_model(config.model_name_or_path, **model_keys(config))
     if place.adapter:
         model = PeftModel.from_pretrained(model, str(place.adapter))
     return Saved(model.eval(), tokenizer, config, place)
 
 
-def tokenizer_keys(config: RunConfig, local: bool = False) -> dict[str, Any]:
-    """Arguments of `load_tokenizer`; `local`: the tokenizer saved with the adapter, which has no revision."""
+def tokenizer_keys(config: RunConfig) -> dict[str, Any]:
+    """Arguments of `load_tokenizer`."""
     return {
-        "revision": None if local else config.model_revision,
+        "revision": config.model_revision,
         "trust_remote_code": config.trust_remote_code,
         "chat_template_path": config.chat_template_path,
     }

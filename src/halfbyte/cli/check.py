@@ -9,12 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
+from ..config_yaml import dump_value
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ..memory.estimate import MemoryPlan
+
+SHORTEST, SMALLEST_RANK = 256, 8  # the least that advice goes down to
 
 
 def check_run(config: RunConfig) -> None:
@@ -86,32 +89,41 @@ def _table(plan: MemoryPlan) -> Table:
 
 
 def what_would_fit(config: RunConfig, model_config: PretrainedConfig, length: int) -> str:
-    """The first single change, cheapest for the result first, with which the run fits."""
+    """The first single change with which the run fits, cheapest for the result first; failing that, several at once."""
     from ..memory.estimate import estimate
 
-    for keys, advice in _changes(config):
+    def fits(keys: dict[str, Any]) -> bool:
         changed = config.model_copy(update=keys)
-        if estimate(changed, model_config, length=min(length, changed.max_length)).fits:
-            return advice
-    return "no single key makes it fit: take a smaller model, or a device with more memory"
+        return estimate(changed, model_config, length=min(length, changed.max_length)).fits
+
+    for keys in _changes(config):
+        if fits(keys):
+            return f"set {_in_words(keys)}"
+    together: dict[str, Any] = {}
+    for keys in _changes(config):
+        together |= keys
+        if fits(together):
+            return f"no single key is enough; set {_in_words(together)}"
+    return "no key makes it fit: take a smaller model, or a device with more memory"
 
 
-def _changes(config: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
+def _in_words(keys: dict[str, Any]) -> str:
+    return ", ".join(dump_value(key, value) for key, value in keys.items())
+
+
+def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
     if config.activation_checkpointing is False:
-        yield {"activation_checkpointing": True}, "set activation_checkpointing: true"
+        yield {"activation_checkpointing": True}
     rows = config.per_device_train_batch_size
-    while (rows := rows // 2) >= 1:
+    while (rows := rows // 2) >= 1:  # the same result, from smaller pieces
         steps = -(-config.gradient_accumulation_steps * config.per_device_train_batch_size // rows)
-        yield (
-            {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps},
-            f"set per_device_train_batch_size: {rows} (with gradient_accumulation_steps: {steps} for the same result)",
-        )
+        yield {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
     if config.use_peft and not config.load_in_4bit:
-        yield {"load_in_4bit": True}, "set load_in_4bit: true"
+        yield {"load_in_4bit": True}
     if not config.use_peft:
-        yield {"use_peft": True}, "set use_peft: true (and load_in_4bit: true for even less)"
+        yield {"use_peft": True}
     length = config.max_length
-    while (length := length // 2) >= 256:
-        yield {"max_length": length}, f"set max_length: {length}"
-    if config.use_peft and config.r > 8:
-        yield {"r": 8}, "set r: 8"
+    while (length := length // 2) >= SHORTEST:
+        yield {"max_length": length}
+    if config.use_peft and config.r > SMALLEST_RANK:
+        yield {"r": SMALLEST_RANK}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ..memory.estimate import MemoryPlan
 
-ROWS_PER_STEP = 16  # rows per optimizer step, whatever the device holds at once
+ROWS_PER_STEP = 8  # rows per optimizer step, whatever the device holds at once
 LENGTHS, CPU_LENGTHS = (4096, 2048, 1024, 512, 256), (1024, 512, 256)
 SHOWN = (
     "model_name_or_path", "load_in_4bit", "r", "lora_alpha", "target_modules", "dataset", "eval_split_size",

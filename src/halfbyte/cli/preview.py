@@ -28,11 +28,13 @@ def preview_rows(config: RunConfig, count: int) -> None:
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
     prepared = prepare(config, tokenizer)
     collate = make_collator(config, tokenizer)
+    stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]
+    ends = {tokenizer.eos_token_id, *stops}
     console = Console(highlight=False, soft_wrap=True)
     marks = not console.is_terminal
     console.print(legend(marks))
     for row in range(min(count, len(prepared.train))):
-        for document in render(collate([prepared.train[row]]), tokenizer, row, marks):
+        for document in render(collate([prepared.train[row]]), tokenizer, ends, row, marks):
             console.print(document)
 
 
@@ -43,11 +45,15 @@ def legend(marks: bool) -> Text:
     return Text.assemble(("trained", TRAINED), "  ", ("masked", MASKED), "  ", ("EOS", EOS))
 
 
-def render(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, row: int, marks: bool = False) -> Iterator[Text]:
+def render(
+    batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ends: set[int], row: int, marks: bool = False
+) -> Iterator[Text]:
     """One heading and one text per document of a collated batch of one row.
 
     Args:
         batch: `input_ids`, `labels` and `attention_mask` or `position_ids`, each (1, length).
+        ends: ids that end a text or a turn; they are marked as EOS.
+        row: its number, from 0.
         marks: put trained text into ⟦⟧ and mark EOS, for output without colours.
     """
     tokens, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
@@ -56,7 +62,7 @@ def render(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, row: int, 
         trained = sum(label != IGNORED for label in labels[start:end])
         heading = f"── row {row + 1}, document {index + 1} of {len(spans)}: {end - start} tokens, {trained} trained "
         yield Text(f"\n{heading:─<100}", style="cyan")
-        yield _coloured(tokens[start:end], labels[start:end], tokenizer, marks)
+        yield _coloured(tokens[start:end], labels[start:end], tokenizer, ends, marks)
 
 
 def documents(batch: dict[str, Any]) -> list[tuple[int, int]]:
@@ -69,17 +75,20 @@ def documents(batch: dict[str, Any]) -> list[tuple[int, int]]:
     return [(real[0], real[-1] + 1)] if real else []
 
 
-def _coloured(tokens: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase, marks: bool) -> Text:
+def _coloured(
+    tokens: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase, ends: set[int], marks: bool
+) -> Text:
     """Tokens of one kind are decoded together: a character may take several."""
     text = Text()
-    kinds = [(label != IGNORED, token == tokenizer.eos_token_id) for token, label in zip(tokens, labels, strict=True)]
+    kinds = [(label != IGNORED, token in ends) for token, label in zip(tokens, labels, strict=True)]
     at = 0
     for (trained, is_eos), run in groupby(kinds):
         size = len(list(run))
         piece = str(tokenizer.decode(tokens[at : at + size], skip_special_tokens=False))
         at += size
         if marks:
-            piece = f"⟦{piece}{'⏎' if is_eos else ''}⟧" if trained else f"{piece}{'⏎' if is_eos else ''}"
+            piece += "⏎" if is_eos else ""
+            piece = f"⟦{piece}⟧" if trained else piece
         style = TRAINED if trained else MASKED
         text.append(piece, f"{style} {EOS}" if is_eos else style)
     return text

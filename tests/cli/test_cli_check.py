@@ -1,0 +1,80 @@
+"""`check` names what makes a run fit, and `init` writes a file that loads and fits."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from halfbyte.cli import check
+from halfbyte.cli.init import SHOWN, starting_config
+from halfbyte.config import SECTIONS, RunConfig, load_config
+from halfbyte.errors import ModelError
+
+CAPACITY = 1000
+
+
+def cost(config: RunConfig, length: int) -> int:
+    """A stand-in for the memory plan: weights, and activations by rows and tokens."""
+    weights = 400 if config.load_in_4bit else 1600
+    activations = config.per_device_train_batch_size * length
+    return weights + (activations // 4 if config.activation_checkpointing is True else activations)
+
+
+@pytest.fixture
+def _stand_in(monkeypatch):
+    def estimate(config, model_config, *, length):
+        return SimpleNamespace(fits=cost(config, length) <= CAPACITY)
+
+    monkeypatch.setattr("halfbyte.memory.estimate.estimate", estimate)
+
+
+@pytest.mark.usefixtures("_stand_in")
+@pytest.mark.parametrize(
+    ("keys", "advice"),
+    [
+        ({"activation_checkpointing": False, "max_length": 1024}, "set activation_checkpointing: true"),
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_length": 512},
+            "set per_device_train_batch_size: 1, gradient_accumulation_steps: 8",
+        ),
+        ({"load_in_4bit": False, "max_length": 256}, "set load_in_4bit: true"),
+        ({"max_length": 2048}, "set max_length: 512"),
+        ({"max_length": 4096, "per_device_train_batch_size": 2}, "set max_length: 256"),
+        (
+            {"max_length": 2048, "per_device_train_batch_size": 4},
+            "no single key is enough; set per_device_train_batch_size: 1, gradient_accumulation_steps: 4, max_length",
+        ),
+        ({"max_length": 65, "load_in_4bit": False, "use_peft": False}, "no key makes it fit"),
+    ],
+)
+def test_the_first_change_that_fits(keys, advice):
+    config = RunConfig(**{"model_name_or_path": "m", "dataset": "d", **keys})
+    assert check.what_would_fit(config, None, config.max_length).startswith(advice)
+
+
+def test_rows_are_as_long_as_the_data_unless_packed():
+    report = {"train": {"length_histogram": {"edges": [3, 80, 150]}}}
+    config = RunConfig(model_name_or_path="m", dataset="d", max_length=512)
+    assert check.row_length(config, report) == 150
+    assert check.row_length(config.model_copy(update={"max_length": 100}), report) == 100
+    assert check.row_length(config.model_copy(update={"packing": True}), report) == 512
+
+
+def test_a_wrong_target_module_shows_without_weights(shared):
+    keys = {"model_name_or_path": str(shared / "models/llama-40m"), "dataset": "d"}
+    config = load_config(None, keys | {"target_modules": ["q_prj"]})
+    with pytest.raises(ModelError, match="q_prj"):
+        check.check_modules(config, check.read_model_config(config))
+    config.target_modules = ["q_proj"]
+    check.check_modules(config, check.read_model_config(config))
+
+
+def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path):
+    from halfbyte.memory.estimate import estimate
+
+    text = starting_config(str(shared / "models/llama-40m"), "data.jsonl")
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(tmp_path / "run.yaml")
+    written = [line.split(":")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert written == [key for section in SECTIONS for key in section.model_fields if key in SHOWN]
+    assert estimate(config, check.read_model_config(config)).fits
+    assert config.max_length <= 2048  # what the model was made for

@@ -1,0 +1,192 @@
+"""Evaluating and talking to what a run left: where it is found, how it loads, what it says."""
+
+import json
+import math
+
+import pytest
+import torch
+from halfbyte.data.encode import INSTRUCTION
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from halfbyte import chat, evaluate, notices, saved
+from halfbyte.config import dump_config, load_config
+from halfbyte.errors import CheckpointError, DataError, ModelError
+
+TEXTS = ("The cat sat on the mat.", "Once upon a time there was a small, small house by the sea.")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared):
+    return AutoTokenizer.from_pretrained(str(shared / "models/llama-40m"))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tokenizer, tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=tokenizer.eos_token_id))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(model_folder, tmp_path_factory):
+    """A run as training leaves it: an adapter that changes the logits, and the resolved configuration."""
+    folder = tmp_path_factory.mktemp("run")
+    model = get_peft_model(
+        LlamaForCausalLM.from_pretrained(model_folder), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder / "adapter")
+    keys = {"model_name_or_path": str(model_folder), "dataset": "d.jsonl", "load_in_4bit": False, "dtype": "float32"}
+    (folder / "config.resolved.yaml").write_text(dump_config(load_config(None, keys)))
+    report = {"sources": [{"format": "messages"}], "stop_tokens": ["<|im_end|>"]}
+    (folder / "data_report.json").write_text(json.dumps(report))
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    rows = [
+        {"text": "The cat sat on the mat."},
+        {"text": "Once upon a time there was a small, small house by the sea."},
+    ]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "texts.jsonl")
+
+
+class TestFinding:
+    def test_a_run_its_adapter_a_checkpoint_and_a_model(self, run_folder, model_folder):
+        resolved = run_folder / "config.resolved.yaml"
+        assert saved.find(str(run_folder)) == saved.Place("", run_folder / "adapter", resolved)
+        assert saved.find(str(run_folder / "adapter")) == saved.Place("", run_folder / "adapter", resolved)
+        assert saved.find(str(model_folder)) == saved.Place(str(model_folder), None, None)
+        assert saved.find("org/name") == saved.Place("org/name", None, None)
+
+    def test_a_full_fine_tuning(self, tmp_path, run_folder):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model/config.json").write_text("{}")
+        keys = {"model_name_or_path": "org/base", "dataset": "d", "use_peft": False, "load_in_4bit": False}
+        (tmp_path / "config.resolved.yaml").write_text(dump_config(load_config(None, keys)))
+        place = saved.find(str(tmp_path))
+        assert saved.saved_config(place).model_name_or_path == str(tmp_path / "model")
+
+    def test_an_adapter_from_elsewhere_names_its_base(self, tmp_path):
+        (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+        place = saved.find(str(tmp_path))
+        config = saved.saved_config(place, ["load_in_4bit=true"])
+        assert (config.model_name_or_path, config.load_in_4bit) == ("org/base", True)
+        assert saved.saved_config(place).load_in_4bit is False
+
+    def test_a_quantized_checkpoint_loads_as_it_is_stored(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"quantization_config": {"load_in_4bit": true}}')
+        assert saved.saved_config(saved.find(str(tmp_path))).load_in_4bit is True
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises(CheckpointError, match="neither a run"):
+            saved.find(str(tmp_path))
+
+
+class TestEvaluating:
+    def test_the_loss_is_the_mean_over_tokens_whatever_the_batches(self, model_folder, tokenizer, texts):
+        model = LlamaForCausalLM.from_pretrained(model_folder)
+        total, count = 0.0, 0
+        for text in TEXTS:
+            ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+            total += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+        for keys in (["per_device_eval_batch_size=1"], ["per_device_eval_batch_size=2"], ["packing=true"]):
+            result = evaluate.evaluate(str(model_folder), texts, ["dtype=float32", *keys])
+            assert result.tokens == count
+            assert result.loss == pytest.approx(total / count, rel=1e-5)
+            assert result.perplexity == pytest.approx(math.exp(total / count), rel=1e-4)
+
+    def test_a_run_is_evaluated_with_its_adapter(self, run_folder, model_folder, texts):
+        base = evaluate.evaluate(str(model_folder), texts, ["dtype=float32"])
+        assert abs(evaluate.evaluate(str(run_folder), texts).loss - base.loss) > 1e-3
+
+    def test_summed_loss_ignores_masked_tokens_and_splits_long_rows(self):
+        logits, labels = torch.randn(2, 1500, 7), torch.randint(0, 7, (2, 1500))
+        labels[:, ::3] = -100
+        expected = torch.nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, 7).double(), labels[:, 1:].reshape(-1), reduction="sum"
+        )
+        total, count = evaluate.summed_loss(logits, labels)
+        assert total == pytest.approx(float(expected), rel=1e-6)
+        assert count == int((labels[:, 1:] != -100).sum())
+
+    def test_nothing_to_predict(self, model_folder):
+        model = LlamaForCausalLM.from_pretrained(model_folder)
+        rows = [{"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[-100, -100]])}]
+        with pytest.raises(DataError, match="no token of this data"):
+            evaluate.measure(model, rows, lambda group: dict(group[0]), 1)
+
+
+class TestTalking:
+    def conversation(self, folder, tokens=6):
+        return chat.Conversation(saved.load_saved(str(folder)), chat.Sampling(tokens, 0.0))
+
+    def test_an_answer_equals_generate_and_the_adapter_can_be_left_out(self, run_folder):
+        talk = self.conversation(run_folder)
+        model, tokenizer = talk.saved.model, talk.saved.tokenizer
+        ids = tokenizer(talk.prompt("Hello"), return_tensors="pt", add_special_tokens=False)
+        answers = {}
+        for adapter in (True, False):
+            answers[adapter] = "".join(talk.answer("Hello", adapter=adapter))
+            with torch.no_grad(), model.disable_adapter() if not adapter else torch.no_grad():
+                found = model.generate(**ids, max_new_tokens=6, do_sample=False, eos_token_id=talk.stops)
+            expected = tokenizer.decode(found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+            assert answers[adapter] == expected
+        assert answers[True] != answers[False]
+
+    def test_turns_are_remembered_in_the_template(self, run_folder):
+        talk = self.conversation(run_folder)
+        talk.remember("Hello", "Hi!")
+        assert talk.prompt("Bye") == (
+            "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi!<|im_end|>\n"
+            "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    def test_answers_end_with_eos_and_with_the_turn(self, run_folder, model_folder, tokenizer):
+        ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+        assert set(self.conversation(run_folder).stops) == ends
+        assert set(self.conversation(model_folder).stops) == ends
+
+    def test_leaving_an_answer_stops_the_generation(self, run_folder):
+        answer = self.conversation(run_folder, tokens=100_000).answer("Hello")
+        next(answer)
+        answer.close()
+
+    def test_an_error_while_generating_is_raised_where_the_answer_is_read(self, run_folder, monkeypatch):
+        talk = self.conversation(run_folder)
+        monkeypatch.setattr(talk.saved.model, "generate", lambda **keys: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(talk.answer("Hello"))
+
+    @pytest.mark.parametrize(("format", "prompt"), [("text", "Hi"), ("alpaca", INSTRUCTION.format(prompt="Hi"))])
+    def test_without_a_template_prompts_are_as_in_training(self, run_folder, format, prompt, monkeypatch):
+        notices.forget()
+        loaded = saved.load_saved(str(run_folder))
+        monkeypatch.setattr(loaded.tokenizer, "chat_template", None)
+        monkeypatch.setattr(chat, "_data_report", lambda place: {"sources": [{"format": format}]})
+        talk = chat.Conversation(loaded, chat.Sampling())
+        assert talk.prompt("Hi") == prompt
+        assert "no chat template" in notices.said()["chat"]
+
+    def test_a_piped_conversation(self, run_folder, monkeypatch, capsys):
+        lines = iter(["Hello", "", "/reset", "Again", "/quit", "never read"])
+        monkeypatch.setattr("builtins.input", lambda *prompt: next(lines))
+        chat.chat(str(run_folder), compare_base=True, max_new_tokens=3, temperature=0.0)
+        starts = [line.split(": ")[0] for line in capsys.readouterr().out.splitlines() if ": " in line]
+        assert starts[:2] == ["base", "adapter"]
+        assert starts.count("adapter") == 2
+        assert next(lines) == "never read"
+
+    def test_comparing_needs_an_adapter(self, model_folder):
+        with pytest.raises(ModelError, match="no adapter to switch off"):
+            chat.chat(str(model_folder), compare_base=True, max_new_tokens=3, temperature=0.0)
