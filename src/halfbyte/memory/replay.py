@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..ops.losses import chunk_rows, linear_cross_entropy_in_chunks
+from ..ops.losses import chunk_rows, cross_entropy_in_chunks
 
 
 class Ledger(TorchDispatchMode):
@@ -96,12 +96,19 @@ class _ChunkedLoss(torch.autograd.Function):
     """`autograd.losses.linear_cross_entropy` with its chunks in the open, where the ledger sees them."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, head: tuple[float | None, float], chunk: int):
-        softcap, scale = head
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk: int):
         needs = ctx.needs_input_grad
         ignored = torch.zeros_like(labels, dtype=torch.bool)
-        loss, *grads = linear_cross_entropy_in_chunks(
-            hidden, weight, labels, ignored, softcap, scale, needs[0], needs[1], chunk
+        loss, *grads = cross_entropy_in_chunks(
+            hidden,
+            weight,
+            labels,
+            ignored,
+            softcap=softcap,
+            scale=1.0,
+            grad_hidden=needs[0],
+            grad_weight=needs[1],
+            chunk=chunk,
         )
         ctx.save_for_backward(*grads)
         return loss
@@ -141,41 +148,40 @@ def give_shapes_a_device(model: nn.Module) -> None:
 
 
 def replay_step(
-    model: Any,
-    batch: dict[str, Tensor],
-    *,
-    compute_dtype: torch.dtype,
-    device_type: str,
-    softcap: float | None,
-    scale: float,
+    model: Any, batch: dict[str, Tensor], *, compute_dtype: torch.dtype, device_type: str, softcap: float | None = None
 ) -> Replay:
-    """Run one micro-batch of `causal_lm_loss` forward and backward on fake tensors and return its peak.
+    """Run one micro-batch of `causal_lm_loss`, forward and backward, on fake tensors and return its peak.
 
     Args:
-        model: causal LM, plain or a PeftModel, of fake tensors, with gradients allocated, in training mode.
+        model: causal LM, plain or a PeftModel, of fake tensors with gradients allocated, in training mode.
         batch: fake `input_ids` [B, T] and whatever else the collator gives.
-        compute_dtype: of matrix products, as autocast is entered by the trainer.
+        compute_dtype: of matrix products; autocast is entered with it, as the trainer does.
         device_type: the device that will train; it decides the size of the loss's chunks.
         softcap: of the logits.
-        scale: of the logits.
     """
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = causal_lm.get_output_embeddings().weight
-    labels = torch.zeros_like(batch["input_ids"]).reshape(-1)
     ledger = Ledger()
-    ledger.ignore(tensor for tensor in (*model.parameters(), *model.buffers()))
+    ledger.ignore(iter((*model.parameters(), *model.buffers())))
     ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     mixed = compute_dtype != torch.float32
     with ledger:
         with torch.autocast("cpu", dtype=compute_dtype if mixed else torch.bfloat16, enabled=mixed):
-            hidden = causal_lm.base_model(**batch, use_cache=False).last_hidden_state
-            hidden = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype)
-            with ledger.tagged("logits"):
-                chunk = chunk_rows(head.shape[0], device_type)
-                loss = _ChunkedLoss.apply(hidden, head.to(compute_dtype), labels, (softcap, scale), chunk)
-        del hidden
+            loss = _loss(model, batch, ledger, compute_dtype, chunk_device=device_type, softcap=softcap)
         loss.backward()
     return Replay(ledger.peak_by_tag.get("activations", 0), ledger.peak_by_tag.get("logits", 0))
+
+
+def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, dtype: torch.dtype, *, chunk_device: str, softcap):
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = causal_lm.get_output_embeddings()
+    labels = torch.zeros_like(batch["input_ids"]).reshape(-1)
+    if type(head) is not nn.Linear or head.bias is not None:  # the loss then needs full logits
+        logits = model(**batch, use_cache=False).logits
+        with ledger.tagged("logits"):
+            return F.cross_entropy(logits.flatten(0, -2).float(), labels, reduction="sum")
+    hidden = causal_lm.base_model(**batch, use_cache=False).last_hidden_state
+    hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    with ledger.tagged("logits"):
+        return _ChunkedLoss.apply(hidden, head.weight.to(dtype), labels, softcap, chunk_rows(*head.weight.shape[:1], chunk_device))
 
 
 @contextlib.contextmanager

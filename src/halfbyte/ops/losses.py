@@ -10,7 +10,7 @@ it. The idea is Liger's (arXiv 2410.10989, section 3.2).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,19 +68,23 @@ def linear_cross_entropy_forward(
         DataError: on a CPU, a label is outside [0, V). On an accelerator, where raising would have to wait for it, the
             loss and the row's gradient are NaN instead.
     """
+    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+    options["chunk"] = chunk or chunk_rows(weight.shape[0], hidden.device.type)
     if _is_cpu(hidden):
-        return _trained_rows_only(hidden, weight, labels, softcap, scale, ignore_index, grad_hidden, grad_weight, chunk)
+        return _trained_rows_only(hidden, weight, labels, ignore_index, options)
     ignored = labels == ignore_index
     outside = ~ignored & ((labels < 0) | (labels >= weight.shape[0]))
     targets = labels.clamp(0, weight.shape[0] - 1)
-    result = linear_cross_entropy_in_chunks(hidden, weight, targets, ignored, softcap, scale, grad_hidden, grad_weight, chunk)
+    result = cross_entropy_in_chunks(hidden, weight, targets, ignored, **options)
     loss_sum = torch.where(outside.any(), torch.nan, result.loss_sum)
     if result.grad_hidden is not None:
         result.grad_hidden.masked_fill_(outside.unsqueeze(1), torch.nan)
     return result._replace(loss_sum=loss_sum)
 
 
-def _trained_rows_only(hidden, weight, labels, softcap, scale, ignore_index, grad_hidden, grad_weight, chunk):
+def _trained_rows_only(
+    hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, options: dict[str, Any]
+) -> LossAndGrads:
     """On a CPU, counting is free: check the labels, and spend no product on rows that are not trained."""
     trained = (labels != ignore_index).nonzero().squeeze(1)
     targets = labels[trained]
@@ -91,41 +95,41 @@ def _trained_rows_only(hidden, weight, labels, softcap, scale, ignore_index, gra
             "use the tokenizer that belongs to the model",
         )
     all_trained = len(trained) == len(labels)
-    rows = hidden if all_trained else hidden[trained]
-    result = linear_cross_entropy_in_chunks(rows, weight, targets, None, softcap, scale, grad_hidden, grad_weight, chunk)
+    result = cross_entropy_in_chunks(hidden if all_trained else hidden[trained], weight, targets, None, **options)
     if all_trained or result.grad_hidden is None:
         return result
     return result._replace(grad_hidden=torch.zeros_like(hidden).index_copy_(0, trained, result.grad_hidden))
 
 
-def linear_cross_entropy_in_chunks(
+def cross_entropy_in_chunks(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     ignored: Tensor | None,
+    *,
     softcap: float | None,
     scale: float,
-    need_grad_hidden: bool,
-    need_grad_weight: bool,
-    chunk: int | None,
+    grad_hidden: bool,
+    grad_weight: bool,
+    chunk: int,
 ) -> LossAndGrads:
+    """The loop over chunks: `targets` [N] within [0, V), `ignored` [N] bool or None for none, `chunk` rows at a time."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
     loss_sum = torch.zeros((), dtype=exact, device=hidden.device)
-    grad_hidden = torch.empty_like(hidden) if need_grad_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=exact) if need_grad_weight else None
-    step = chunk or chunk_rows(weight.shape[0], hidden.device.type)
-    for start in range(0, hidden.shape[0], step):
-        rows = slice(start, start + step)
+    grad_x = torch.empty_like(hidden) if grad_hidden else None
+    grad_w = torch.zeros_like(weight, dtype=exact) if grad_weight else None
+    for start in range(0, hidden.shape[0], chunk):
+        rows = slice(start, start + chunk)
         skip = ignored[rows] if ignored is not None else None
         losses, grad_logits = _token_losses(hidden[rows], weight, targets[rows], skip, softcap, scale)
         loss_sum += losses.sum()
-        if need_grad_hidden or need_grad_weight:
+        if grad_hidden or grad_weight:
             grad_logits = grad_logits.to(weight.dtype)
-        if grad_hidden is not None:
-            torch.mm(grad_logits, weight, out=grad_hidden[rows])
-        if grad_weight is not None:
-            grad_weight += grad_logits.T @ hidden[rows]
-    return LossAndGrads(loss_sum, grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None)
+        if grad_x is not None:
+            torch.mm(grad_logits, weight, out=grad_x[rows])
+        if grad_w is not None:
+            grad_w += grad_logits.T @ hidden[rows]
+    return LossAndGrads(loss_sum, grad_x, grad_w.to(weight.dtype) if grad_w is not None else None)
 
 
 def _token_losses(

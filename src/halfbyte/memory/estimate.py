@@ -1,0 +1,179 @@
+"""How much memory a run will take, part by part, from the model's config alone; and whether to recompute activations.
+
+What stays (weights, adapters, gradients, optimizer state) is counted on the model built without storage. What comes and
+goes (activations, the loss's logits, scratch) is found by replaying one step on shapes (`memory.replay`). Layers of equal
+shapes cost equal bytes each, so one and two layers are replayed and the rest is a straight line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..notices import notice
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import RunConfig
+    from .shapes import ModelShapes, Trainable
+
+GIB = 2**30
+MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
+CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
+CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
+
+# Optimizer state of transformers' `optim` names: copies of the parameter in its own dtype, and bytes beside them.
+OPTIMIZER_STATE: dict[str, tuple[int, float]] = {
+    "adamw_torch": (2, 0),
+    "adamw_torch_fused": (2, 0),
+    "adamw_torch_xla": (2, 0),
+    "adamw_torch_8bit": (0, 2),
+    "adamw_torch_4bit": (0, 1),
+    "adamw_bnb_8bit": (0, 2),
+    "adamw_8bit": (0, 2),
+    "paged_adamw_8bit": (0, 2),
+    "paged_adamw": (0, 8),
+    "paged_adamw_32bit": (0, 8),
+    "lion": (0, 4),
+    "lion_32bit": (0, 4),
+    "paged_lion": (0, 4),
+    "paged_lion_32bit": (0, 4),
+    "lion_8bit": (0, 1),
+    "paged_lion_8bit": (0, 1),
+    "ademamix": (0, 12),
+    "ademamix_8bit": (0, 3),
+    "rmsprop": (1, 0),
+    "adagrad": (1, 0),
+    "sgd": (0, 0),
+    "adafactor": (0, 0.1),
+}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted bytes of a run at the highest moment of a step. `total` is their sum."""
+
+    weights: int  # frozen, as stored
+    adapters: int  # what is trained
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    runtime: int
+    activation_checkpointing: bool
+    reason: str
+    device: str
+    capacity_bytes: int
+
+    PARTS: ClassVar = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "runtime")
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part) for part in self.PARTS)
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity_bytes
+
+    def predicted(self) -> dict[str, int]:
+        """Part → bytes, and the total: what memory.json holds."""
+        return {part: getattr(self, part) for part in self.PARTS} | {"total": self.total}
+
+
+def estimate(
+    config: RunConfig,
+    model_config: Any,
+    *,
+    device: str | torch.device | None = None,
+    capacity_bytes: int | None = None,
+    length: int | None = None,
+) -> MemoryPlan:
+    """Predict the memory of a run and choose whether activations are kept or recomputed.
+
+    Args:
+        config: the run.
+        model_config: the transformers config of its model; no weights are read.
+        device: where it will train (it need not be here); default: `config.device`, else the best device.
+        capacity_bytes: what may be used; default: what is free on `device` now. `memory_limit_gib` lowers it.
+        length: tokens of the longest row; default: `max_length`.
+
+    Returns:
+        The plan. On CUDA its total is to be compared with `torch.cuda.max_memory_allocated`; on a CPU with the growth
+        of the process over what it takes after importing its libraries.
+
+    Raises:
+        ModelError: transformers cannot build a causal LM from `model_config`, or the adapter finds no module.
+    """
+    import torch
+
+    from ..hardware import best_device
+    from .shapes import ModelShapes
+
+    target = torch.device(device or config.device or best_device())
+    capacity = _capacity(config, target, capacity_bytes)
+    shapes = ModelShapes(config, model_config, target)
+    length = min(length or config.max_length, config.max_length)
+    want = config.activation_checkpointing
+    if want != "auto":
+        return _plan(shapes, bool(want), length, capacity, "as activation_checkpointing says")
+    kept = _plan(shapes, False, length, capacity, "")
+    need = f"{kept.total / GIB:.2f} of {capacity / GIB:.2f} GiB"
+    if kept.total <= MARGIN * capacity:
+        return replace(kept, reason=f"activations are kept: the run needs {need}")
+    recomputed = _plan(shapes, True, length, capacity, "")
+    reason = f"activations are recomputed in backward: keeping them would take {need}"
+    if not recomputed.fits:
+        reason += f", and even so the run needs {recomputed.total / GIB:.2f} GiB"
+    return replace(recomputed, reason=reason)
+
+
+def _plan(shapes: ModelShapes, checkpointed: bool, length: int, capacity: int, reason: str) -> MemoryPlan:
+    config, trained = shapes.config, shapes.trainable()
+    gradients = trained.bytes
+    whole, one_layer = shapes.replays(checkpointed, length)
+    if config.gradient_accumulation_steps > 1:  # the first micro-batch's gradients are there in the second's forward
+        moving = whole.total
+    else:  # backward frees layer by layer while gradients appear: the higher end counts
+        moving = max(whole.total - gradients, one_layer.total)
+    moving = max(moving, _step_scratch(config.optim, trained, shapes.device.type))
+    logits = min(whole.logits, moving)
+    return MemoryPlan(
+        weights=shapes.frozen_bytes(),
+        adapters=trained.bytes,
+        gradients=gradients,
+        optimizer=_optimizer_bytes(config.optim, trained),
+        activations=moving - logits,
+        logits=logits,
+        runtime=CUDA_RUNTIME if shapes.device.type != "cpu" else CPU_RUNTIME,
+        activation_checkpointing=checkpointed,
+        reason=reason,
+        device=str(shapes.device),
+        capacity_bytes=capacity,
+    )
+
+
+def _optimizer_bytes(name: str, trained: Trainable) -> int:
+    if name not in OPTIMIZER_STATE:
+        notice("optimizer_memory", f"the memory of optim: {name} is not known; planning with AdamW's two fp32 states")
+    copies, other = OPTIMIZER_STATE.get(name, (0, 8))
+    return int(copies * trained.bytes + other * trained.numel)
+
+
+def _step_scratch(name: str, trained: Trainable, device_type: str) -> int:
+    """torch's unfused optimizers work on lists of all parameters on accelerators: one copy of them is scratch."""
+    return trained.bytes if name in ("adamw_torch", "rmsprop", "adagrad") and device_type != "cpu" else 0
+
+
+def _capacity(config: RunConfig, device: torch.device, given: int | None) -> int:
+    if given is None:
+        import psutil
+        import torch
+
+        if device.type == "cuda" and torch.cuda.is_available():
+            given = torch.cuda.mem_get_info(device)[0]
+        elif device.type == "xpu" and torch.xpu.is_available():
+            given = torch.xpu.mem_get_info(device)[0]
+        else:
+            given = psutil.virtual_memory().available
+    return given if config.memory_limit_gib is None else min(given, int(config.memory_limit_gib * GIB))
