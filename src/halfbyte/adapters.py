@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +58,8 @@ def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
     saved = Path(config.adapter_path) if config.adapter_path else None
     lora = _saved_config(saved, config) if saved else _new_config(model, config)
     try:
-        peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        with quiet_peft():
+            peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
         raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
     # PEFT takes the name from the model object, which may have been built in memory.
@@ -69,6 +71,14 @@ def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return peft_model
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT 0.21 asks transformers 5.23 for a name that it deprecates; nobody can act on that warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        yield
 
 
 def _new_config(model: nn.Module, config: RunConfig) -> LoraConfig:

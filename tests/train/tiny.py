@@ -15,10 +15,10 @@ from halfbyte.train.trainer import HalfbyteTrainer
 VOCABULARY = 64
 
 
-def tiny_llama(dtype=torch.float32):
+def tiny_llama(**keys):
     torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)).to(dtype)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY} | keys
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes))
 
 
 def rows(count, seed=0):

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 
-from halfbyte.adapters import compute
+from halfbyte.adapters import compute, quiet_peft
 from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
 
@@ -56,7 +56,8 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         TrainingError: the saved adapter computes something else.
     """
     trained = logits(model, ids, dtype)
-    reloaded = PeftModel.from_pretrained(model.unload(), str(folder))
+    with quiet_peft():
+        reloaded = PeftModel.from_pretrained(model.unload(), str(folder))
     again = logits(reloaded, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}

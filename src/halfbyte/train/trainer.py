@@ -147,6 +147,8 @@ class HalfbyteTrainer(Trainer):
             self.window.seconds += time.perf_counter() - self._step_began
             self.window.steps += 1
             self._step_began = None
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_log = True  # the last record may span fewer than logging_steps
         super()._maybe_log_save_evaluate(*positional, **keys)
 
     # --- records -----------------------------------------------------------------------------------------------------

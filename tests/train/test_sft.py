@@ -1,0 +1,216 @@
+"""A whole run, from a folder with a tiny checkpoint and a JSONL file to a run directory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny import tiny_llama
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from halfbyte.config import load_config
+from halfbyte.errors import ConfigError, DataError, ModelError, TrainingError
+from halfbyte.files import write_text
+from halfbyte.train import sft
+from halfbyte.train.checkpoint import starting_point
+from halfbyte.train.metrics import MetricsFile
+from halfbyte.train.sft import finetune, train
+
+FILES = {
+    "README.md", "checks.json", "config.resolved.yaml", "data_report.json", "environment.json",
+    "generations.json", "memory.json", "metrics.jsonl", "report.html",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny Llama and a byte-level tokenizer in `model`, and `data.jsonl` with 24 sums."""
+    folder = tmp_path_factory.mktemp("place")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["what is 1 plus 2? it is 3."] * 4, vocab_size=270, special_tokens=["</s>", "<pad>"])
+    keys = {"eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **keys).save_pretrained(folder / "model")
+    model = tiny_llama(vocab_size=bpe.get_vocab_size(), pad_token_id=1, eos_token_id=0, bos_token_id=None)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    rows = [{"prompt": f"what is {n} plus {n % 7}?", "completion": f" it is {n + n % 7}."} for n in range(24)]
+    write_text(folder / "data.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def keys(place, output, **changed):
+    return {
+        "model_name_or_path": str(place / "model"),
+        "dataset": str(place / "data.jsonl"),
+        "output_dir": str(output),
+        "device": "cpu",
+        "dtype": "float32",
+        "eval_split_size": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "lora_dropout": 0.1,
+        "max_length": 64,
+        "r": 4,
+        "sample_prompts": 2,
+        "sample_max_new_tokens": 4,
+    } | changed
+
+
+def run(place, output, **changed):
+    return train(load_config(None, keys(place, output, **changed)))
+
+
+def read(output, name):
+    return json.loads((Path(output) / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(place, tmp_path_factory):
+    output = tmp_path_factory.mktemp("finished") / "out"
+    return run(place, output)
+
+
+def test_a_run_leaves_everything_and_learns(finished):
+    assert {path.name for path in finished.output_dir.iterdir()} == FILES | {"adapter", "checkpoint-4", "checkpoint-6"}
+    records = MetricsFile(finished.output_dir / "metrics.jsonl").records()
+    assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [0, 5, 6]
+    assert finished.metrics["eval_loss"] < finished.metrics["eval_loss_before"]
+    assert finished.metrics["steps"] == 6
+    assert finished.metrics["peak_bytes"] > 0
+
+
+def test_its_files_say_what_the_seams_promise(finished, place):
+    memory = read(finished.output_dir, "memory.json")
+    assert memory["measured"].keys() == {"base_bytes", "after_load_bytes", "peak_bytes"}
+    assert memory["predicted"]["total"] > 0
+    answers = read(finished.output_dir, "generations.json")
+    assert len(answers) == 2
+    assert all("what is" in entry["prompt"] and "it is" in entry["reference"] for entry in answers)
+    assert all(isinstance(entry[name], str) for entry in answers for name in ("before", "after"))
+    environment = read(finished.output_dir, "environment.json")
+    assert environment["started"] < environment["finished"]
+    checked = read(finished.output_dir, "checks.json")
+    assert checked["adapter_reload"]["equal"]
+    assert checked["first_step"]["difference"] < 1e-4
+
+
+def test_the_adapter_loads_in_plain_peft_on_the_original_base(finished, place):
+    saved = read(finished.output_dir / "adapter", "adapter_config.json")
+    assert saved["base_model_name_or_path"] == str(place / "model")
+    base = AutoModelForCausalLM.from_pretrained(saved["base_model_name_or_path"], dtype=torch.float32)
+    ids = torch.arange(10)[None]
+    plain = base(input_ids=ids).logits
+    adapted = PeftModel.from_pretrained(base, finished.output_dir / "adapter")(input_ids=ids).logits
+    assert not torch.allclose(plain, adapted, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"load_in_4bit": False},
+        {"packing": True, "activation_checkpointing": True},
+        {"padding_free": True, "dtype": "bfloat16"},
+        {"dtype": "bfloat16", "adapter_dtype": "bfloat16", "use_dora": True},
+        {"modules_to_save": ["lm_head"], "neftune_noise_alpha": 5.0, "eval_split_size": 0},
+        {"sample_prompts": ["what is 2 plus 2?"], "max_grad_norm": 0.0, "logging_steps": 4},
+    ],
+    ids=lambda changed: "-".join(changed),
+)
+def test_other_ways_to_train(place, tmp_path, changed):
+    result = run(place, tmp_path, max_steps=2, **changed)
+    assert result.metrics["steps"] == 2
+    checked = read(tmp_path, "checks.json")["adapter_reload"]
+    assert checked["largest_difference"] <= checked["largest_logit"] / 64
+
+
+def test_full_fine_tuning_keeps_float32_weights_and_saves_as_the_base_was_stored(place, tmp_path):
+    run(place, tmp_path, use_peft=False, load_in_4bit=False, dtype="auto", learning_rate=1e-3, max_steps=2)
+    assert not (tmp_path / "adapter").exists()
+    assert read(tmp_path, "checks.json")["model_reload"]["equal"]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
+    assert saved.dtype == base.dtype == torch.bfloat16
+    assert any(not torch.equal(p, q) for p, q in zip(saved.parameters(), base.parameters(), strict=True))
+    assert saved.config.eos_token_id == base.config.eos_token_id
+
+
+KILLED = """
+    import os, signal
+    from halfbyte.config import load_config
+    from halfbyte.train import metrics
+    from halfbyte.train.sft import train
+    append = metrics.MetricsFile.append
+    def and_kill(self, record):
+        append(self, record)
+        if record["kind"] == "train" and record["step"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+    metrics.MetricsFile.append = and_kill
+    train(load_config(None, {keys!r}))
+"""
+
+
+def test_sigkill_and_resume_equal_an_uninterrupted_run(place, tmp_path, finished):
+    code = textwrap.dedent(KILLED.format(keys=keys(place, tmp_path)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy())
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(place, tmp_path)
+    train(load_config(None, keys(place, tmp_path)), resume=True)
+    ours, theirs = (
+        [(r["kind"], r["step"], r["loss"]) for r in MetricsFile(folder / "metrics.jsonl").records()]
+        for folder in (tmp_path, finished.output_dir)
+    )
+    assert ours == theirs
+    weights = [
+        (folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (tmp_path, finished.output_dir)
+    ]
+    assert weights[0] == weights[1]
+    assert [e["before"] for e in read(tmp_path, "generations.json")] == [
+        e["before"] for e in read(finished.output_dir, "generations.json")
+    ]
+    again = train(load_config(None, keys(place, tmp_path)), resume=True)
+    assert again.metrics["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"model_name_or_path": "/nowhere/model"}, ModelError),
+        ({"dataset": "/nowhere/data.jsonl"}, DataError),
+        ({"target_modules": ["q_prj"]}, ModelError),
+    ],
+)
+def test_bad_input_leaves_no_run_behind(place, tmp_path, changed, error):
+    with pytest.raises(error):
+        run(place, tmp_path / "out", **changed)
+    assert starting_point(load_config(None, keys(place, tmp_path / "out")), None) is None
+
+
+def test_running_out_of_memory_gives_advice(place, tmp_path, monkeypatch):
+    def exhausted(*positional, **keys):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(sft.HalfbyteTrainer, "train", exhausted)
+    with pytest.raises(TrainingError, match=r"2.00 GiB.*\n.*change: "):
+        run(place, tmp_path)
+
+
+def test_several_processes_are_refused(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one process"):
+        run(place, tmp_path)
+
+
+def test_finetune_takes_keys_and_names_unknown_ones(place, tmp_path):
+    with pytest.raises(ConfigError, match="learning_rate"):
+        finetune("m", "d", learning_rte=1)
