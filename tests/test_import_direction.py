@@ -20,10 +20,11 @@ ORDER = [
     ["layers", "memory", "optim", "functional"],
     ["adapters"],
     ["models"],
-    ["data"],
+    ["data", "saved"],
+    ["report"],  # reads only the files of a run, so a run may end by writing its report
     ["train"],
-    ["export"],
-    ["report", "demo"],
+    ["export", "evaluate", "chat"],
+    ["demo"],
     ["cli", "__main__"],
 ]
 RANK = {unit: rank for rank, units in enumerate(ORDER) for unit in units}

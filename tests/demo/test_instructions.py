@@ -38,17 +38,17 @@ def test_every_answer_is_asked_for_in_several_wordings():
 
 
 def test_answers_name_modules_keywords_and_builtins_that_exist():
-    modules, keywords = subjects(r"The (\w+) module "), subjects(r"The keyword (\w+) ")
+    modules, keywords = subjects(r"The `(\w+)` module "), subjects(r"The keyword `(\w+)` ")
     assert len(modules) > 40
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
     assert len(keywords) > 15
     assert [name for name in keywords if not keyword.iskeyword(name)] == []
-    builtin = [name for name in subjects(r"([a-z_]+) ") if name != "halfbyte"]
+    builtin = subjects(r"`([a-z_]+)` ")
     assert len(builtin) > 40
     assert [name for name in builtin if not hasattr(builtins, name)] == []
 
 
-@pytest.mark.parametrize("name", subjects(r"((?:str|list|dict|set)\.\w+) "))
+@pytest.mark.parametrize("name", subjects(r"`((?:str|list|dict|set)\.\w+)` "))
 def test_answers_name_methods_that_exist(name):
     owner, method = name.split(".")
     assert callable(getattr(getattr(builtins, owner), method))

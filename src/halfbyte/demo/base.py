@@ -128,8 +128,7 @@ def token_rows(texts: corpus.Corpus, tokenizer: PreTrainedTokenizerFast, recipe:
     import torch
 
     chats = [
-        f"{START}user\n{definition}{END}\n{START}assistant\n{explanation}{END}\n"
-        for definition, explanation in texts.exchanges
+        f"{START}user\n{question}{END}\n{START}assistant\n{answer}{END}\n" for question, answer in texts.exchanges
     ]
     prose = _cut(tokenizer([text + END for text in texts.prose], verbose=False)["input_ids"], recipe.row_tokens)
     talk = _cut(tokenizer(chats, verbose=False)["input_ids"], recipe.row_tokens)

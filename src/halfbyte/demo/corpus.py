@@ -1,7 +1,8 @@
 """Text that comes with Python: the standard library's docstrings, the help topics, the Zen and the license.
 
-Two kinds of documents leave here. Prose is what a base model reads. Exchanges are a definition and the first paragraph
-of its docstring; the base sees them in the chat format, so that it knows how turns begin and end, but no question.
+Two kinds of documents leave here. Prose is what a base model reads. Exchanges ask for a name and answer with the name
+and the first paragraph of its docstring; the base sees them in the chat format. They teach it how turns begin and end,
+and to repeat a name it was given.
 """
 
 from __future__ import annotations
@@ -18,34 +19,51 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # Tests, translations and tools for developing Python itself are little prose and much noise.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "msilib"}
 LONGEST = 4000  # characters kept of one document, so that no single one fills the corpus
-EXCHANGE_LONGEST = 320  # characters of an answer
+EXCHANGE_LONGEST = 320  # characters of an explanation
+QUESTIONS = ("What is `{}`?", "Describe `{}`.", "Explain what `{}` does.")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order: `prose` as text, `exchanges` as (definition, explanation)."""
+    """Documents in a fixed order: `prose` as text, `exchanges` as (question, answer)."""
 
     prose: list[str]
     exchanges: list[tuple[str, str]]
 
 
+class Definition(NamedTuple):
+    """Something with a docstring: its first line of source, its name, and the docstring."""
+
+    head: str
+    name: str
+    docstring: str
+
+
 def gather(seed: int = 0) -> Corpus:
     """Read this Python installation's texts, without duplicates, shuffled by `seed` (about 2 MB)."""
-    definitions = dict.fromkeys([*_builtin_docstrings(), *_library_docstrings()])
-    prose = [f'{head}:\n    """{docstring}"""'[:LONGEST] for head, docstring in definitions]
-    exchanges = [(head, docstring.split("\n\n")[0]) for head, docstring in definitions if head.startswith("def ")]
+    definitions = list(dict.fromkeys([*_builtin_definitions(), *_library_definitions()]))
+    prose = [f'{head}:\n    """{docstring}"""'[:LONGEST] for head, _, docstring in definitions]
     prose = list(dict.fromkeys([*prose, *_help_topics(), _zen(), *_license()]))
+    exchanges = list(_exchanges(definitions))
     random.Random(seed).shuffle(prose)
     random.Random(seed).shuffle(exchanges)
-    return Corpus(prose, [pair for pair in exchanges if len(pair[1]) <= EXCHANGE_LONGEST])
+    return Corpus(prose, exchanges)
 
 
-def _library_docstrings() -> Iterator[tuple[str, str]]:
-    """(definition, docstring) of every module, class and function of the standard library, file by file."""
+def _exchanges(definitions: list[Definition]) -> Iterator[tuple[str, str]]:
+    for number, (_, name, docstring) in enumerate(definitions):
+        explanation = docstring.split("\n\n")[0]
+        if len(explanation) <= EXCHANGE_LONGEST:
+            yield QUESTIONS[number % len(QUESTIONS)].format(name), f"`{name}`: {explanation}"
+
+
+def _library_definitions() -> Iterator[Definition]:
+    """Every module, class and function of the standard library that has a docstring, file by file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if SKIPPED & set(path.relative_to(root).parts):
@@ -58,19 +76,19 @@ def _library_docstrings() -> Iterator[tuple[str, str]]:
                 continue
             docstring = ast.get_docstring(node)
             if docstring and len(docstring) > 20:
-                yield _definition(node, path.stem), docstring
+                yield Definition(*_head_and_name(node, path.stem), docstring)
 
 
-def _definition(node: ast.AST, module: str) -> str:
+def _head_and_name(node: ast.AST, module: str) -> tuple[str, str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return f"def {node.name}({', '.join(argument.arg for argument in node.args.args)})"
+        return f"def {node.name}({', '.join(argument.arg for argument in node.args.args)})", node.name
     if isinstance(node, ast.ClassDef):
-        return f"class {node.name}"
-    return f"# module {module}"
+        return f"class {node.name}", node.name
+    return f"# module {module}", module
 
 
-def _builtin_docstrings() -> Iterator[tuple[str, str]]:
-    """(definition, docstring) of the functions and types written in C, with the types' methods."""
+def _builtin_definitions() -> Iterator[Definition]:
+    """The functions and types written in C, with the types' methods."""
     for name, value in sorted(vars(builtins).items()):
         if name.startswith("_") or not callable(value):
             continue
@@ -78,7 +96,7 @@ def _builtin_docstrings() -> Iterator[tuple[str, str]]:
         for member, entry in [(name, value), *((f"{name}.{key}", entry) for key, entry in members)]:
             docstring = inspect.getdoc(entry)
             if docstring and "__" not in member:
-                yield f"def {member}(...)", docstring
+                yield Definition(f"def {member}(...)", member, docstring)
 
 
 def _help_topics() -> list[str]:

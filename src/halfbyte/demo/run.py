@@ -6,6 +6,7 @@ Nothing here is special: `halfbyte train demo-out/run.yaml` does the same again,
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ INSTRUCTIONS = Path(__file__).with_name("instructions.jsonl")
 MARK = "# Written by `halfbyte demo`."
 
 RUN = """\
-{mark} Change a key and run it again: halfbyte train {output_dir}/run.yaml output_dir=again
+{mark} Change any key and train again: halfbyte train run.yaml output_dir=again
 model_name_or_path: {base}
 load_in_4bit: true
 bnb_4bit_quant_type: nf4
@@ -85,7 +86,7 @@ def main(
         f"base: {base}, a Llama of {described['parameters'] / 1e6:.1f} M parameters, {described['steps_done']} steps "
         f"on Python's own texts, loss {described['final_loss']:.2f}"
     )
-    config = load_config(_write_run(output_dir, base, epochs))
+    config = load_config(write_run(output_dir, base, epochs))
     train(config, console=console)
     _show(output_dir, console)
     console.print(f"report: {output_dir / 'report.html'}  ({time.monotonic() - started:.0f} s in all)")
@@ -101,11 +102,17 @@ def _make_room(output_dir: Path) -> None:
         shutil.rmtree(output_dir)
 
 
-def _write_run(output_dir: Path, base: Path, epochs: int) -> Path:
-    """The demo's data and configuration, as files a reader can open and run again."""
+def write_run(output_dir: Path, base: Path, epochs: int) -> Path:
+    """Write the demo's data and configuration, as files a reader can open and run again; returns the run.yaml."""
     dataset = write_text(output_dir / "instructions.jsonl", INSTRUCTIONS.read_text(encoding="utf-8"))
-    quoted = {"base": json.dumps(str(base)), "dataset": json.dumps(str(dataset))}
-    return write_text(output_dir / "run.yaml", RUN.format(mark=MARK, output_dir=output_dir, epochs=epochs, **quoted))
+    paths = {"base": base, "dataset": dataset, "output_dir": output_dir}
+    quoted = {name: json.dumps(str(path), ensure_ascii=False) for name, path in paths.items()}  # JSON strings are YAML
+    return write_text(output_dir / "run.yaml", RUN.format(mark=MARK, epochs=epochs, **quoted))
+
+
+def question(prompt: str) -> str:
+    """A prompt without what remains of the chat format once special tokens are left out."""
+    return re.sub(r"\Auser\n|\nassistant\n\Z", "", prompt).strip()
 
 
 def _show(output_dir: Path, console: Console) -> None:
@@ -120,7 +127,7 @@ def _show(output_dir: Path, console: Console) -> None:
         table.add_column(heading, ratio=1)
     answers: list[dict[str, Any]] = json.loads((output_dir / "generations.json").read_text(encoding="utf-8"))
     for answer in answers:
-        cells = (answer["prompt"], answer["before"], answer["after"], answer["reference"] or "")
+        cells = (question(answer["prompt"]), answer["before"], answer["after"], answer["reference"])
         table.add_row(*(Text(cell.strip()) for cell in cells))  # Text: brackets in answers are no markup
     console.print(table)
     console.print(
