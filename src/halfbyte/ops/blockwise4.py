@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from .codebooks import codebook4, pair_table, thresholds4
+from .codebooks import codebook4, thresholds4
 
 NESTED_BLOCK = 256
-# Bytes decoded at a time on the CPU: index, pair and value buffers stay in the second-level cache.
-CPU_CHUNK = 1 << 15
 
 
 def _normalized(flat: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
@@ -86,34 +84,9 @@ def dequantize_blockwise4(
         `dtype` [numel].
     """
     scales = absmax if nested is None else dequantize_scales(absmax, *nested)
-    if packed.device.type == "cpu":
-        return _dequantize_cpu(packed.view(-1), scales, blocksize, quant_type, numel, dtype)
     codes = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], dim=1).view(-1)[:numel]
     values = codebook4(quant_type, packed.device)[codes.int()]
     return (values * scales.repeat_interleave(blocksize)[:numel]).to(dtype)
-
-
-def _dequantize_cpu(
-    packed: Tensor, scales: Tensor, blocksize: int, quant_type: str, numel: int, dtype: torch.dtype
-) -> Tensor:
-    """One gather per byte from a table of value pairs, in chunks that stay in cache."""
-    table = pair_table(quant_type)
-    padded = scales.numel() * blocksize
-    out = torch.empty(padded, dtype=dtype)
-    chunk = max(CPU_CHUNK, blocksize // 2)
-    index = torch.empty(min(chunk, padded // 2), dtype=torch.int32)
-    pairs = torch.empty(index.numel(), dtype=torch.float64)
-    for start in range(0, packed.numel(), chunk):
-        length = min(chunk, packed.numel() - start)
-        whole = -(-length * 2 // blocksize) * blocksize // 2  # up to the end of the last block
-        index[length:whole].zero_()
-        index[:length].copy_(packed[start : start + length])
-        torch.index_select(table, 0, index[:whole], out=pairs[:whole])
-        values = pairs[:whole].view(torch.float32).view(-1, blocksize)
-        blocks = slice(2 * start // blocksize, 2 * (start + whole) // blocksize)
-        values.mul_(scales[blocks].unsqueeze(1))
-        out[2 * start : 2 * (start + whole)].view(-1, blocksize).copy_(values)
-    return out[:numel]
 
 
 def quantize_scales(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor]:

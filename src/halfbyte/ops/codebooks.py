@@ -29,14 +29,6 @@ def codebook4(quant_type: str, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def pair_table(quant_type: str) -> Tensor:
-    """float64 [256] on the CPU: byte → its two fp32 values (high nibble first) side by side in one 8-byte word."""
-    code = codebook4(quant_type, torch.device("cpu"))
-    byte = torch.arange(256, device="cpu")
-    return torch.stack([code[byte >> 4], code[byte & 15]], dim=1).contiguous().view(torch.float64).view(-1)
-
-
-@functools.cache
 def thresholds4(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """fp32 [15] midpoints between neighbouring values, and uint8 [16]: rank by value → code."""
     ordered, code_of_rank = codebook4(quant_type, device).sort(stable=True)
