@@ -56,6 +56,7 @@ def quantize(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, T
     packed = torch.empty((numel + 1) // 2, 1, dtype=torch.uint8)
     absmax = torch.empty(-(-numel // blocksize), dtype=torch.float32)
     midpoints, code_of_rank = thresholds4(quant_type, CPU)
+    code_of_rank = code_of_rank.int()
 
     def blocks(first: int, last: int) -> None:
         _lib.halfbyte_quantize4(

@@ -10,16 +10,22 @@
 
 typedef float f16v __attribute__((vector_size(64)));
 typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint8_t b16v __attribute__((vector_size(16)));
+typedef uint32_t u16v __attribute__((vector_size(64)));
+typedef uint64_t u8v __attribute__((vector_size(64)));
+typedef uint16_t h32v __attribute__((vector_size(64)));
 typedef uint16_t h16v __attribute__((vector_size(32)));
+typedef uint8_t b64v __attribute__((vector_size(64)));
+typedef uint8_t b8v __attribute__((vector_size(8)));
 typedef _Float16 half16v __attribute__((vector_size(32)));
+
+#define INLINE static inline __attribute__((always_inline))
 
 enum { FP32, BF16, FP16 };
 enum { NESTED_BLOCK = 256 };
 
-static inline f16v lookup(f16v table, i16v index) {
+INLINE i16v lookup(i16v table, i16v index) {
 #ifdef __clang__
-    f16v out;
+    i16v out;
     for (int i = 0; i < 16; i++) out[i] = table[index[i]];
     return out;
 #else
@@ -27,77 +33,95 @@ static inline f16v lookup(f16v table, i16v index) {
 #endif
 }
 
-static inline void store(void *out, int64_t at, f16v values, int dtype, int count) {
-    char buffer[64];
+/* Sixteen values, or the first `count`, to out[at...] in `dtype`; the callers pass constants where speed matters. */
+INLINE void store(void *out, int64_t at, f16v values, int dtype, int count) {
     if (dtype == FP32) {
-        memcpy(buffer, &values, 64);
-    } else if (dtype == BF16) { /* round to nearest even; the values are finite */
-        i16v bits = (i16v)values;
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-        h16v half = __builtin_convertvector(bits, h16v);
-        memcpy(buffer, &half, 32);
+        memcpy((float *)out + at, &values, (size_t)count * 4);
+    } else if (dtype == BF16) { /* the high half, rounded to nearest even; the values are finite */
+        u16v bits = (u16v)values;
+        h32v halves = (h32v)(bits + 0x7FFF + ((bits >> 16) & 1));
+        h16v high = __builtin_shufflevector(halves, halves, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        memcpy((uint16_t *)out + at, &high, (size_t)count * 2);
     } else {
         half16v half = __builtin_convertvector(values, half16v);
-        memcpy(buffer, &half, 32);
+        memcpy((uint16_t *)out + at, &half, (size_t)count * 2);
     }
-    int size = dtype == FP32 ? 4 : 2;
-    if (count == 16) memcpy((char *)out + at * size, buffer, 16 * size);
-    else memcpy((char *)out + at * size, buffer, (size_t)count * size);
 }
 
-static inline f16v load(const void *in, int64_t at, int dtype, int count) {
+INLINE f16v load(const void *in, int64_t at, int dtype, int count) {
     f16v values = {0};
     if (dtype == FP32) {
         memcpy(&values, (const float *)in + at, (size_t)count * 4);
-    } else {
-        h16v raw = {0};
-        memcpy(&raw, (const uint16_t *)in + at, (size_t)count * 2);
-        if (dtype == BF16) values = (f16v)(__builtin_convertvector(raw, i16v) << 16);
-        else values = __builtin_convertvector((half16v)raw, f16v);
+        return values;
     }
-    return values;
+    h16v raw = {0}, zero = {0};
+    memcpy(&raw, (const uint16_t *)in + at, (size_t)count * 2);
+    if (dtype == FP16) return __builtin_convertvector((half16v)raw, f16v);
+    h32v wide = __builtin_shufflevector(zero, raw, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25,
+                                        10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return (f16v)wide;
+}
+
+/* The sixteen values whose codes start at element `at` (the first `count` of them are read). */
+INLINE f16v decode(const uint8_t *packed, int64_t at, i16v table, int count) {
+    uint32_t word[2] = {0, 0};
+    memcpy(word, packed + at / 2, (size_t)(count + 1) / 2);
+    uint32_t a = word[0], b = word[1];
+    u16v words = {a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
+    u16v shift = {4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24}; /* high nibble of each byte first */
+    return (f16v)lookup(table, (i16v)((words >> shift) & 15));
 }
 
 /* second == NULL: absmax is fp32 per block; else it is uint8, decoded as code[q] * second[block / 256] + offset. */
-void halfbyte_dequantize4(const uint8_t *packed, const void *absmax, const float *second, const float *code, float offset,
-                          const float *codebook, void *out, int64_t numel, int64_t blocksize, int64_t first, int64_t last,
-                          int dtype) {
-    f16v table;
+INLINE void dequantize(const uint8_t *packed, const void *absmax, const float *second, const float *code, float offset,
+                       const float *codebook, void *out, int64_t numel, int64_t blocksize, int64_t first, int64_t last,
+                       int dtype) {
+    i16v table;
     memcpy(&table, codebook, 64);
     for (int64_t block = first; block < last; block++) {
         float scale = second ? code[((const uint8_t *)absmax)[block]] * second[block / NESTED_BLOCK] + offset
                              : ((const float *)absmax)[block];
-        int64_t end = (block + 1) * blocksize < numel ? (block + 1) * blocksize : numel;
-        for (int64_t at = block * blocksize; at < end; at += 16) {
-            int count = end - at < 16 ? (int)(end - at) : 16;
-            b16v bytes = {0};
-            memcpy(&bytes, packed + at / 2, count == 16 ? 8 : (size_t)(count + 1) / 2);
-            b16v high = bytes >> 4, low = bytes & 15;
-            b16v nibbles = __builtin_shufflevector(high, low, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            store(out, at, lookup(table, __builtin_convertvector(nibbles, i16v)) * scale, dtype, count);
-        }
+        int64_t at = block * blocksize;
+        int64_t end = at + blocksize < numel ? at + blocksize : numel;
+        for (; at + 16 <= end; at += 16) store(out, at, decode(packed, at, table, 16) * scale, dtype, 16);
+        if (at < end) store(out, at, decode(packed, at, table, (int)(end - at)) * scale, dtype, (int)(end - at));
     }
 }
 
-void halfbyte_quantize4(const void *weight, uint8_t *packed, float *absmax, const float *midpoints, const uint8_t *code_of_rank,
-                        int64_t numel, int64_t blocksize, int64_t first, int64_t last, int dtype) {
+void halfbyte_dequantize4(const uint8_t *packed, const void *absmax, const float *second, const float *code, float offset,
+                          const float *codebook, void *out, int64_t numel, int64_t blocksize, int64_t first, int64_t last,
+                          int dtype) {
+#define RUN(kind) dequantize(packed, absmax, second, code, offset, codebook, out, numel, blocksize, first, last, kind)
+    if (dtype == FP32) RUN(FP32);
+    else if (dtype == BF16) RUN(BF16);
+    else RUN(FP16);
+#undef RUN
+}
+
+INLINE void encode(uint8_t *packed, int64_t at, i16v codes, int count) {
+    u8v pairs = (u8v)codes; /* the even element is the low word */
+    b64v bytes = (b64v)((pairs << 4) | (pairs >> 32));
+    b8v out = __builtin_shufflevector(bytes, bytes, 0, 8, 16, 24, 32, 40, 48, 56);
+    memcpy(packed + at / 2, &out, (size_t)(count + 1) / 2);
+}
+
+INLINE void quantize(const void *weight, uint8_t *packed, float *absmax, const float *midpoints, const int32_t *code_of_rank,
+                     int64_t numel, int64_t blocksize, int64_t first, int64_t last, int dtype) {
+    i16v table;
+    memcpy(&table, code_of_rank, 64);
     for (int64_t block = first; block < last; block++) {
         int64_t begin = block * blocksize;
         int64_t end = begin + blocksize < numel ? begin + blocksize : numel;
-        f16v most = {0};
-        i16v broken = {0};
+        i16v most = {0}; /* magnitudes order alike as floats and as integers, NaN above Inf */
         for (int64_t at = begin; at < end; at += 16) {
-            f16v values = load(weight, at, dtype, end - at < 16 ? (int)(end - at) : 16);
-            f16v magnitude = (f16v)((i16v)values & 0x7FFFFFFF);
-            broken |= magnitude != magnitude;
+            i16v magnitude = (i16v)load(weight, at, dtype, end - at < 16 ? (int)(end - at) : 16) & 0x7FFFFFFF;
             i16v larger = magnitude > most;
-            most = (f16v)(((i16v)magnitude & larger) | ((i16v)most & ~larger));
+            most = (magnitude & larger) | (most & ~larger);
         }
-        float largest = 0;
-        for (int i = 0; i < 16; i++) {
-            if (most[i] > largest) largest = most[i];
-            if (broken[i]) largest = INFINITY; /* the caller looks for it and names the tensor */
-        }
+        int32_t bits = 0;
+        for (int i = 0; i < 16; i++) bits = most[i] > bits ? most[i] : bits;
+        float largest;
+        memcpy(&largest, &bits, 4);
         int partial = end - begin < blocksize;
         float divisor = largest > 1e-38f ? largest : 1e-38f;
         absmax[block] = partial && largest < 1e-38f ? 1e-38f : largest;
@@ -106,11 +130,20 @@ void halfbyte_quantize4(const void *weight, uint8_t *packed, float *absmax, cons
             int count = end - at < 16 ? (int)(end - at) : 16;
             f16v values = load(weight, at, dtype, count);
             f16v scaled = partial ? values / divisor : values * reciprocal;
-            i16v rank = {0}; /* scaled beyond ±1 by rounding needs no clamp: the outer midpoints lie within */
+            i16v rank = {0}; /* scaled beyond 1 by rounding needs no clamp: the outer midpoints lie within */
             for (int i = 0; i < 15; i++) rank -= scaled > midpoints[i];
-            uint8_t codes[16];
-            for (int i = 0; i < 16; i++) codes[i] = code_of_rank[rank[i]];
-            for (int i = 0; i < (count + 1) / 2; i++) packed[at / 2 + i] = (uint8_t)(codes[2 * i] << 4 | codes[2 * i + 1]);
+            encode(packed, at, lookup(table, rank), count);
         }
     }
+}
+
+/* absmax of a block with NaN or Inf is not finite: the caller looks for that, and names the tensor. */
+void halfbyte_quantize4(const void *weight, uint8_t *packed, float *absmax, const float *midpoints,
+                        const int32_t *code_of_rank, int64_t numel, int64_t blocksize, int64_t first, int64_t last,
+                        int dtype) {
+#define RUN(kind) quantize(weight, packed, absmax, midpoints, code_of_rank, numel, blocksize, first, last, kind)
+    if (dtype == FP32) RUN(FP32);
+    else if (dtype == BF16) RUN(BF16);
+    else RUN(FP16);
+#undef RUN
 }
