@@ -20,7 +20,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -107,8 +107,8 @@ def _new_config(model: nn.Module, config: RunConfig) -> LoraConfig:
     )
 
 
-def _plain(alpha: float) -> int | float:
-    """16.0 → 16: adapter_config.json then reads as every other tool writes it."""
+def _plain(alpha: float) -> Any:
+    """16.0 → 16: adapter_config.json then reads as every other tool writes it (PEFT says int, and takes a float)."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import losses, make_trainer, rows, run_config
+from tiny_runs import losses, make_trainer, rows, run_config
 
 from halfbyte import files
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
@@ -29,7 +29,7 @@ SCENARIOS = {
 KILLED = """
     import os, signal, sys
     sys.path.insert(0, {here!r})
-    from tiny import make_trainer, rows, run_config
+    from tiny_runs import make_trainer, rows, run_config
 
     def run_and_kill(output, step, keys):
         trainer = make_trainer(run_config(output, **keys), train=rows(20), held_out=rows(3, 9))

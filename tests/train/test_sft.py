@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from tiny import tiny_llama
+from tiny_runs import tiny_llama
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

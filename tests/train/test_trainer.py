@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from tiny import collate, losses, make_trainer, rows, run_config, tiny_llama
+from tiny_runs import collate, losses, make_trainer, rows, run_config, tiny_llama
 
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.train.arguments import total_steps, training_arguments

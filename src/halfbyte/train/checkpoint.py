@@ -99,10 +99,10 @@ def starting_point(config: RunConfig, resume: str | bool | None) -> Path | None:
     if resume is True:
         if not (output / "config.resolved.yaml").is_file() and not checkpoints(output):
             raise ConfigError(f"output_dir: there is no run to resume in {output}", "leave out --resume to start one")
-        checkpoint = (checkpoints(output) or [None])[-1]
-        if checkpoint is None:
+        if not (found := checkpoints(output)):
             notice("resume_from_start", f"{output} holds no checkpoint yet, so the run starts again at step 0")
             return None
+        checkpoint = found[-1]
     else:
         checkpoint = Path(resume)
         if not is_whole(checkpoint):

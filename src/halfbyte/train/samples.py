@@ -60,8 +60,11 @@ def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if begin <= 1:  # trained from the start: plain text
         begin = max(1, min(TEXT_PROMPT_TOKENS, length // 2))
     end = next((at for at in range(begin, length) if labels[at] == IGNORE_INDEX), length)
-    prompt, reference = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:begin], ids[begin:end]))
-    return Prompt(list(ids[:begin]), prompt, reference)
+    return Prompt(list(ids[:begin]), _text(tokenizer, ids[:begin]), _text(tokenizer, ids[begin:end]))
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, trained: Sequence[str]) -> list[int]:
@@ -95,5 +98,5 @@ def answer(
         ids = torch.tensor([prompt.ids], device=model.device)
         with compute(model, dtype):
             output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-        answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+        answers.append(_text(tokenizer, output[0, ids.shape[1] :]))
     return answers

@@ -83,7 +83,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     compute_dtype = resolve_dtype(config.dtype, device)
     facts = {**environment(str(device)), "started": time.time()}
     print_header(console, facts, config)
-    where = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+    where: dict[str, Any] = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
     model_config = load_model_config(config.model_name_or_path, **where)
     tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
     data = prepare(config, tokenizer)

@@ -58,6 +58,7 @@ class HalfbyteTrainer(Trainer):
         **keys: as for transformers.Trainer.
     """
 
+    model: Any  # a PeftModel, or a transformers model in full fine-tuning
     loss_is_scaled_for_ga = True  # transformers 5.23: do not divide by the number of micro-batches
 
     def __init__(
@@ -67,13 +68,14 @@ class HalfbyteTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the same for transformers 5.17
         self.remove_callback(PrinterCallback)
         self.config, self.data, self.metrics, self.compute_dtype = config, data, metrics, compute_dtype
+        self.output = Path(config.output_dir)
         self.window = Window()
         self._loss_sum: torch.Tensor | float = 0.0
         self._step_began: float | None = None
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end from `checkpoint`, or from the start; a checkpoint of the end is only loaded."""
-        total = total_steps(self.config, len(self.train_dataset))
+        total = total_steps(self.config, self.data["rows"])
         if checkpoint is None or checkpoints.step_of(checkpoint) < total:
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         else:  # transformers would train one step more
@@ -136,7 +138,7 @@ class HalfbyteTrainer(Trainer):
         return grad_norm
 
     def _last_checkpoint(self) -> str:
-        last = checkpoints.checkpoints(Path(self.args.output_dir))
+        last = checkpoints.checkpoints(self.output)
         return f"the last checkpoint is {last[-1]}" if last else "there is no checkpoint yet"
 
     def floating_point_ops(self, inputs) -> int:
@@ -193,7 +195,7 @@ class HalfbyteTrainer(Trainer):
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": tokens}
         metrics["seconds"] = time.perf_counter() - began
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(None, None, named, len(dataloader.dataset))
+        return EvalLoopOutput(None, None, named, len(dataloader.dataset))  # type: ignore[arg-type]
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -203,8 +205,7 @@ class HalfbyteTrainer(Trainer):
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
-        output = Path(self.args.output_dir)
-        place = output / f"checkpoint-{self.state.global_step}"
+        place = self.output / f"checkpoint-{self.state.global_step}"
         try:
             with new_directory(place) as aside:
                 self.save_model(str(aside), _internal_call=True)
@@ -219,11 +220,11 @@ class HalfbyteTrainer(Trainer):
             raise TrainingError(
                 f"{place} could not be saved: {reason}", f"free some space and resume; {self._last_checkpoint()}"
             ) from error
-        checkpoints.keep_newest(output, self.args.save_total_limit)
+        checkpoints.keep_newest(self.output, self.args.save_total_limit)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Adapters only; all weights in full fine-tuning."""
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.output)
         if isinstance(self.model, PeftModel):
             save_adapter(self.model, folder)
         else:
