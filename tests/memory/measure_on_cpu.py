@@ -2,14 +2,12 @@
 
     python measure_on_cpu.py MODEL ROWS LENGTH CHECKPOINTED(0|1)
 
-Growth is the highest resident size during two training steps over the resident size after all libraries are imported and
-warm, before the model is read: what `memory.estimate` predicts for a CPU.
+Growth is the highest resident size during two training steps over the resident size after all libraries are imported
+and warm, before the model is read: what `memory.estimate` predicts for a CPU.
 """
 
 import json
-import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -45,8 +43,7 @@ def warm_up(dtype: torch.dtype) -> None:
 
 def main(path: str, rows: int, length: int, checkpointed: bool, dtype: torch.dtype = torch.float32) -> None:
     torch.set_num_threads(1)
-    if os.environ.get("TIGHT", "1") == "1":
-        return_large_blocks()
+    return_large_blocks()
     warm_up(dtype)
     base = resident("VmRSS")
     model = get_peft_model(quantized(path, dtype), LoraConfig(r=16, target_modules="all-linear"))
@@ -55,7 +52,6 @@ def main(path: str, rows: int, length: int, checkpointed: bool, dtype: torch.dty
     model.train()
     if checkpointed:
         model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    began = time.process_time()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
     for _ in range(2):
         tokens = torch.randint(5, 1000, (rows, length))
@@ -65,7 +61,16 @@ def main(path: str, rows: int, length: int, checkpointed: bool, dtype: torch.dty
         (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(json.dumps({"base": base, "loaded": loaded - base, "growth": resident("VmHWM") - base, "cpu": time.process_time() - began}))
+    print(
+        json.dumps(
+            {
+                "base": base,
+                "loaded": loaded - base,
+                "growth": resident("VmHWM") - base,
+                "cpu": time.process_time() - began,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

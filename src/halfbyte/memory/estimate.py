@@ -1,8 +1,8 @@
 """How much memory a run will take, part by part, from the model's config alone; and whether to recompute activations.
 
-What stays (weights, adapters, gradients, optimizer state) is counted on the model built without storage. What comes and
-goes (activations, the loss's logits, scratch) is found by replaying one step on shapes (`memory.replay`). Layers of equal
-shapes cost equal bytes each, so one and two layers are replayed and the rest is a straight line.
+What stays (weights, adapters, gradients, optimizer state) is counted on the model built without storage. What comes
+and goes (activations, the loss's logits, scratch) is found by replaying one step on shapes (`memory.replay`). Layers of
+equal shapes cost equal bytes each, so one and two layers are replayed and the rest is a straight line.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grads = [None if grad is None else (grad * grad_loss.reshape(1, 1)).to(grad.dtype) for grad in ctx.saved_tensors]
+        grads = [
+            None if grad is None else (grad * grad_loss.reshape(1, 1)).to(grad.dtype) for grad in ctx.saved_tensors
+        ]
         return *grads, None, None, None
 
 
@@ -133,9 +135,10 @@ class Replay:
 
 def give_shapes_a_device(model: nn.Module) -> None:
     """Replace meta tensors by fake CPU ones (call under FakeTensorMode): autocast and attention ask for a device."""
-    made: dict[int, Tensor] = {}
+    made: dict[int, Any] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in stores:
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in made:
                     fake: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -180,8 +183,9 @@ def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, dtype: torch.dty
             return F.cross_entropy(logits.flatten(0, -2).float(), labels, reduction="sum")
     hidden = causal_lm.base_model(**batch, use_cache=False).last_hidden_state
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    chunk = chunk_rows(head.weight.shape[0], chunk_device)
     with ledger.tagged("logits"):
-        return _ChunkedLoss.apply(hidden, head.weight.to(dtype), labels, softcap, chunk_rows(*head.weight.shape[:1], chunk_device))
+        return _ChunkedLoss.apply(hidden, head.weight.to(dtype), labels, softcap, chunk)
 
 
 @contextlib.contextmanager

@@ -134,11 +134,13 @@ class ModelShapes:
             two, one = self._replay(length, layers, 2), self._replay(length, layers, 1)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
             whole = self._rough(checkpointed, length)
-            notice("rough_memory", f"activation memory is a rough guess: this model cannot be replayed on shapes ({error})")
+            notice(
+                "rough_memory", f"activation memory is a rough guess: this model cannot be replayed on shapes ({error})"
+            )
             return whole, whole
         per_layer = two.total - one.total
-        whole = two.total + per_layer * (len(layers) - 2)
-        return Replay(whole - two.logits, two.logits), one
+        total = two.total + per_layer * (len(layers) - 2)
+        return Replay(total - two.logits, two.logits), one
 
     def _layers(self) -> nn.ModuleList | None:
         depth = self.causal_lm.config.get_text_config().num_hidden_layers

@@ -68,7 +68,12 @@ def linear_cross_entropy_forward(
         DataError: on a CPU, a label is outside [0, V). On an accelerator, where raising would have to wait for it, the
             loss and the row's gradient are NaN instead.
     """
-    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+    options: dict[str, Any] = {
+        "softcap": softcap,
+        "scale": scale,
+        "grad_hidden": grad_hidden,
+        "grad_weight": grad_weight,
+    }
     options["chunk"] = chunk or chunk_rows(weight.shape[0], hidden.device.type)
     if _is_cpu(hidden):
         return _trained_rows_only(hidden, weight, labels, ignore_index, options)
@@ -113,7 +118,7 @@ def cross_entropy_in_chunks(
     grad_weight: bool,
     chunk: int,
 ) -> LossAndGrads:
-    """The loop over chunks: `targets` [N] within [0, V), `ignored` [N] bool or None for none, `chunk` rows at a time."""
+    """The loop over chunks of rows: `targets` [N] within [0, V), `ignored` [N] bool, or None where all are trained."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
     loss_sum = torch.zeros((), dtype=exact, device=hidden.device)
     grad_x = torch.empty_like(hidden) if grad_hidden else None
