@@ -238,6 +238,11 @@ def _copy(function, target: QuantizedTensor, source: Tensor, non_blocking: bool 
     return target
 
 
+def _add(function, *args: Any, **kwargs: Any) -> Tensor:
+    """A full-precision sum; DoRA adds the low-rank product to the weight to take the norms of its rows."""
+    return function(*(arg.dequantize() if isinstance(arg, QuantizedTensor) else arg for arg in args), **kwargs)
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: lambda function, tensor: tensor.map(function),
     aten.alias.default: lambda function, tensor: tensor.map(function),
@@ -250,6 +255,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         lambda part: torch.empty_like(part, device=device), dtype
     ),
     aten.copy_.default: _copy,
+    aten.add.Tensor: _add,
     aten.split.Tensor: _split,
     aten.new_zeros.default: _new_shard,
 }
