@@ -61,16 +61,7 @@ def main(path: str, rows: int, length: int, checkpointed: bool, dtype: torch.dty
         (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(
-        json.dumps(
-            {
-                "base": base,
-                "loaded": loaded - base,
-                "growth": resident("VmHWM") - base,
-                "cpu": time.process_time() - began,
-            }
-        )
-    )
+    print(json.dumps({"base": base, "loaded": loaded - base, "growth": resident("VmHWM") - base}))
 
 
 if __name__ == "__main__":
