@@ -1,0 +1,201 @@
+"""The main job at size, beside its peer: an 8B Llama-3.1-shaped model, NF4 + double quantization, GSM8K packed 2×2048.
+
+    python -m benchmarks.qlora_8b --data gsm8k.jsonl --tokenizer llama3/ --work DIR [--steps 20] [--json FILE]
+
+Writes a random-weight checkpoint and an adapter to disk, trains through `halfbyte train`, then trains HF + PEFT +
+bitsandbytes from the same weights and adapter on the same batches in the same order, each in a process of its own, and
+compares losses and peak memory. `--model qwen3-0.6b` (or tiny) is for trying it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import write_result
+
+SHAPES = {
+    "llama-3.1-8b": dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
+    ),
+    "tiny": dict(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128256, max_position_embeddings=131072,
+    ),
+}  # fmt: skip
+
+
+def write_checkpoint(shape: str, tokenizer: Path, folder: Path) -> None:
+    """Random bf16 weights in 4 GB shards, with the Llama-3 tokenizer and a ChatML-like template with marks."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    tok = PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer / "tokenizer.json"), eos_token="<|end_of_text|>", bos_token="<|begin_of_text|>"
+    )
+    tok.chat_template = (
+        "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}<|end_of_text|>{% endgeneration %}{% else %}{{ m['content'] }}<|eot_id|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    )
+    tok.save_pretrained(folder)
+    config = LlamaConfig(**SHAPES[shape], rope_theta=500000.0, bos_token_id=128000, eos_token_id=128001)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config)
+        torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder, max_shard_size="4GB")
+
+
+def write_adapter(base: Path, folder: Path) -> None:
+    """An adapter at its initial values, from shapes alone: both trainers start from these bytes."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    peft = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
+    peft.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in peft.named_parameters():
+        if "lora_A" in name:
+            bound = 1 / parameter.shape[1] ** 0.5
+            parameter.data = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+        elif "lora_B" in name:
+            parameter.data = torch.zeros(parameter.shape)
+    peft.peft_config["default"].base_model_name_or_path = str(base)
+    peft.save_pretrained(folder)
+
+
+def run_config(work: Path, data: Path, steps: int) -> dict:
+    return {
+        "model_name_or_path": str(work / "base"), "dataset": str(data), "max_length": 2048, "packing": True,
+        "per_device_train_batch_size": 2, "max_steps": steps, "learning_rate": 2e-4, "warmup_steps": 0,
+        "lr_scheduler_type": "constant", "activation_checkpointing": True, "adapter_path": str(work / "adapter0"),
+        "output_dir": str(work / "out"), "sample_prompts": 0, "seed": 7,
+    }  # fmt: skip
+
+
+def train_peer(config_file: Path, out: Path) -> None:
+    """HF + PEFT + bitsandbytes on exactly the batches of the halfbyte run: stock modules, full logits, plain loop."""
+    from peft import PeftModel, prepare_model_for_kbit_training
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from halfbyte.config import load_config
+    from halfbyte.data import prepare
+    from halfbyte.data.collate import make_collator
+    from halfbyte.models.load import load_tokenizer
+
+    config = load_config(config_file)
+    tokenizer = load_tokenizer(config.model_name_or_path)
+    data = prepare(config, tokenizer)
+    order = json.loads((Path(config.output_dir) / "order.json").read_text())
+    loader = DataLoader(data.train, batch_sampler=order, collate_fn=make_collator(config, tokenizer))
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model_name_or_path, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": "cuda"}
+    )
+    model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = PeftModel.from_pretrained(model, config.adapter_path, is_trainable=True).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0, fused=True)
+    losses, seconds, counts = [], [], []
+    torch.cuda.reset_peak_memory_stats()
+    for batch in loader:
+        began = time.perf_counter()
+        inputs = {name: value.cuda() for name, value in batch.items()}
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        counts.append(int((batch["labels"][:, 1:] != -100).sum()))
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated()
+    out.write_text(json.dumps({"losses": losses, "step_seconds": seconds, "peak_bytes": peak, "trained_tokens": counts}))
+
+
+def save_order(config_file: Path) -> None:
+    """The rows of each batch in training order: the same Trainer and arguments over row numbers instead of rows."""
+    from transformers import Trainer
+
+    from halfbyte.config import load_config
+    from halfbyte.data import prepare
+    from halfbyte.models.load import load_tokenizer
+    from halfbyte.train.arguments import training_arguments
+
+    config = load_config(config_file)
+    rows = len(prepare(config, load_tokenizer(config.model_name_or_path)).train)
+    arguments = training_arguments(config, torch.device("cpu"), torch.float32, rows=rows, evaluate=False)
+    numbers = [{"row": row} for row in range(rows)]
+    trainer = Trainer(torch.nn.Linear(1, 1), arguments, lambda batch: [row["row"] for row in batch], numbers)
+    batches = iter(trainer.get_train_dataloader())
+    order = [next(batches) for _ in range(config.max_steps)]
+    (Path(config.output_dir) / "order.json").write_text(json.dumps(order))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/qlora-8b"))
+    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json")
+    parser.add_argument("--peer", action="store_true", help="(internal) train the peer")
+    given = parser.parse_args()
+    config_file = given.work / "run.yaml"
+    if given.peer:
+        save_order(config_file)
+        return train_peer(config_file, given.work / "peer.json")
+    if not (given.work / "base").exists():
+        write_checkpoint(given.model, given.tokenizer, given.work / "base")
+        write_adapter(given.work / "base", given.work / "adapter0")
+    config_file.write_text(json.dumps(run_config(given.work, given.data.resolve(), given.steps)))  # JSON is YAML
+    subprocess.run([sys.executable, "-m", "halfbyte", "train", str(config_file)], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.qlora_8b", "--peer", "--work", str(given.work)], check=True)
+    compare(given)
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Print the two runs side by side and write the result."""
+    records = [json.loads(line) for line in (given.work / "out" / "metrics.jsonl").read_text().splitlines()]
+    ours = [record for record in records if record["kind"] == "train"]
+    peer = json.loads((given.work / "peer.json").read_text())
+    memory = json.loads((given.work / "out" / "memory.json").read_text())
+    assert [r["trained_tokens"] for r in ours] == peer["trained_tokens"], "the two runs saw different batches"
+    print(" step  halfbyte  HF+PEFT+bitsandbytes")
+    for record, loss in zip(ours, peer["losses"], strict=True):
+        print(f"{record['step']:5} {record['loss']:9.5f} {loss:9.5f}")
+    difference = max(abs(r["loss"] / loss - 1) for r, loss in zip(ours, peer["losses"], strict=True))
+    result = {
+        "model": given.model, "steps": given.steps, "largest_relative_loss_difference": difference,
+        "peak_gib": {"halfbyte": memory["measured"]["peak_bytes"] / 2**30, "peer": peer["peak_bytes"] / 2**30},
+        "predicted_gib": memory["predicted"]["total"] / 2**30,
+        "after_load_gib": memory["measured"]["after_load_bytes"] / 2**30,
+        "step_ms": {
+            "halfbyte": 1e3 * sorted(r["step_seconds"] for r in ours)[len(ours) // 2],
+            "peer": 1e3 * sorted(peer["step_seconds"])[len(peer["step_seconds"]) // 2],
+        },
+        "losses": {"halfbyte": [r["loss"] for r in ours], "peer": peer["losses"]},
+    }  # fmt: skip
+    print(json.dumps({k: v for k, v in result.items() if k != "losses"}, indent=1))
+    write_result(given.json, result)
+
+
+if __name__ == "__main__":
+    main()

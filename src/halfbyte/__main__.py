@@ -1,0 +1,7 @@
+"""`python -m halfbyte` is the `halfbyte` command."""
+
+import sys
+
+from halfbyte.cli import main
+
+sys.exit(main())
