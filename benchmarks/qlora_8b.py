@@ -4,13 +4,15 @@
 
 Writes a random-weight checkpoint and an adapter to disk, trains through `halfbyte train`, then trains HF + PEFT +
 bitsandbytes from the same weights and adapter on the same batches in the same order, each in a process of its own, and
-compares losses and peak memory. `--model qwen3-0.6b` (or tiny) is for trying it out.
+compares losses and peak memory. The peer runs twice: as TRL sets it up (16-bit norms and residual stream), and after PEFT's
+`prepare_model_for_kbit_training`, which makes everything that is not quantized float32. `--model qwen3-0.6b` (or tiny) is for trying it out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -84,7 +86,7 @@ def run_config(work: Path, data: Path, steps: int) -> dict:
     }  # fmt: skip
 
 
-def train_peer(config_file: Path, out: Path) -> None:
+def train_peer(config_file: Path, out: Path, upcast: bool) -> None:
     """HF + PEFT + bitsandbytes on exactly the batches of the halfbyte run: stock modules, full logits, plain loop."""
     from peft import PeftModel, prepare_model_for_kbit_training
     from torch.utils.data import DataLoader
@@ -107,7 +109,10 @@ def train_peer(config_file: Path, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         config.model_name_or_path, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": "cuda"}
     )
-    model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    if upcast:  # float32 norms, embeddings, head and residual stream
+        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.requires_grad_(False).gradient_checkpointing_enable({"use_reentrant": False})
     model = PeftModel.from_pretrained(model, config.adapter_path, is_trainable=True).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0, fused=True)
@@ -156,45 +161,59 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json")
-    parser.add_argument("--peer", action="store_true", help="(internal) train the peer")
+    parser.add_argument("--peer", choices=["peer", "peer-upcast"], help="(internal) train one peer")
     given = parser.parse_args()
     config_file = given.work / "run.yaml"
     if given.peer:
         save_order(config_file)
-        return train_peer(config_file, given.work / "peer.json")
+        return train_peer(config_file, given.work / f"{given.peer}.json", given.peer == "peer-upcast")
     if not (given.work / "base").exists():
         write_checkpoint(given.model, given.tokenizer, given.work / "base")
         write_adapter(given.work / "base", given.work / "adapter0")
     config_file.write_text(json.dumps(run_config(given.work, given.data.resolve(), given.steps)))  # JSON is YAML
     subprocess.run([sys.executable, "-m", "halfbyte", "train", str(config_file)], check=True)
-    subprocess.run([sys.executable, "-m", "benchmarks.qlora_8b", "--peer", "--work", str(given.work)], check=True)
+    for peer in ("peer", "peer-upcast"):
+        command = [sys.executable, "-m", "benchmarks.qlora_8b", "--peer", peer, "--work", str(given.work)]
+        subprocess.run(command, check=True)
     compare(given)
 
 
 def compare(given: argparse.Namespace) -> None:
-    """Print the two runs side by side and write the result."""
+    """Print the runs side by side and write the result."""
     records = [json.loads(line) for line in (given.work / "out" / "metrics.jsonl").read_text().splitlines()]
-    ours = [record for record in records if record["kind"] == "train"]
-    peer = json.loads((given.work / "peer.json").read_text())
+    train = [record for record in records if record["kind"] == "train"]
     memory = json.loads((given.work / "out" / "memory.json").read_text())
-    assert [r["trained_tokens"] for r in ours] == peer["trained_tokens"], "the two runs saw different batches"
-    print(" step  halfbyte  HF+PEFT+bitsandbytes")
-    for record, loss in zip(ours, peer["losses"], strict=True):
-        print(f"{record['step']:5} {record['loss']:9.5f} {loss:9.5f}")
-    difference = max(abs(r["loss"] / loss - 1) for r, loss in zip(ours, peer["losses"], strict=True))
+    runs = {
+        "halfbyte": {
+            "losses": [record["loss"] for record in train],
+            "step_seconds": [record["step_seconds"] for record in train],
+            "trained_tokens": [record["trained_tokens"] for record in train],
+            "peak_bytes": memory["measured"]["peak_bytes"],
+        }
+    }
+    for peer in ("peer", "peer-upcast"):
+        runs[peer] = json.loads((given.work / f"{peer}.json").read_text())
+        assert runs[peer]["trained_tokens"] == runs["halfbyte"]["trained_tokens"], "the runs saw different batches"
+    print(" step " + " ".join(f"{name:>12}" for name in runs))
+    for step, losses in enumerate(zip(*(run["losses"] for run in runs.values()), strict=True), 1):
+        print(f"{step:5} " + " ".join(f"{loss:12.5f}" for loss in losses))
+    summary = {}
+    for name, run in runs.items():
+        pairs = zip(runs["halfbyte"]["losses"], run["losses"], strict=True)
+        summary[name] = {
+            "peak_gib": run["peak_bytes"] / 2**30,
+            "step_ms": 1e3 * statistics.median(run["step_seconds"]),
+            "largest_relative_loss_difference": max(abs(ours / theirs - 1) for ours, theirs in pairs),
+        }
     result = {
-        "model": given.model, "steps": given.steps, "largest_relative_loss_difference": difference,
-        "peak_gib": {"halfbyte": memory["measured"]["peak_bytes"] / 2**30, "peer": peer["peak_bytes"] / 2**30},
+        "model": given.model,
+        "steps": given.steps,
+        "runs": summary,
         "predicted_gib": memory["predicted"]["total"] / 2**30,
         "after_load_gib": memory["measured"]["after_load_bytes"] / 2**30,
-        "step_ms": {
-            "halfbyte": 1e3 * sorted(r["step_seconds"] for r in ours)[len(ours) // 2],
-            "peer": 1e3 * sorted(peer["step_seconds"])[len(peer["step_seconds"]) // 2],
-        },
-        "losses": {"halfbyte": [r["loss"] for r in ours], "peer": peer["losses"]},
-    }  # fmt: skip
-    print(json.dumps({k: v for k, v in result.items() if k != "losses"}, indent=1))
-    write_result(given.json, result)
+    }
+    print(json.dumps(result, indent=1))
+    write_result(given.json, result | {"losses": {name: run["losses"] for name, run in runs.items()}})
 
 
 if __name__ == "__main__":

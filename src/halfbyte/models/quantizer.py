@@ -138,9 +138,11 @@ class HalfbyteQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.failure: HalfbyteError | None = None
 
-    @property
-    def quantized_element_size(self) -> float:
-        return 0.5
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
+        if self.param_needs_quantization(model, param_name):
+            return self.quantization_config.format.bits_per_weight(tuple(param.shape)) / 8
+        return param.element_size()
 
     def attempt(self, key: str, make: Any, result: dict[str, Tensor]) -> None:
         """transformers turns exceptions of a conversion into a log line and goes on; keep the first to raise it after."""
