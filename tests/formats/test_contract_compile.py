@@ -1,4 +1,4 @@
-"""The format contract under torch.compile and activation checkpointing: equal numbers, no full-precision weight saved."""
+"""The format contract under torch.compile and activation checkpointing: equal numbers, no whole weight saved."""
 
 import copy
 
