@@ -8,9 +8,9 @@ memory peaks at the quantized model plus one tensor. Checkpoints that bitsandbyt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -83,13 +83,15 @@ class _Quantize(ConversionOps):
         result: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
-            module, _ = get_module_from_name(model, name)
-            _check_shape(module, weight, name)
-            self.hf_quantizer.attempt(name, lambda weight=weight: self._quantize(weight), result)
+            self.hf_quantizer.attempt(name, lambda name=name, weight=weight: self._quantize(name, weight, model), result)
         return result
 
-    def _quantize(self, weight: Tensor) -> nn.Parameter:
-        return quantized_parameter(weight, self.hf_quantizer.quantization_config.format)
+    def _quantize(self, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
+        _check_shape(model, weight, name)
+        try:
+            return quantized_parameter(weight, self.hf_quantizer.quantization_config.format)
+        except ModelError as error:
+            raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
 class _Deserialize(ConversionOps):
@@ -110,15 +112,15 @@ class _Deserialize(ConversionOps):
         def load() -> nn.Parameter:
             format_, parts, shape, dtype = Blockwise4.from_state(state, full_layer_name)
             tensor = QuantizedTensor(format_, parts, shape, dtype)
-            module, _ = get_module_from_name(model, full_layer_name)
-            _check_shape(module, tensor, full_layer_name)
+            _check_shape(model, tensor, full_layer_name)
             return nn.Parameter(tensor, requires_grad=False)
 
         self.hf_quantizer.attempt("weight", load, result)
         return result
 
 
-def _check_shape(module: nn.Module, weight: Tensor, name: str) -> None:
+def _check_shape(model: nn.Module, weight: Tensor, name: str) -> None:
+    module, _ = get_module_from_name(model, name)
     expected = (module.out_features, module.in_features)
     if tuple(weight.shape) != expected:
         raise CheckpointError(
@@ -142,13 +144,15 @@ class HalfbyteQuantizer(HfQuantizer):
     def quantized_element_size(self) -> float:
         return 0.5
 
-    def attempt(self, key: str, make: Any, result: dict[str, Tensor]) -> None:
-        """transformers turns exceptions of a conversion into a log line and goes on; keep the first to raise it after."""
+    def attempt(self, key: str, make: Callable[[], nn.Parameter], result: dict[str, Tensor]) -> None:
+        """Put `make()` into `result`, or keep the first failure until everything is loaded.
+
+        transformers turns exceptions of a conversion into log lines and one that names no tensor.
+        """
         try:
             result[key] = make()
         except HalfbyteError as error:
             self.failure = self.failure or error
-            raise
 
     def update_device_map(self, device_map: Any) -> Any:
         from ..hardware import best_device
