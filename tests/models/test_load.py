@@ -1,4 +1,4 @@
-"""load_model and load_tokenizer on tiny checkpoints of eight families: values, dtypes, and what bad input is answered."""
+"""load_model and load_tokenizer on tiny checkpoints of eight families: values, dtypes, and the answers to bad input."""
 
 import json
 import shutil
@@ -254,7 +254,7 @@ def test_missing_entry_of_a_quantized_checkpoint(bitsandbytes_checkpoint, tmp_pa
 
 
 def test_missing_folder_suggests_its_neighbour(damaged):
-    with pytest.raises(ModelError, match="did you mean .*tiny-llama"):
+    with pytest.raises(ModelError, match=r"did you mean .*tiny-llama"):
         load_model(str(damaged.parent / "tiny-lama"))
 
 

@@ -118,6 +118,10 @@ class _Deserialize(ConversionOps):
         self.hf_quantizer.attempt("weight", load, result)
         return result
 
+    def __deepcopy__(self, memo: Any) -> _Deserialize:
+        """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
+        return self
+
 
 def _check_shape(model: nn.Module, weight: Tensor, name: str) -> None:
     module, _ = get_module_from_name(model, name)
