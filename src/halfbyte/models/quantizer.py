@@ -125,10 +125,13 @@ class _Deserialize(ConversionOps):
 
 def _check_shape(model: nn.Module, weight: Tensor, name: str) -> None:
     module, _ = get_module_from_name(model, name)
-    expected = (module.out_features, module.in_features)
-    if tuple(weight.shape) != expected:
+    _check_same_shape(name, tuple(weight.shape), (module.out_features, module.in_features))
+
+
+def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
         raise CheckpointError(
-            f"{name} has shape {tuple(weight.shape)} in the checkpoint, {expected} in the model",
+            f"{name} has shape {found} in the checkpoint, {expected} in the model",
             "check that config.json belongs to these weights",
         )
 
@@ -143,6 +146,7 @@ class HalfbyteQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QuantizationConfigMixin, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.failure: HalfbyteError | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     @property
     def quantized_element_size(self) -> float:
@@ -179,6 +183,7 @@ class HalfbyteQuantizer(HfQuantizer):
         stacked = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 2)
         if stacked:
             notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -187,6 +192,8 @@ class HalfbyteQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, Linear4bit) and not isinstance(module.weight, QuantizedTensor):
                 raise CheckpointError(f"{name}.weight is missing from the checkpoint", "re-download the checkpoint")
+        for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
+            _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
