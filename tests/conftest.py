@@ -48,7 +48,6 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3")
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,10 @@ class QuantizedTensor(Tensor):
     def __tensor_unflatten__(cls, inner, meta, outer_size, outer_stride):
         return cls(from_spec(meta[0]), inner, outer_size, meta[1])
 
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph depends on, for torch.compile's cache."""
+        return f"{self.format.spec} {tuple(self.shape)} {self.dtype} {self.device}"
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

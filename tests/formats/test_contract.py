@@ -292,7 +292,7 @@ def test_to_cuda_and_back(format):
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda t: t + 1,
+        lambda t: t * 2,
         lambda t: t @ t.dequantize().t(),
         lambda t: t.t() @ t.dequantize(),
         lambda t: t[0],
@@ -306,6 +306,13 @@ def test_to_cuda_and_back(format):
 def test_other_operations_are_refused(format, operation):
     with pytest.raises(ModelError, match="quantized weight"):
         operation(quantized(format))
+
+
+def test_a_sum_is_full_precision(format):
+    """DoRA adds the low-rank product to the weight for the norms of its rows."""
+    tensor, other = quantized(format), torch.randn(65, 129)
+    assert torch.equal(tensor + other, tensor.dequantize() + other)
+    assert torch.equal(torch.add(other, tensor, alpha=0.5), torch.add(other, tensor.dequantize(), alpha=0.5))
 
 
 def test_copy_in_place(format):

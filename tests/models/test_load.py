@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -17,6 +16,7 @@ from halfbyte.layers import Linear4bit
 from halfbyte.models.load import load_model, load_model_config, load_tokenizer
 from halfbyte.tensor import QuantizedTensor
 
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3")
 TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
 
 
