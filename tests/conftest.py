@@ -33,3 +33,42 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """A function from a family's name to the folder of a tiny random model of it, in several safetensors shards."""
+    import torch
+    import transformers
+
+    made = {}
+
+    def make(family="Llama", dtype="float32", **keys) -> Path:
+        key = (family, dtype, *sorted(keys.items()))
+        if key not in made:
+            torch.manual_seed(len(family))
+            config = getattr(transformers, f"{family}Config")(**(TINY | keys))
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+            for parameter in model.parameters():  # HF starts norms at one and biases at zero: make them matter
+                parameter.data += 0.02 * torch.randn_like(parameter)
+            folder = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder, max_shard_size="100KB")
+            made[key] = folder
+        return made[key]
+
+    return make

@@ -41,7 +41,8 @@ class _QuantizedWeight:
         self, state_dict: dict[str, Any], prefix: str, metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         name = f"{prefix}weight"
-        entries = {key.removeprefix(name).lstrip("."): state_dict[key] for key in state_dict if key.startswith(name)}
+        mine = [key for key in state_dict if key == name or key.startswith(f"{name}.")]
+        entries = {key.removeprefix(name).lstrip("."): state_dict[key] for key in mine}
         if set(entries) > {""}:
             format_, parts, shape, dtype = type(self.weight.format).from_state(entries, name)
             loaded = QuantizedTensor(format_, parts, shape, dtype)

@@ -36,6 +36,11 @@ class Format(abc.ABC):
     def parse(cls, options: str) -> Format:
         """The format from its `spec` after the name."""
 
+    @classmethod
+    @abc.abstractmethod
+    def examples(cls) -> list[Format]:
+        """A few option sets that together reach every path of the format; the contract test runs each of them."""
+
     @abc.abstractmethod
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         """Name, shape and dtype of each part that stores a tensor of `shape`, in a fixed order."""

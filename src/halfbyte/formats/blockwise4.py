@@ -69,6 +69,10 @@ class Blockwise4(Format):
         quant_type, blocksize, scales = options.split(":")
         return cls(quant_type, int(blocksize), scales == "nested")  # type: ignore[arg-type]
 
+    @classmethod
+    def examples(cls) -> list[Format]:
+        return [cls("nf4", 64, False), cls("nf4", 64, True), cls("fp4", 32, True), cls("nf4", 1024, False)]
+
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         numel = torch.Size(shape).numel()
         blocks = -(-numel // self.blocksize)
@@ -142,24 +146,29 @@ class Blockwise4(Format):
         nested = "nested_offset" in meta
         try:
             format_ = cls(meta["quant_type"], meta["blocksize"], nested)
-            shape, dtype = tuple(meta["shape"]), getattr(torch, meta["dtype"])
-        except (KeyError, ModelError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{name}: its quant_state is not usable: {error}", "re-download the checkpoint") from error
+            shape, dtype = tuple(torch.Size(meta["shape"])), getattr(torch, meta["dtype"])
+            offset = float(meta.get("nested_offset", 0.0))
+        except (KeyError, ModelError, AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{name}: its quant_state is not usable: {error!r}", "re-download the checkpoint") from error
+        if nested and (meta.get("nested_blocksize"), meta.get("nested_dtype")) != (NESTED_BLOCK, "float32"):
+            raise CheckpointError(f"{name}: its nested scales are not float32 in blocks of {NESTED_BLOCK}", "re-quantize the model")
         parts = {part: state[suffix] for suffix, part in PART_OF_KEY.items() if suffix in state}
-        # bitsandbytes can store the bytes as bf16, fp16 or fp32 words (bnb_4bit_quant_storage).
-        parts["packed"] = parts["packed"].contiguous().view(torch.uint8).view(-1, 1)
+        if "packed" in parts:
+            # bitsandbytes can store the bytes as bf16, fp16 or fp32 words (bnb_4bit_quant_storage).
+            parts["packed"] = parts["packed"].contiguous().view(-1).view(torch.uint8).view(-1, 1)
         if nested:
-            device = parts["packed"].device
-            parts["nested_offset"] = torch.tensor(meta["nested_offset"], dtype=torch.float32, device=device)
+            parts["nested_offset"] = torch.tensor(offset, dtype=torch.float32, device=next(iter(state.values())).device)
         format_._check_parts(parts, shape, dtype, name)
         stored_map = state.get("quant_map")
         if stored_map is not None and not stored_map.is_meta:
             expected = codebook4(format_.quant_type, stored_map.device)
-            if not torch.allclose(stored_map.float(), expected, atol=1e-6):
+            if stored_map.shape != expected.shape or not torch.allclose(stored_map.float(), expected, atol=1e-6):
                 raise CheckpointError(f"{name}.quant_map is not the {format_.quant_type} codebook", "re-quantize the model")
         return format_, parts, shape, dtype
 
     def _check_parts(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+        if min(shape, default=0) < 0:
+            raise CheckpointError(f"{name}: its quant_state says shape {shape}", "re-download the checkpoint")
         if dtype not in FLOATS:
             raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
         key_of_part = {part: key for key, part in PART_OF_KEY.items()}
@@ -184,7 +193,10 @@ def read_quant_state(state: Parts, name: str) -> dict[str, Any]:
     for key in STATE_KEYS.values():
         if key in state:
             try:
-                return json.loads(bytes(state[key].cpu().tolist()))
-            except ValueError as error:
+                meta = json.loads(bytes(state[key].cpu().tolist()))
+            except (ValueError, TypeError) as error:
                 raise CheckpointError(f"{name}.{key} is not JSON: {error}", "re-download the checkpoint") from error
+            if not isinstance(meta, dict):
+                raise CheckpointError(f"{name}.{key} is not a JSON object", "re-download the checkpoint")
+            return meta
     raise CheckpointError(f"{name}.quant_state.bitsandbytes__* is missing", "re-download the checkpoint")

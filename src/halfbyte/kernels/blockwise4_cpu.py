@@ -34,10 +34,10 @@ def dequantize(
 ) -> Tensor:
     out = torch.empty(numel, dtype=dtype)
     packed, absmax, codebook = packed.contiguous(), absmax.contiguous(), codebook4(quant_type, CPU)
-    second, code, offset = nested if nested is not None else (None, None, None)
-    second_pointer = second.contiguous().data_ptr() if second is not None else None
-    code_pointer = code.data_ptr() if code is not None else None
-    value = float(offset) if offset is not None else 0.0
+    second_pointer, code_pointer, value = None, None, 0.0
+    if nested is not None:
+        second, code = nested[0].contiguous(), nested[1].contiguous()  # named, so that they outlive the call
+        second_pointer, code_pointer, value = second.data_ptr(), code.data_ptr(), float(nested[2])
 
     def blocks(first: int, last: int) -> None:
         _lib.halfbyte_dequantize4(

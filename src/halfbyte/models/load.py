@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, HalfbyteError, ModelError
+from ..formats.base import FLOATS
 from ..hardware import best_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
@@ -19,7 +20,10 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype != "auto":
-        return getattr(torch, dtype)
+        named = getattr(torch, dtype, None)
+        if named not in FLOATS:
+            raise ModelError(f"dtype {dtype!r} is not one a model computes in", "use auto, bfloat16, float16 or float32")
+        return named
     chosen = compute_dtype(device)
     notice(f"dtype-{device.type}", f"computing in {str(chosen.dtype).removeprefix('torch.')}: {chosen.reason}")
     return chosen.dtype
@@ -31,14 +35,19 @@ def load_model_config(name_or_path: str, *, revision: str | None = None, trust_r
     Raises:
         ModelError: there is no such model, or it is not a causal language model.
     """
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     _check_folder(name_or_path)
     try:
-        return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot read the model config of {name_or_path!r}: {error}",
                          "give a folder with config.json, or a hub id you can reach") from error
+    own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+        raise ModelError(f"{name_or_path} is a {config.model_type} model, which is not a causal language model",
+                         "give a decoder-only language model")
+    return config
 
 
 def load_model(
@@ -95,6 +104,7 @@ def load_model(
             revision=revision,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
             **options,
         )
     except HalfbyteError:

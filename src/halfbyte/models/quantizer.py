@@ -8,9 +8,9 @@ memory peaks at the quantized model plus one tensor. Checkpoints that bitsandbyt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -83,13 +83,15 @@ class _Quantize(ConversionOps):
         result: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
-            module, _ = get_module_from_name(model, name)
-            _check_shape(module, weight, name)
-            self.hf_quantizer.attempt(name, lambda weight=weight: self._quantize(weight), result)
+            self.hf_quantizer.attempt(name, lambda name=name, weight=weight: self._quantize(name, weight, model), result)
         return result
 
-    def _quantize(self, weight: Tensor) -> nn.Parameter:
-        return quantized_parameter(weight, self.hf_quantizer.quantization_config.format)
+    def _quantize(self, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
+        _check_shape(model, weight, name)
+        try:
+            return quantized_parameter(weight, self.hf_quantizer.quantization_config.format)
+        except ModelError as error:
+            raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
 class _Deserialize(ConversionOps):
@@ -110,19 +112,26 @@ class _Deserialize(ConversionOps):
         def load() -> nn.Parameter:
             format_, parts, shape, dtype = Blockwise4.from_state(state, full_layer_name)
             tensor = QuantizedTensor(format_, parts, shape, dtype)
-            module, _ = get_module_from_name(model, full_layer_name)
-            _check_shape(module, tensor, full_layer_name)
+            _check_shape(model, tensor, full_layer_name)
             return nn.Parameter(tensor, requires_grad=False)
 
         self.hf_quantizer.attempt("weight", load, result)
         return result
 
+    def __deepcopy__(self, memo: Any) -> _Deserialize:
+        """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
+        return self
 
-def _check_shape(module: nn.Module, weight: Tensor, name: str) -> None:
-    expected = (module.out_features, module.in_features)
-    if tuple(weight.shape) != expected:
+
+def _check_shape(model: nn.Module, weight: Tensor, name: str) -> None:
+    module, _ = get_module_from_name(model, name)
+    _check_same_shape(name, tuple(weight.shape), (module.out_features, module.in_features))
+
+
+def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
         raise CheckpointError(
-            f"{name} has shape {tuple(weight.shape)} in the checkpoint, {expected} in the model",
+            f"{name} has shape {found} in the checkpoint, {expected} in the model",
             "check that config.json belongs to these weights",
         )
 
@@ -137,6 +146,7 @@ class HalfbyteQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QuantizationConfigMixin, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.failure: HalfbyteError | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
@@ -144,13 +154,15 @@ class HalfbyteQuantizer(HfQuantizer):
             return self.quantization_config.format.bits_per_weight(tuple(param.shape)) / 8
         return param.element_size()
 
-    def attempt(self, key: str, make: Any, result: dict[str, Tensor]) -> None:
-        """transformers turns exceptions of a conversion into a log line and goes on; keep the first to raise it after."""
+    def attempt(self, key: str, make: Callable[[], nn.Parameter], result: dict[str, Tensor]) -> None:
+        """Put `make()` into `result`, or keep the first failure until everything is loaded.
+
+        transformers turns exceptions of a conversion into log lines and one that names no tensor.
+        """
         try:
             result[key] = make()
         except HalfbyteError as error:
             self.failure = self.failure or error
-            raise
 
     def update_device_map(self, device_map: Any) -> Any:
         from ..hardware import best_device
@@ -173,6 +185,7 @@ class HalfbyteQuantizer(HfQuantizer):
         stacked = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 2)
         if stacked:
             notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -181,6 +194,8 @@ class HalfbyteQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, Linear4bit) and not isinstance(module.weight, QuantizedTensor):
                 raise CheckpointError(f"{name}.weight is missing from the checkpoint", "re-download the checkpoint")
+        for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
+            _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

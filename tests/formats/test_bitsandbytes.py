@@ -1,0 +1,158 @@
+"""halfbyte against the real bitsandbytes on a CPU: equal bytes when quantizing, bit-equal values when dequantizing.
+
+On a CPU bitsandbytes 0.50.2 dequantizes in one of two ways: its torch implementation, whose values are those of its
+CUDA kernels, or a C++ kernel. Where a block does not end with its row, that kernel takes wrong scales ((64, 64) in
+blocks of 128), so values are compared with the torch implementation everywhere, and with the kernel where blocks divide
+rows.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from halfbyte.functional import QuantState, dequantize_4bit, quantize_4bit
+from halfbyte.layers import Embedding4bit, Linear4bit
+
+bnb = pytest.importorskip("bitsandbytes", minversion="0.50", reason="the test extra installs bitsandbytes")
+
+BLOCKSIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
+KINDS = ["nf4", "fp4"]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(64, 64), (300, 64), (67, 131), (1, 1), (127,), (3, 50, 31), (96, 130), (9, 512)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_compiling():
+    """bitsandbytes compiles its torch implementation with inductor, which takes minutes here and changes no value."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def weight_of(shape, dtype):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.03
+    weight.view(-1)[::97] = 0
+    return weight.to(dtype)
+
+
+def their_values(packed, state):
+    """Values by bitsandbytes' torch implementation."""
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+
+    absmax = state.absmax
+    if state.nested:
+        absmax = bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    return _dequantize_4bit_compute(packed.view(-1), absmax, state.code, state.blocksize, state.shape, state.dtype)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+def test_bytes_and_values(blocksize, kind, dtype, nested):
+    for shape in SHAPES:
+        weight = weight_of(shape, dtype)
+        theirs, their_state = bnb.functional.quantize_4bit(
+            weight, blocksize=blocksize, compress_statistics=nested, quant_type=kind
+        )
+        mine, state = quantize_4bit(weight, blocksize, nested, kind)
+        assert torch.equal(mine, theirs), shape
+        assert torch.equal(state.absmax, their_state.absmax), shape
+        assert torch.equal(state.code, their_state.code)
+        if nested:
+            assert torch.equal(state.nested_absmax, their_state.state2.absmax)
+            assert torch.equal(state.nested_code, their_state.state2.code)
+            assert torch.equal(state.offset, their_state.offset)
+        values = dequantize_4bit(mine, state)
+        assert (values.shape, values.dtype) == (weight.shape, dtype)
+        assert torch.equal(values, their_values(theirs, their_state)), shape
+        if shape[-1] % blocksize == 0:
+            assert torch.equal(values, bnb.functional.dequantize_4bit(theirs, their_state)), shape
+
+
+def test_the_kernel_is_still_wrong_where_we_say_so():
+    """When this fails bitsandbytes has repaired its CPU kernel, and values can be compared with it everywhere."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("the wrong kernel is the AVX512 one")
+    weight = weight_of((64, 64), torch.float32)
+    packed, state = bnb.functional.quantize_4bit(weight, blocksize=128, quant_type="nf4")
+    assert not torch.equal(bnb.functional.dequantize_4bit(packed, state), their_values(packed, state))
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_entries_are_byte_for_byte_theirs(kind, nested):
+    weight = weight_of((67, 131), torch.bfloat16)
+    theirs, their_state = bnb.functional.quantize_4bit(weight, compress_statistics=nested, quant_type=kind)
+    mine, state = quantize_4bit(weight, compress_statistics=nested, quant_type=kind)
+    expected = their_state.as_dict(packed=True) | {"": theirs}
+    found = state.as_dict(mine)
+    assert set(found) == set(expected)
+    for suffix, value in expected.items():
+        assert torch.equal(found[suffix], value), suffix
+    packed, read = QuantState.from_dict(expected)
+    assert torch.equal(packed, theirs)
+    assert (read.shape, read.dtype, read.blocksize, read.quant_type) == (weight.shape, weight.dtype, 64, kind)
+    assert torch.equal(dequantize_4bit(packed, read), dequantize_4bit(mine, state))
+
+
+def their_linear(weight, bias, kind, nested, storage=torch.uint8):
+    layer = bnb.nn.Linear4bit(
+        weight.shape[1], weight.shape[0], bias=bias is not None, compute_dtype=weight.dtype, quant_type=kind,
+        compress_statistics=nested, quant_storage=storage,
+    )  # fmt: skip
+    layer.weight = bnb.nn.Params4bit(
+        weight.clone(),
+        requires_grad=False,
+        quant_type=kind,
+        compress_statistics=nested,
+        quant_storage=storage,
+        module=layer,
+    )
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone())
+    return layer.to("cpu")  # quantizes
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_their_linear_loads_here(kind, nested, storage, tmp_path):
+    weight, bias = weight_of((96, 130), torch.bfloat16), weight_of((96,), torch.bfloat16)
+    theirs = their_linear(weight, bias, kind, nested, storage)
+    save_file(theirs.state_dict(), tmp_path / "linear.safetensors")
+    mine = Linear4bit(130, 96, dtype=torch.bfloat16)
+    mine.load_state_dict(load_file(tmp_path / "linear.safetensors"), strict=True)
+    assert torch.equal(mine.weight.packed.view(-1), theirs.weight.data.view(torch.uint8).view(-1))
+    expected = their_values(theirs.weight.data.view(torch.uint8), theirs.weight.quant_state)
+    assert torch.equal(mine.weight.dequantize(), expected)
+    x = torch.randn(3, 130, dtype=torch.bfloat16)
+    torch.testing.assert_close(mine(x), nn.functional.linear(x, expected, theirs.bias))
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_linear_loads_there(kind, nested, tmp_path):
+    source = nn.Linear(130, 96, dtype=torch.bfloat16)
+    mine = Linear4bit(130, 96, quant_type=kind, compress_statistics=nested, dtype=torch.bfloat16)
+    mine.load_state_dict(source.state_dict())
+    save_file(mine.state_dict(), tmp_path / "linear.safetensors")
+    state = load_file(tmp_path / "linear.safetensors")
+    assert set(state) == set(their_linear(source.weight.detach(), source.bias.detach(), kind, nested).state_dict())
+    weight = bnb.nn.Params4bit.from_prequantized(
+        data=state["weight"],
+        quantized_stats={key: value for key, value in state.items() if key.startswith("weight.")},
+        device="cpu",
+    )
+    assert torch.equal(their_values(weight.data, weight.quant_state), mine.weight.dequantize())
+
+
+def test_embedding_equals_theirs():
+    weight = weight_of((50, 64), torch.float32)
+    theirs = bnb.nn.Embedding4bit(50, 64, quant_type="nf4")
+    theirs.weight = bnb.nn.Params4bit(weight.clone(), requires_grad=False, quant_type="nf4", module=theirs)
+    theirs = theirs.to("cpu")
+    mine = Embedding4bit(50, 64)
+    mine.load_state_dict({"weight": weight})
+    index = torch.tensor([[0, 49], [7, 7]])
+    assert torch.equal(mine(index), theirs(index).to(torch.float32))

@@ -1,0 +1,337 @@
+"""The format contract: what every registered format must do, run for each of its `examples()`.
+
+A new format needs nothing here but its golden entry: `python tests/formats/golden.py` prints it for every example.
+Compiling and checkpointing are in test_contract_compile.py, sharding in test_contract_fsdp.py.
+"""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import EXAMPLES, linear, plain, quantized, same, weight_of
+from golden import GOLDEN, describe
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.formats import from_spec
+from halfbyte.layers import quantized_parameter
+from halfbyte.tensor import QuantizedTensor
+
+SHAPES = [(1,), (1, 1), (3, 5), (64,), (7, 33), (65, 129), (2, 3, 37), (3, 64, 32)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+# ---- values and bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip(format, shape, dtype):
+    weight = weight_of(shape, dtype)
+    tensor = QuantizedTensor.quantize(weight, format)
+    values = tensor.dequantize()
+    assert (values.shape, values.dtype) == (weight.shape, dtype)
+    limit = GOLDEN[format.spec]["largest_error"] * weight.float().abs().max()
+    assert (values.float() - weight.float()).abs().max() <= limit
+    for other in DTYPES:  # rounded once from fp32
+        assert torch.equal(tensor.dequantize(other), tensor.dequantize(torch.float32).to(other))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parts_are_those_listed(format, shape):
+    tensor = quantized(format, shape)
+    found = {name: (tuple(part.shape), part.dtype) for name, part in tensor.parts.items()}
+    assert found == format.part_specs(shape)
+    assert list(found) == list(format.part_specs(shape))
+    assert tensor.nbytes * 8 == pytest.approx(format.bits_per_weight(shape) * weight_of(shape).numel())
+    meta = QuantizedTensor.quantize(weight_of(shape).to("meta"), format)
+    assert {name: (tuple(part.shape), part.dtype) for name, part in meta.parts.items()} == found
+
+
+def test_golden_bytes(format):
+    """A change of these bytes makes every file stored before it unreadable: then it is a new format."""
+    assert describe(format) == {key: GOLDEN[format.spec][key] for key in ("rms_error", "parts")}
+
+
+def test_spec_names_the_format(format):
+    assert from_spec(format.spec) == format
+    assert hash(from_spec(format.spec)) == hash(format)
+    assert from_spec(format.spec) is from_spec(format.spec)
+
+
+def test_quantizing_does_not_depend_on_memory_layout(format):
+    weight = weight_of((66, 34))
+    same(QuantizedTensor.quantize(weight.t(), format), QuantizedTensor.quantize(weight.t().contiguous(), format))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 3000, -1])
+def test_a_weight_that_is_not_finite_is_refused(format, bad, at):
+    weight = weight_of((65, 129))
+    weight.view(-1)[at] = bad
+    with pytest.raises(ModelError, match="NaN or Inf"):
+        QuantizedTensor.quantize(weight, format)
+
+
+def test_integer_weights_are_refused(format):
+    with pytest.raises(ModelError, match=r"torch\.int32"):
+        QuantizedTensor.quantize(torch.ones(8, 8, dtype=torch.int32), format)
+
+
+def test_zeros_stay_zero(format):
+    tensor = QuantizedTensor.quantize(torch.zeros(33, 65), format)
+    assert torch.equal(tensor.dequantize(), torch.zeros(33, 65))
+
+
+def test_rows_of_a_table(format):
+    tensor = quantized(format, (50, 37))
+    rows = torch.tensor([49, 0, 7, 7, 31])
+    assert torch.equal(F.embedding(rows, tensor), tensor.dequantize()[rows])
+    assert torch.equal(F.embedding(rows.view(5, 1), tensor), tensor.dequantize()[rows.view(5, 1)])
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_state_round_trip_through_a_file(format, shape, tmp_path):
+    tensor = quantized(format, shape, torch.bfloat16)
+    state = tensor.format.to_state(tensor.parts, shape, tensor.dtype)
+    save_file({f"w.{suffix}".rstrip("."): value for suffix, value in state.items()}, tmp_path / "w.safetensors")
+    entries = {key.removeprefix("w").lstrip("."): value for key, value in load_file(tmp_path / "w.safetensors").items()}
+    format_, parts, shape_, dtype = type(format).from_state(entries, "w")
+    same(QuantizedTensor(format_, parts, shape_, dtype), tensor)
+
+
+def damages(value):
+    """Wrong versions of a checkpoint entry."""
+    yield "missing", None
+    yield "short", value.reshape(-1)[:-1].clone()
+    yield "long", torch.cat([value.reshape(-1), value.reshape(-1)[:1]])
+    yield "scalar", value.reshape(-1)[0].clone()
+    yield "empty", value.reshape(-1)[:0].clone()
+    yield "float16", value.half() if value.dtype != torch.float16 else value.double()
+    yield "int16", value.to(torch.int16)
+
+
+def test_damaged_entries_are_named(format):
+    tensor = quantized(format)
+    state = tensor.format.to_state(tensor.parts, tuple(tensor.shape), tensor.dtype)
+    for suffix, value in state.items():
+        label = f"layer.w.{suffix}".rstrip(".")
+        for what, damaged in damages(value):
+            entries = {**state, suffix: damaged}
+            if damaged is None:
+                entries.pop(suffix)
+            try:
+                format_, parts, shape, dtype = type(format).from_state(entries, "layer.w")
+            except CheckpointError as error:
+                message = str(error)
+            else:  # an entry that is not needed, or one whose values survive the change
+                same(QuantizedTensor(format_, parts, shape, dtype), tensor)
+                continue
+            assert label in message or (what == "missing" and "layer.w" in message), f"{what} {suffix}: {message}"
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "3", '"x"', "{}", "\x00\xff"])
+def test_unusable_metadata_is_named(format, text):
+    tensor = quantized(format)
+    state = tensor.format.to_state(tensor.parts, tuple(tensor.shape), tensor.dtype)
+    key = next(key for key in state if "quant_state" in key)
+    state[key] = torch.tensor(list(text.encode("latin-1")), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"layer\.w"):
+        type(format).from_state(state, "layer.w")
+
+
+def test_every_wrong_metadata_value_is_named(format):
+    tensor = quantized(format)
+    state = tensor.format.to_state(tensor.parts, tuple(tensor.shape), tensor.dtype)
+    key = next(key for key in state if "quant_state" in key)
+    meta = json.loads(bytes(state[key].tolist()))
+    for name, value in meta.items():
+        for wrong in (None, "x", -1, [], [65, "y"], {}, 48, [64, 129], [-65, -129]):
+            if wrong == value or (name == "nested_offset" and wrong in (-1, 48)):
+                continue
+            state[key] = torch.tensor(list(json.dumps({**meta, name: wrong}).encode()), dtype=torch.uint8)
+            with pytest.raises(CheckpointError, match=r"layer\.w"):
+                type(format).from_state(state, "layer.w")
+
+
+def test_module_state_dict_round_trip(format, tmp_path):
+    source, target = linear(format, dtype=torch.bfloat16), linear(format, dtype=torch.bfloat16, seed=5)
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    assert target.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True).missing_keys == []
+    same(target.weight, source.weight)
+    assert torch.equal(target.bias, source.bias)
+    assert not target.weight.requires_grad
+
+
+def test_module_takes_a_full_precision_state_dict(format):
+    source, target = nn.Linear(70, 33), linear(format)
+    target.load_state_dict(source.state_dict(), strict=True)
+    same(target.weight, QuantizedTensor.quantize(source.weight.detach(), format))
+
+
+def test_module_refuses_another_shape(format):
+    with pytest.raises(CheckpointError, match=r"weight has shape \(34, 70\)"):
+        linear(format).load_state_dict(linear(format, rows=34).state_dict())
+
+
+# ---- forward and backward
+
+
+def run(layer, x, weights_of_sum):
+    """Output, and gradients of input and bias under a fixed linear functional."""
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    (y.float() * weights_of_sum).sum().backward()
+    grads = [x.grad] + ([layer.bias.grad] if layer.bias is not None else [])
+    layer.zero_grad()
+    return [y.detach(), *(grad.detach().clone() for grad in grads)]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (33, 70), (5, 129)], ids=str)
+def test_linear_equals_the_dequantized_one(format, size, dtype, bias):
+    layer = linear(format, *size, bias=bias, dtype=dtype)
+    for batch in ((3,), (2, 5), (1, 1, 7), ()):
+        x, probe = torch.randn(*batch, size[1], dtype=dtype), torch.randn(*batch, size[0])
+        for mine, theirs in zip(run(layer, x, probe), run(plain(layer), x, probe), strict=True):
+            assert mine.dtype == theirs.dtype
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_linear_under_autocast(format):
+    layer = linear(format)
+    x, probe = torch.randn(4, 70), torch.randn(4, 33)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        assert y.dtype == torch.bfloat16
+        mine, theirs = run(layer, x, probe), run(plain(layer, torch.bfloat16), x, probe)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other)
+
+
+def test_product_runs_in_the_input_dtype(format):
+    layer, x = linear(format, dtype=torch.float32), torch.randn(4, 70, dtype=torch.bfloat16)
+    expected = F.linear(x, layer.weight.dequantize(torch.bfloat16), layer.bias.bfloat16())
+    assert torch.equal(layer(x), expected)
+
+
+def test_nothing_of_the_weight_is_saved_in_eager_mode(format):
+    layer, saved = linear(format), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(4, 70, requires_grad=True)).sum()
+    assert not [t for t in saved if t.is_floating_point() and t.numel() == 33 * 70]
+
+
+# ---- copies, moves, refusals
+
+
+def saved_and_loaded(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+COPIERS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
+def test_copies(format, copier):
+    for original in (quantized(format), nn.Parameter(quantized(format), requires_grad=False)):
+        copied = copier(original)
+        assert type(copied) is type(original)
+        same(copied, original)
+        assert copied.requires_grad is False
+        assert all(part.data_ptr() != original.parts[name].data_ptr() for name, part in copied.parts.items())
+    layer = linear(format)
+    same(copier(layer).weight, layer.weight)
+
+
+def test_to_dtype_keeps_the_bytes(format):
+    layer = linear(format)
+    before = copy.deepcopy(layer.weight)
+    moved = layer.to(torch.bfloat16)
+    assert moved.weight.dtype == torch.bfloat16
+    assert moved.bias.dtype == torch.bfloat16
+    assert isinstance(moved.weight, nn.Parameter)
+    for name, part in moved.weight.parts.items():
+        assert torch.equal(part, before.parts[name])
+    assert torch.equal(moved.weight.dequantize(), before.dequantize(torch.bfloat16))
+
+
+def test_to_device(format):
+    tensor = quantized(format).to("meta")
+    assert tensor.device.type == "meta"
+    assert all(part.device.type == "meta" for part in tensor.parts.values())
+    assert quantized(format).to("cpu").device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_to_cuda_and_back(format):
+    tensor = quantized(format)
+    moved = tensor.to("cuda")
+    assert moved.device.type == "cuda"
+    assert torch.equal(moved.dequantize().cpu(), tensor.dequantize())
+    same(moved.cpu(), tensor)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda t: t * 2,
+        lambda t: t @ t.dequantize().t(),
+        lambda t: t.t() @ t.dequantize(),
+        lambda t: t[0],
+        lambda t: t.mul_(2),
+        lambda t: t.sum(),
+        lambda t: t.view(-1),
+        lambda t: torch.cat([t, t]),
+        lambda t: torch.stack([t.dequantize(), t]),
+    ],
+)
+def test_other_operations_are_refused(format, operation):
+    with pytest.raises(ModelError, match="quantized weight"):
+        operation(quantized(format))
+
+
+def test_a_sum_is_full_precision(format):
+    """DoRA adds the low-rank product to the weight for the norms of its rows."""
+    tensor, other = quantized(format), torch.randn(65, 129)
+    assert torch.equal(tensor + other, tensor.dequantize() + other)
+    assert torch.equal(torch.add(other, tensor, alpha=0.5), torch.add(other, tensor.dequantize(), alpha=0.5))
+
+
+def test_copy_in_place(format):
+    target, source = quantized(format, seed=1), quantized(format, seed=2)
+    target.copy_(source)
+    same(target, source)
+    weight = weight_of((65, 129), seed=3)
+    target.copy_(weight)
+    same(target, QuantizedTensor.quantize(weight, format))
+
+
+def test_quantized_parameter_keeps_a_quantized_weight(format):
+    tensor = quantized(format)
+    parameter = quantized_parameter(tensor, format)
+    assert isinstance(parameter, nn.Parameter)
+    assert isinstance(parameter, QuantizedTensor)
+    assert not parameter.requires_grad
+    same(parameter, tensor)
+
+
+def test_every_example_has_a_golden_entry():
+    assert {format.spec for format in EXAMPLES} == set(GOLDEN)

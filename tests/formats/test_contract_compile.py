@@ -1,0 +1,144 @@
+"""The format contract under torch.compile and activation checkpointing: equal numbers, no whole weight saved."""
+
+import copy
+
+import pytest
+import torch
+from contract import linear
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+SIZE = 96  # SIZE² values in a weight: no activation of these tests is as large
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Two linears of one input, then one after them: what common-subexpression elimination could merge."""
+
+    def __init__(self, format, dtype=torch.float32, checkpointed=False):
+        super().__init__()
+        self.gate, self.up, self.down = (linear(format, SIZE, SIZE, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+        self.down.weight = self.up.weight  # tied weights: equal arguments for two calls
+        self.checkpointed = checkpointed
+
+    def body(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+
+
+class Saved:
+    """A compiler backend that counts full-precision weights among what the forward graph hands to the backward."""
+
+    def __init__(self):
+        self.weights, self.graphs = 0, 0
+
+    def backend(self, partition):
+        return aot_autograd(fw_compiler=self._forward, bw_compiler=self._backward, partition_fn=partition)
+
+    def _forward(self, graph, inputs):
+        self.graphs += 1
+        placeholders = {node for node in graph.graph.nodes if node.op == "placeholder"}
+        for node in graph.graph.output_node().args[0]:
+            value = getattr(node, "meta", {}).get("val")
+            if node not in placeholders and isinstance(value, torch.Tensor) and value.is_floating_point():
+                self.weights += value.numel() >= SIZE * SIZE
+        return make_boxed_func(graph.forward)
+
+    def _backward(self, graph, inputs):
+        return make_boxed_func(graph.forward)
+
+
+def step(model, x):
+    """Output, gradient of the input, gradients of the biases."""
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.float().pow(2).sum().backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.zero_grad()
+    return [y.detach(), x.grad, *(grads[name] for name in sorted(grads))]
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_equals_eager_and_saves_no_weight(format, dtype, checkpointed):
+    model, x = Block(format, dtype, checkpointed), torch.randn(3, 5, SIZE, dtype=dtype)
+    expected, saved = step(model, x), Saved()
+    compiled = torch.compile(model, fullgraph=True, backend=saved.backend(min_cut_rematerialization_partition))
+    assert_equal(step(compiled, x), expected)
+    assert saved.graphs == 1
+    assert saved.weights == 0
+
+
+def test_compiled_under_autocast(format):
+    model, x, saved = Block(format), torch.randn(5, SIZE), Saved()
+    compiled = torch.compile(model, fullgraph=True, backend=saved.backend(min_cut_rematerialization_partition))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = step(model, x), step(compiled, x)
+    assert found[0].dtype == torch.bfloat16
+    assert_equal(found, expected)
+    assert saved.weights == 0
+
+
+def test_the_counter_counts():
+    """A visible dequantize is saved, or this file proves nothing."""
+
+    class Visible(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.randint(0, 15, (SIZE, SIZE), dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = nn.functional.linear(x, self.codes.float() / 15 * 3.7)
+            return x
+
+    saved = Saved()
+    compiled = torch.compile(Visible(), backend=saved.backend(min_cut_rematerialization_partition))
+    compiled(torch.randn(5, SIZE, requires_grad=True)).sum().backward()
+    assert saved.weights > 0
+
+
+def test_saved_tensor_hooks_see_no_weight_when_compiled(format):
+    model, seen = torch.compile(Block(format), fullgraph=True, backend="aot_eager_decomp_partition"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+        model(torch.randn(5, SIZE, requires_grad=True)).sum()
+    assert seen
+    assert not [tensor for tensor in seen if tensor.is_floating_point() and tensor.numel() >= SIZE * SIZE]
+
+
+def test_other_batch_sizes(format):
+    """A second size recompiles with a symbolic dimension."""
+    model = Block(format)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+    for rows in (5, 7, 11, 1):
+        x = torch.randn(rows, SIZE)
+        assert_equal(step(compiled, x), step(model, x))
+
+
+@pytest.mark.slow
+def test_inductor(format):
+    model, x = Block(format), torch.randn(5, SIZE)
+    assert_equal(step(torch.compile(model, fullgraph=True), x), step(model, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activation_checkpointing(format, dtype):
+    model, x = Block(format, dtype), torch.randn(3, 5, SIZE, dtype=dtype)
+    checkpointed = copy.deepcopy(model)
+    checkpointed.checkpointed = True
+    for one, other in zip(step(checkpointed, x), step(model, x), strict=True):
+        assert torch.equal(one, other)

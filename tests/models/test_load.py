@@ -1,0 +1,404 @@
+"""load_model and load_tokenizer on tiny checkpoints of eight families: values, dtypes, and the answers to bad input."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from halfbyte import notices
+from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.formats import Blockwise4
+from halfbyte.layers import Linear4bit
+from halfbyte.models.load import load_model, load_model_config, load_tokenizer
+from halfbyte.tensor import QuantizedTensor
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3")
+TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
+
+
+@pytest.fixture(autouse=True)
+def _unsaid():
+    notices.forget()
+
+
+@pytest.fixture
+def damaged(tiny_checkpoint, tmp_path):
+    """A copy of the tiny Llama that a test may break."""
+    return shutil.copytree(tiny_checkpoint(), tmp_path / "tiny-llama")
+
+
+def original(folder, dtype=torch.float32):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def quantized_linears(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def weights_on_disk(folder):
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def shard_with(folder, tensor):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][tensor]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family, tiny_checkpoint):
+    folder = tiny_checkpoint(family)
+    assert len(list(folder.glob("*.safetensors"))) >= 2
+    model, reference = load_model(str(folder), dtype="float32", device="cpu"), original(folder)
+    linears = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)}
+    found = quantized_linears(model)
+    assert set(found) == linears - {"lm_head"}
+    format_ = Blockwise4("nf4", 64, True)
+    for name, module in found.items():
+        source = reference.get_submodule(name)
+        expected = QuantizedTensor.quantize(source.weight.detach(), format_)
+        assert module.weight.format == format_
+        assert all(torch.equal(part, expected.parts[key]) for key, part in module.weight.parts.items()), name
+        assert not module.weight.requires_grad
+        assert (module.bias is None) == (source.bias is None)
+        source.weight.data = expected.dequantize()
+    rest = {name: p for name, p in model.named_parameters() if not isinstance(p, QuantizedTensor)}
+    for name, parameter in rest.items():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, reference.get_parameter(name)), name
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-5)
+    assert not model.training
+
+
+def test_options_reach_the_format(tiny_checkpoint):
+    model = load_model(str(tiny_checkpoint()), quant_type="fp4", blocksize=128, double_quant=False, device="cpu")
+    assert {module.weight.format for module in quantized_linears(model).values()} == {Blockwise4("fp4", 128, False)}
+
+
+def test_bfloat16_checkpoint(tiny_checkpoint):
+    folder = tiny_checkpoint(dtype="bfloat16")
+    model = load_model(str(folder), dtype=torch.bfloat16, device="cpu")
+    stored = weights_on_disk(folder)
+    for name, module in quantized_linears(model).items():
+        expected = QuantizedTensor.quantize(stored[f"{name}.weight"], Blockwise4("nf4", 64, True))
+        assert module.weight.dtype == torch.bfloat16
+        assert torch.equal(module.weight.packed, expected.packed)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert model.model.norm.weight.dtype == torch.bfloat16
+    assert logits(model).dtype == torch.bfloat16
+
+
+def test_dtype_is_chosen_by_the_hardware_and_said(tiny_checkpoint):
+    from halfbyte.hardware import compute_dtype
+
+    model = load_model(str(tiny_checkpoint()), device="cpu")
+    chosen = compute_dtype(torch.device("cpu"))
+    assert model.model.norm.weight.dtype == chosen.dtype
+    assert chosen.reason in notices.said()["dtype-cpu"]
+
+
+def test_sixteen_bit_mode(tiny_checkpoint):
+    folder = tiny_checkpoint()
+    model = load_model(str(folder), load_in_4bit=False, dtype="bfloat16", device="cpu")
+    assert not quantized_linears(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(model), logits(original(folder, torch.bfloat16)))
+
+
+@pytest.mark.parametrize(("family", "keys"), [("GPTNeoX", {}), ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64})])
+def test_another_architecture_through_its_linears(family, keys, tiny_checkpoint):
+    folder = tiny_checkpoint(family, **keys)
+    model, reference = load_model(str(folder), dtype="float32", device="cpu"), original(folder)
+    found = quantized_linears(model)
+    head = {"lm_head", "embed_out"}
+    linears = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)}
+    assert set(found) == linears - head
+    for name, module in found.items():
+        reference.get_submodule(name).weight.data = module.weight.dequantize()
+        assert torch.equal(module.bias, reference.get_submodule(name).bias)
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-5)
+
+
+def test_an_architecture_without_linears_is_refused(tiny_checkpoint):
+    """GPT-2 has transformers' transposed Conv1D."""
+    folder = tiny_checkpoint("GPT2", n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    with pytest.raises(ModelError, match=r"no nn\.Linear"):
+        load_model(str(folder), device="cpu")
+
+
+def test_one_file_checkpoint(tiny_checkpoint, tmp_path):
+    original(tiny_checkpoint()).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    one, many = (load_model(str(folder), dtype="float32", device="cpu") for folder in (tmp_path, tiny_checkpoint()))
+    assert torch.equal(logits(one), logits(many))
+
+
+def test_saved_and_loaded_again(tiny_checkpoint, tmp_path):
+    model = load_model(str(tiny_checkpoint()), dtype="float32", quant_type="fp4", blocksize=32, device="cpu")
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) >= 2
+    again = load_model(str(tmp_path), dtype="float32", device="cpu")
+    one, other = quantized_linears(model), quantized_linears(again)
+    assert one.keys() == other.keys()
+    for name, module in one.items():
+        assert module.weight.format == other[name].weight.format
+        assert all(torch.equal(part, other[name].weight.parts[key]) for key, part in module.weight.parts.items())
+    assert torch.equal(logits(model), logits(again))
+
+
+# ---- checkpoints of bitsandbytes
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes_checkpoint(tiny_checkpoint, tmp_path_factory):
+    """The tiny Llama as transformers and bitsandbytes quantize and save it on a CPU."""
+    pytest.importorskip("bitsandbytes")
+    folder = tmp_path_factory.mktemp("bnb")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_checkpoint(), quantization_config=config, device_map={"": "cpu"}, dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder, max_shard_size="50KB")
+    return folder
+
+
+def test_bitsandbytes_checkpoint_keeps_its_bytes(bitsandbytes_checkpoint):
+    model = load_model(str(bitsandbytes_checkpoint), dtype="bfloat16", device="cpu")
+    stored, found = weights_on_disk(bitsandbytes_checkpoint), quantized_linears(model)
+    assert len(found) == 14
+    for name, module in found.items():
+        entries = module.state_dict()
+        for suffix, value in entries.items():
+            assert torch.equal(value, stored[f"{name}.{suffix}"]), f"{name}.{suffix}"
+    assert "bytes are kept" in notices.said()["prequantized"]
+
+
+def test_what_we_save_loads_in_bitsandbytes(tiny_checkpoint, tmp_path):
+    bnb = pytest.importorskip("bitsandbytes")
+    model = load_model(str(tiny_checkpoint()), dtype="bfloat16", device="cpu")
+    model.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
+    for name, module in quantized_linears(model).items():
+        their_weight = theirs.get_submodule(name).weight
+        assert isinstance(their_weight, bnb.nn.Params4bit)
+        theirs_by_suffix = their_weight.quant_state.as_dict(packed=True) | {"": their_weight.data}
+        for suffix, value in module.weight.format.to_state(
+            module.weight.parts, module.weight.shape, torch.bfloat16
+        ).items():
+            assert torch.equal(theirs_by_suffix[suffix].view(-1), value.view(-1)), f"{name}.{suffix}"
+
+
+def edit_config(folder, **keys):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "8-bit"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ],
+)
+def test_other_quantized_checkpoints_are_refused_by_name(damaged, entry, named):
+    edit_config(damaged, quantization_config=entry)
+    with pytest.raises(ModelError, match=named):
+        load_model(str(damaged), device="cpu")
+
+
+def test_a_4bit_checkpoint_is_not_loaded_in_16_bits(bitsandbytes_checkpoint):
+    with pytest.raises(ModelError, match="holds 4-bit weights"):
+        load_model(str(bitsandbytes_checkpoint), load_in_4bit=False, device="cpu")
+
+
+def test_damaged_entry_of_a_quantized_checkpoint(bitsandbytes_checkpoint, tmp_path):
+    folder = shutil.copytree(bitsandbytes_checkpoint, tmp_path / "copy")
+    name = "model.layers.1.mlp.up_proj.weight.absmax"
+    file = shard_with(folder, name)
+    tensors = load_file(file)
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight\.absmax"):
+        load_model(str(folder), device="cpu")
+
+
+def test_missing_entry_of_a_quantized_checkpoint(bitsandbytes_checkpoint, tmp_path):
+    folder = shutil.copytree(bitsandbytes_checkpoint, tmp_path / "copy")
+    name = "model.layers.1.mlp.up_proj.weight.nested_absmax"
+    file = shard_with(folder, name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(folder), device="cpu")
+
+
+# ---- bad input
+
+
+def test_missing_folder_suggests_its_neighbour(damaged):
+    with pytest.raises(ModelError, match=r"did you mean .*tiny-llama"):
+        load_model(str(damaged.parent / "tiny-lama"))
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_model(str(tmp_path))
+
+
+def test_config_that_is_not_json(damaged):
+    (damaged / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config"):
+        load_model(str(damaged))
+
+
+def test_folder_without_weights(damaged):
+    for file in damaged.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="tiny-llama"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_missing_shard(damaged):
+    shard_with(damaged, "model.norm.weight").unlink()
+    with pytest.raises(CheckpointError, match=r"model-0000\d-of-0000\d\.safetensors is missing"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_truncated_shard(damaged):
+    file = shard_with(damaged, "model.norm.weight")
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=f"{file.name} is truncated"):
+        load_model(str(damaged), device="cpu")
+
+
+@pytest.mark.parametrize("length", [0, 3, 100])
+def test_shard_truncated_in_its_header(damaged, length):
+    file = shard_with(damaged, "model.norm.weight")
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=f"{file.name} is truncated"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_shard_that_is_another_file(damaged):
+    file = shard_with(damaged, "model.norm.weight")
+    file.write_bytes((16).to_bytes(8, "little") + b"<html></html>   " + bytes(100))
+    with pytest.raises(CheckpointError, match=f"{file.name} is not a safetensors file"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_index_that_is_not_json(damaged):
+    (damaged / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        load_model(str(damaged), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("in_4bit", [True, False])
+def test_missing_tensor(damaged, name, in_4bit):
+    file = shard_with(damaged, name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_model(str(damaged), load_in_4bit=in_4bit, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("in_4bit", [True, False])
+def test_misshapen_tensor(damaged, name, in_4bit):
+    file = shard_with(damaged, name)
+    tensors = load_file(file)
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_model(str(damaged), load_in_4bit=in_4bit, device="cpu")
+
+
+def test_weight_with_nan_is_named(damaged):
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = shard_with(damaged, name)
+    tensors = load_file(file)
+    tensors[name][3, 3] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.*NaN"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_unknown_dtype(tiny_checkpoint):
+    with pytest.raises(ModelError, match="bf61"):
+        load_model(str(tiny_checkpoint()), dtype="bf61", device="cpu")
+
+
+def test_a_model_that_is_no_causal_lm(damaged):
+    edit_config(damaged, model_type="t5", architectures=["T5ForConditionalGeneration"])
+    with pytest.raises(ModelError, match="causal"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_config_is_read_without_weights(damaged):
+    for file in damaged.glob("*.safetensors"):
+        file.unlink()
+    assert load_model_config(str(damaged)).hidden_size == 64
+
+
+# ---- tokenizers
+
+
+def write_tokenizer(folder, **special):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", "a", "b"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return str(folder)
+
+
+def test_tokenizer_without_eos(tmp_path):
+    with pytest.raises(ModelError, match="has no EOS token"):
+        load_tokenizer(write_tokenizer(tmp_path, pad_token="<pad>"))
+
+
+def test_tokenizer_without_pad(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    assert "no pad token" in notices.said()["pad-token"]
+
+
+def test_tokenizer_with_both_is_left_alone(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>", pad_token="<pad>"))
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
+    assert not notices.said()
+
+
+def test_folder_without_tokenizer(tiny_checkpoint):
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(str(tiny_checkpoint()))
+
+
+def test_chat_template_from_a_file(tmp_path):
+    folder = write_tokenizer(tmp_path, eos_token="</s>", pad_token="<pad>")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = load_tokenizer(folder, chat_template_path=str(tmp_path / "chat.jinja"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False) == "a b"
+    with pytest.raises(ModelError, match=r"no file .*absent\.jinja"):
+        load_tokenizer(folder, chat_template_path=str(tmp_path / "absent.jinja"))
