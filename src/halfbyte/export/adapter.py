@@ -1,7 +1,7 @@
 """An adapter on a model without weights: PEFT's own layers merge one weight at a time, in fp32.
 
-The model is built on torch's meta device, so that its size is that of the adapter. A layer gets its base weight when its
-turn comes, merges as PEFT does (LoRA, rsLoRA, DoRA, rank and alpha patterns, embeddings), and gives it back.
+The model is built on torch's meta device, so that its size is that of the adapter. A layer gets its base weight when
+its turn comes, merges as PEFT does (LoRA, rsLoRA, DoRA, rank and alpha patterns, embeddings), and gives it back.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class AdapterLayers:
 def meta_model(config: RunConfig) -> Any:
     """The base model of a run on torch's meta device: names and shapes, no weights."""
     trust = config.trust_remote_code
-    model_config = load_model_config(
-        config.model_name_or_path, revision=config.model_revision, trust_remote_code=trust
-    )
+    model_config = load_model_config(config.model_name_or_path, revision=config.model_revision, trust_remote_code=trust)
     if hasattr(model_config, "quantization_config"):
         del model_config.quantization_config
     with torch.device("meta"):

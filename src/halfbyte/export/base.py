@@ -71,7 +71,7 @@ class BaseCheckpoint:
     @cached_property
     def weights(self) -> list[Stored]:
         """Every weight, in the order of the shards."""
-        packed = {name.rpartition(".")[0] for name in self._file_of if name.endswith(tuple(STATE_KEYS.values()))}
+        packed = {name.removesuffix(f".{key}") for key in STATE_KEYS.values() for name in self._file_of if key in name}
         of_packed = {f"{name}.{suffix}" for name in packed for suffix in QUANTIZED_SUFFIXES}
         found = []
         for file, header in self.headers.items():

@@ -2,11 +2,12 @@
 
 All logits are computed in fp32 from the weights as they are stored, so that two models differ by their weights alone.
 
-The bound. Every merged weight is rounded once, which moves it by at most half a unit in the last place (ulp). What that
-does to the logits is measured, not guessed: the merged weights are moved again, by uniform noise of up to half an ulp,
-and the logits compared with those before. Rounding errors and this noise have the same size and distribution: on a trained
-40M model the largest differences agree within 4% and the KLs within 3%. A merge passes while it is within `MARGIN` times
-what the noise does (KL, which grows with the square, within its square). A damaged tensor is off by factors of hundreds.
+The bound. Every merged weight is rounded once, which moves it by at most half a unit in the last place (ulp). What
+that does to the logits is measured, not guessed: the merged weights are moved again, by uniform noise of up to half an
+ulp, and the logits compared with those before. Rounding errors and this noise have the same size and distribution: on
+a trained 40M model the largest differences agree within 4% and the KLs within 3%. A merge passes while it is within
+`MARGIN` times what the noise does (KL, which grows with the square, within its square). A damaged tensor is off by
+factors of hundreds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Merging: one 16-bit model out of a base and its adapter, that any tool loads.
 
-A 4-bit run has two bases to merge onto. The *dequantized* one, dequantize(quantize(W)), is what the adapter was trained
-on; the *original* one has the checkpoint's own 16-bit weights, which the adapter never saw. Which is closer to the model
-as it was trained is measured (fidelity.py), on text of the run. W + ΔW is computed in fp32 and rounded once.
+A 4-bit run has two bases to merge onto. The *dequantized* one, dequantize(quantize(W)), is what the adapter was
+trained on; the *original* one has the checkpoint's own 16-bit weights, which the adapter never saw. Which is closer to
+the model as it was trained is measured (fidelity.py), on text of the run. W + ΔW is computed in fp32, rounded once.
 
 Weights go from the base's files to the new ones one tensor at a time, shard by shard, into a folder beside the target
 that is renamed when everything in it is checked.
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from transformers import AutoTokenizer
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
@@ -164,9 +165,7 @@ def merge(
         reason = "it is closer to the trained model" if base == "auto" else "as asked"
     dtype = str(job.weights.config()["dtype"])
     seconds = time.perf_counter() - started
-    report = MergeReport(
-        out, written, reason, dtype, job.weights.nbytes, dict(found), closer, tokens, seconds
-    )
+    report = MergeReport(out, written, reason, dtype, job.weights.nbytes, dict(found), closer, tokens, seconds)
     if verify and job.run_dir:
         write_json(job.run_dir / "merge.json", report.as_dict())
     return report
@@ -219,8 +218,9 @@ def _targets(config: RunConfig, base: BaseCheckpoint, wanted: str) -> tuple[tupl
         return ("original",), "original", "the adapter was trained on 16-bit weights, so both bases are the same"
     if wanted == "original":
         return ("original", "dequantized"), "original", "as asked"
-    reason = "as asked" if wanted == "dequantized" else "the adapter was trained on it (nothing measured: verify is off)"
-    return ("original", "dequantized"), "dequantized", reason
+    if wanted == "dequantized":
+        return ("original", "dequantized"), "dequantized", "as asked"
+    return ("original", "dequantized"), "dequantized", "the adapter was trained on it (not measured: verify is off)"
 
 
 def _check_space(out: Path, needed: int) -> None:
@@ -236,9 +236,7 @@ def _check_space(out: Path, needed: int) -> None:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _write_closest(
-    job: _Job, aside: Path, base: str, progress: Progress
-) -> tuple[dict[Target, Fidelity], Target, int]:
+def _write_closest(job: _Job, aside: Path, base: str, progress: Progress) -> tuple[dict[Target, Fidelity], Target, int]:
     """Write and measure each target, one after the other in the same place; the last one written is the one to keep."""
     verifier = Verifier(job.config, job.adapter_dir, job.weights, aside, job.run_dir, progress)
     found: dict[Target, Fidelity] = {}
@@ -271,9 +269,11 @@ def _write_side_files(job: _Job, aside: Path) -> None:
         for file in folder.glob(pattern):
             shutil.copyfile(file, aside / file.name)
     write_json(aside / "config.json", job.weights.config())
-    own = (job.adapter_dir / "tokenizer_config.json").is_file()
-    source = job.adapter_dir if own else folder
-    load_tokenizer(str(source), **tokenizer_keys(job.config, local=own)).save_pretrained(aside)
+    if (job.adapter_dir / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(job.adapter_dir, trust_remote_code=job.config.trust_remote_code)
+    else:
+        tokenizer = load_tokenizer(str(folder), **tokenizer_keys(job.config, local=True))
+    tokenizer.save_pretrained(aside)
 
 
 @contextmanager

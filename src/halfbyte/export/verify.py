@@ -116,9 +116,7 @@ class Verifier:
             raise CheckpointError(f"the merged model lacks {wrong[0]}", "please report this")
         return model
 
-    def _measure(
-        self, description: str, load: Callable[[], nn.Module], noises: list[Collection[str]]
-    ) -> list[Tensor]:
+    def _measure(self, description: str, load: Callable[[], nn.Module], noises: list[Collection[str]]) -> list[Tensor]:
         """Logits of a model, once for each set of parameters to put noise on; the model is dropped."""
         task = self._progress.add_task(description, total=None)
         model = load()

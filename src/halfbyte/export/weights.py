@@ -86,15 +86,16 @@ class MergedWeights:
 
     def _check(self, pieces: set[str]) -> None:
         if beyond := sorted(pieces & (self.adapter.changed | self.adapter.quantized)):
-            raise CheckpointError(f"{beyond[0]} is put together from several tensors while loading; it cannot be merged")
+            raise CheckpointError(f"{beyond[0]} is put together from several tensors, and cannot be merged")
         outputs = {output.parameter: output for shard in self.shards.values() for output in shard}
         for name in sorted(self.adapter.changed):
             expected = self.adapter.shapes[name]
             if name not in outputs:
                 raise CheckpointError(f"{self.base.folder} lacks {name}, which the adapter changes", ANOTHER_MODEL)
-            if outputs[name].entry.shape != expected:
+            found = outputs[name].entry.shape
+            if found != expected:
                 raise CheckpointError(
-                    f"{self.base.folder}: {name} has shape {outputs[name].entry.shape}, its config.json says {expected}",
+                    f"{self.base.folder}: {name} has shape {found}, its config.json says {expected}",
                     "check that config.json belongs to these weights",
                 )
 
