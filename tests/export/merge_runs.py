@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from halfbyte.adapters import add_adapter, save_adapter
 from halfbyte.config import RunConfig, dump_config
@@ -37,8 +37,11 @@ def save_base(folder, dtype=torch.bfloat16, *, shard="120KB", **keys):
     return folder
 
 
-def save_run(folder, base, *, text=TEXT, scale=0.05, **keys):
-    """output_dir of a run on `base`: adapter/, config.resolved.yaml, data_report.json."""
+def save_run(folder, base, *, text=TEXT, scale=0.05, tokenizer=None, **keys):
+    """output_dir of a run on `base`: adapter/, config.resolved.yaml, data_report.json.
+
+    `tokenizer`: folder of the one to save; default: one token per byte, with a chat template that the base lacks.
+    """
     config = RunConfig(**{"model_name_or_path": str(base), "dataset": "d", "r": 4, "device": "cpu"} | keys)
     # DoRA adapters are made on the 16-bit base: their shapes are the same
     model = load_model(str(base), load_in_4bit=config.load_in_4bit and not config.use_dora, device="cpu")
@@ -49,9 +52,9 @@ def save_run(folder, base, *, text=TEXT, scale=0.05, **keys):
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * scale)
     save_adapter(model, folder / "adapter")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "adapter")
+    own = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else byte_tokenizer()
+    own.chat_template = own.chat_template or TEMPLATE
+    own.save_pretrained(folder / "adapter")
     (folder / "config.resolved.yaml").write_text(dump_config(config))
     report = {"samples": [{"tokens": list(text), "trained": [True] * len(text)}]}
     (folder / "data_report.json").write_text(json.dumps(report))

@@ -118,9 +118,9 @@ def _quantized_names(config: RunConfig) -> frozenset[str]:
 def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftModel:
     lora: Any = PeftConfig.from_pretrained(str(folder))
     _check_mergeable(lora, folder)
-    lora.inference_mode, lora.init_lora_weights = False, False
+    lora.inference_mode, lora.init_lora_weights, lora.base_model_name_or_path = False, False, None
     try:
-        peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+        peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:  # its target modules are not there
         raise CheckpointError(f"{folder}: {error}", ANOTHER_MODEL) from error
     _materialize(peft_model, device)

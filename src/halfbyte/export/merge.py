@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -54,17 +55,19 @@ class MergeReport:
         closer: the target with the smaller KL; None without verification.
         tokens: how many tokens of text the distances are means over.
         seconds: of the whole merge.
+        run_dir: the run it belongs to, where merge.json is; None for an adapter alone.
     """
 
     out_dir: Path
-    target: str
+    target: Target
     reason: str
     dtype: str
     nbytes: int
-    targets: dict[str, Fidelity] = field(default_factory=dict)
-    closer: str | None = None
+    targets: Mapping[Target, Fidelity] = field(default_factory=dict)
+    closer: Target | None = None
     tokens: int = 0
     seconds: float = 0.0
+    run_dir: Path | None = None
 
     def as_dict(self) -> dict[str, object]:
         """The contents of merge.json: of each target, `kl` and `max_logit_difference` from the model as trained."""
@@ -94,10 +97,10 @@ class MergeReport:
                 f"{each.trained.max_logit_difference:.3g} from the base with its adapter{mark}"
             )
         if self.targets:
-            exact = self.targets[self.target]
+            written = self.targets[self.target]
             lines.append(
                 f"verified on {self.tokens} tokens: rounding moved logits by up to "
-                f"{exact.exact.max_logit_difference:.3g} (at most {exact.bound:.3g} expected)"
+                f"{written.exact.max_logit_difference:.3g} (passes up to {written.bound:.3g})"
             )
         else:
             lines.append("not verified")
@@ -159,13 +162,15 @@ def merge(
         else:
             _write(job, aside, job.preferred, progress)
             found, written, tokens = {}, job.preferred, 0
-    closer = min(found, key=lambda target: found[target].trained.kl) if found else None
+    closer = _closer(found)
     reason = job.reason
     if verify and len(job.targets) > 1:
         reason = "it is closer to the trained model" if base == "auto" else "as asked"
     dtype = str(job.weights.config()["dtype"])
     seconds = time.perf_counter() - started
-    report = MergeReport(out, written, reason, dtype, job.weights.nbytes, dict(found), closer, tokens, seconds)
+    report = MergeReport(
+        out, written, reason, dtype, job.weights.nbytes, found, closer, tokens, seconds, run_dir=job.run_dir
+    )
     if verify and job.run_dir:
         write_json(job.run_dir / "merge.json", report.as_dict())
     return report
@@ -244,11 +249,15 @@ def _write_closest(job: _Job, aside: Path, base: str, progress: Progress) -> tup
     for target in order:
         found[target] = _write_and_verify(job, aside, target, verifier, progress)
     written = order[-1]
-    closer = min(found, key=lambda target: found[target].trained.kl)
-    if base == "auto" and closer != written:
+    closer = _closer(found)
+    if base == "auto" and closer and closer != written:
         written = closer
         _write_and_verify(job, aside, written, verifier, progress)
     return found, written, verifier.tokens
+
+
+def _closer(found: Mapping[Target, Fidelity]) -> Target | None:
+    return min(found, key=lambda target: found[target].trained.kl, default=None)
 
 
 def _write_and_verify(job: _Job, aside: Path, target: Target, verifier: Verifier, progress: Progress) -> Fidelity:
@@ -269,11 +278,18 @@ def _write_side_files(job: _Job, aside: Path) -> None:
         for file in folder.glob(pattern):
             shutil.copyfile(file, aside / file.name)
     write_json(aside / "config.json", job.weights.config())
-    if (job.adapter_dir / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(job.adapter_dir, trust_remote_code=job.config.trust_remote_code)
-    else:
-        tokenizer = load_tokenizer(str(folder), **tokenizer_keys(job.config, local=True))
-    tokenizer.save_pretrained(aside)
+    _tokenizer(job).save_pretrained(aside)
+
+
+def _tokenizer(job: _Job) -> Any:
+    if not (job.adapter_dir / "tokenizer_config.json").is_file():
+        return load_tokenizer(job.config.model_name_or_path, **tokenizer_keys(job.config))
+    try:
+        return AutoTokenizer.from_pretrained(job.adapter_dir, trust_remote_code=job.config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"cannot load the tokenizer in {job.adapter_dir}: {error}", "copy the base's tokenizer files there"
+        ) from error
 
 
 @contextmanager

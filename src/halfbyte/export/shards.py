@@ -62,7 +62,7 @@ def write_shard(path: Path, entries: Sequence[Entry], make: Callable[[Entry], Te
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def check_shard(path: Path, sums: dict[str, int]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ class Verifier:
         from transformers import AutoModelForCausalLM
 
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto",
                 device_map={"": self._device},
@@ -111,6 +112,7 @@ class Verifier:
             )
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the merged model does not load: {error}", "please report this") from error
+        model, info = loaded
         wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in sorted(info[kind], key=str)]
         if wrong:
             raise CheckpointError(f"the merged model lacks {wrong[0]}", "please report this")
@@ -119,7 +121,8 @@ class Verifier:
     def _measure(self, description: str, load: Callable[[], nn.Module], noises: list[Collection[str]]) -> list[Tensor]:
         """Logits of a model, once for each set of parameters to put noise on; the model is dropped."""
         task = self._progress.add_task(description, total=None)
-        model = load()
+        with _no_loading_bars():
+            model = load()
         found = [logits(model, self._ids, noise_on) for noise_on in noises]
         del model
         gc.collect()  # modules and hooks refer to each other
@@ -127,6 +130,20 @@ class Verifier:
             torch.cuda.empty_cache()
         self._progress.remove_task(task)
         return found
+
+
+@contextlib.contextmanager
+def _no_loading_bars() -> Iterator[None]:
+    """transformers' own progress bars would be drawn over ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _unexplained(fidelity: Fidelity, target: Target) -> str:
