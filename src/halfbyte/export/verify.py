@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from halfbyte.notices import notice
 from halfbyte.saved import model_keys
 
 from .base import DTYPES
-from .fidelity import Distance, Fidelity, distance, logits
+from .fidelity import DRAWS, Distance, Fidelity, distance, logits, most
 from .weights import MergedWeights, Target
 
 ROWS, LENGTH = 4, 128
@@ -68,11 +68,11 @@ class Verifier:
             CheckpointError: the folder does not load, or rounding does not explain how its logits differ.
         """
         exact = self._trained if target == "dequantized" else self._original()
-        merged, noisy = self._reloaded(folder, self._weights.rounded(target))
+        merged, *noisy = self._reloaded(folder, self._weights.rounded(target))
         fidelity = Fidelity(
             trained=distance(self._trained, merged),
             exact=distance(exact, merged),
-            noise=distance(merged, noisy),
+            noise=most(distance(merged, each) for each in noisy),
             largest_logit=float(exact.abs().max()),
         )
         if not fidelity.explained:
@@ -97,7 +97,8 @@ class Verifier:
         return self._measure(f"measuring the {bits} with its adapter", load, [()])[0]
 
     def _reloaded(self, folder: Path, rounded: Collection[str]) -> list[Tensor]:
-        return self._measure("reloading the merged model", lambda: self._reload(folder), [(), rounded])
+        noises = [(), *[rounded] * DRAWS]
+        return self._measure("reloading the merged model", lambda: self._reload(folder), noises)
 
     def _reload(self, folder: Path) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -118,12 +119,14 @@ class Verifier:
             raise CheckpointError(f"the merged model lacks {wrong[0]}", "please report this")
         return model
 
-    def _measure(self, description: str, load: Callable[[], nn.Module], noises: list[Collection[str]]) -> list[Tensor]:
+    def _measure(
+        self, description: str, load: Callable[[], nn.Module], noises: Sequence[Collection[str]]
+    ) -> list[Tensor]:
         """Logits of a model, once for each set of parameters to put noise on; the model is dropped."""
         task = self._progress.add_task(description, total=None)
         with _no_loading_bars():
             model = load()
-        found = [logits(model, self._ids, noise_on) for noise_on in noises]
+        found = [logits(model, self._ids, noise_on, seed) for seed, noise_on in enumerate(noises)]
         del model
         gc.collect()  # modules and hooks refer to each other
         if self._device.type == "cuda":
