@@ -43,8 +43,7 @@ def save_run(folder, base, *, text=TEXT, scale=0.05, tokenizer=None, **keys):
     `tokenizer`: folder of the one to save; default: one token per byte, with a chat template that the base lacks.
     """
     config = RunConfig(**{"model_name_or_path": str(base), "dataset": "d", "r": 4, "device": "cpu"} | keys)
-    # DoRA adapters are made on the 16-bit base: their shapes are the same
-    model = load_model(str(base), load_in_4bit=config.load_in_4bit and not config.use_dora, device="cpu")
+    model = load_model(str(base), load_in_4bit=config.load_in_4bit, device="cpu")
     model = add_adapter(model, config)
     torch.manual_seed(3)
     with torch.no_grad():
