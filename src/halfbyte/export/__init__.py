@@ -1,0 +1,1 @@
+"""Out of the trainer: models that run without halfbyte."""

@@ -1,0 +1,156 @@
+"""An adapter on a model without weights: PEFT's own layers merge one weight at a time, in fp32.
+
+The model is built on torch's meta device, so that its size is that of the adapter. A layer gets its base weight when
+its turn comes, merges as PEFT does (LoRA, rsLoRA, DoRA, rank and alpha patterns, embeddings), and gives it back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, PeftType, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from halfbyte.adapters import load_adapter_weights
+from halfbyte.config import RunConfig
+from halfbyte.errors import CheckpointError, HalfbyteError
+from halfbyte.layers import Linear4bit
+from halfbyte.models.load import load_model_config
+from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
+
+ANOTHER_MODEL = "the adapter was made for another model: name its own base"
+KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base weights alone
+UNMERGED = (
+    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config",
+    "lora_bias",
+)  # fmt: skip
+
+
+class AdapterLayers:
+    """The layers of an adapter, ready to merge weights of the base.
+
+    Attributes:
+        layers: parameter name → the PEFT layer over it.
+        whole: parameter name → the trained tensor that replaces it (modules_to_save).
+        quantized: names of the parameters that `load_model` stores in 4 bits.
+        shapes: parameter name → shape.
+        tied: parameter name → name of the parameter it shares its weight with.
+
+    Raises:
+        CheckpointError: the adapter is damaged, made for another model, or of a kind that cannot be merged.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, device: torch.device):
+        self.device = device
+        model = meta_model(config)
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
+        self._prefix = model.base_model_prefix
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self.quantized = _quantized_names(config) if config.load_in_4bit else frozenset()
+        root = _with_adapter(model, folder, device).get_base_model()
+        self.layers: dict[str, BaseTunerLayer] = {}
+        self.whole: dict[str, Tensor] = {}
+        for name, module in root.named_modules():
+            if isinstance(module, BaseTunerLayer):
+                self.layers[f"{name}.weight"] = module
+            elif isinstance(module, ModulesToSaveWrapper):
+                for part, parameter in module.modules_to_save["default"].named_parameters():
+                    self.whole[f"{name}.{part}"] = parameter.detach()
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of the parameters that the adapter changes."""
+        return self.layers.keys() | self.whole.keys()
+
+    def parameter_of(self, key: str) -> tuple[str, bool]:
+        """The model's parameter that a checkpoint tensor becomes, as transformers' loader names it, and whether the
+        tensor is the whole of it (experts are stacked from several)."""
+        known: Any = self.shapes
+        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, known)
+        if name not in known and key in known:
+            name, pattern = key, None
+        return name, pattern is None
+
+    @torch.no_grad()
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The parameter `name` with the adapter merged, in fp32.
+
+        Args:
+            weight: fp32, the base's values, which may be overwritten.
+        """
+        if name in self.whole:
+            return self.whole[name]
+        layer: Any = self.layers[name]
+        linear = layer.get_base_layer()
+        without, linear.weight = linear.weight, nn.Parameter(weight, requires_grad=False)
+        layer.merge()
+        merged, linear.weight = linear.weight.data, without
+        layer.merged_adapters.clear()
+        return merged
+
+
+def meta_model(config: RunConfig) -> Any:
+    """The base model of a run on torch's meta device: names and shapes, no weights."""
+    trust = config.trust_remote_code
+    model_config = load_model_config(config.model_name_or_path, revision=config.model_revision, trust_remote_code=trust)
+    if hasattr(model_config, "quantization_config"):
+        del model_config.quantization_config
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
+
+
+def _quantized_names(config: RunConfig) -> frozenset[str]:
+    model = meta_model(config)
+    HalfbyteQuantizer(HalfbyteConfig(), pre_quantized=False).preprocess_model(model)
+    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit))
+
+
+def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftModel:
+    lora: Any = PeftConfig.from_pretrained(str(folder))
+    _check_mergeable(lora, folder)
+    lora.inference_mode, lora.init_lora_weights, lora.base_model_name_or_path = False, False, None
+    try:
+        peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    except ValueError as error:  # its target modules are not there
+        raise CheckpointError(f"{folder}: {error}", ANOTHER_MODEL) from error
+    _materialize(peft_model, device)
+    try:
+        load_adapter_weights(peft_model, folder)
+    except CheckpointError:
+        raise
+    except HalfbyteError as error:
+        raise CheckpointError(error.message, ANOTHER_MODEL) from error
+    return peft_model
+
+
+def _check_mergeable(lora: Any, folder: Path) -> None:
+    if lora.peft_type != PeftType.LORA:
+        raise CheckpointError(f"{folder} holds a {lora.peft_type} adapter", "merge takes LoRA and DoRA adapters")
+    if lora.init_lora_weights not in KEEPS_BASE:
+        raise CheckpointError(
+            f"{folder}: init_lora_weights {lora.init_lora_weights!r} changed the base weights while it trained",
+            "convert the adapter to a plain one with PEFT (path_initial_model_for_weight_conversion)",
+        )
+    beyond = [key for key in UNMERGED if getattr(lora, key, None)] + ["bias"] * (lora.bias != "none")
+    if beyond:
+        raise CheckpointError(f"{folder}: the adapter uses {beyond[0]}, which merge does not cover")
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Give the trained parameters, and only those, memory: fp32, to be filled from the adapter's file."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.requires_grad:
+                empty = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+                module._parameters[key] = made.setdefault(id(parameter), nn.Parameter(empty))

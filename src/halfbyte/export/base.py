@@ -1,0 +1,140 @@
+"""The checkpoint under an adapter, one tensor at a time: what it holds, where, and in which dtype."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from halfbyte.config import RunConfig
+from halfbyte.errors import CheckpointError
+from halfbyte.formats import Blockwise4
+from halfbyte.formats.blockwise4 import PART_OF_KEY, STATE_KEYS, read_quant_state
+from halfbyte.models.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+QUANTIZED_SUFFIXES = (*filter(None, PART_OF_KEY), "quant_map", *STATE_KEYS.values())
+HUB_FILES = ["*.safetensors", INDEX, "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One weight of the checkpoint.
+
+    Attributes:
+        name: its name in the checkpoint.
+        file: the shard it lies in.
+        dtype: dtype of its values, in safetensors' spelling; of a 4-bit weight, that of the dequantized values.
+        shape: of its values.
+        parts: a weight that bitsandbytes quantized: suffix → name of the entry; empty for others.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+class BaseCheckpoint:
+    """The files of a base model. Tensors are mapped from disk as they are asked for.
+
+    Raises:
+        CheckpointError: no such folder, no safetensors in it, or a damaged file.
+    """
+
+    def __init__(self, config: RunConfig):
+        self.folder = _folder(config)
+        self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        files = safetensors_files(self.folder)
+        if not files:
+            raise CheckpointError(
+                f"{self.folder} holds no {SINGLE}", "save the base model with save_pretrained, which writes safetensors"
+            )
+        self.headers = {file.name: read_header(file) for file in files}
+        self._file_of = {name: file for file, header in self.headers.items() for name in header}
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are stored in 4 bits."""
+        return "quantization_config" in self.config
+
+    @cached_property
+    def weights(self) -> list[Stored]:
+        """Every weight, in the order of the shards."""
+        packed = {name.removesuffix(f".{key}") for key in STATE_KEYS.values() for name in self._file_of if key in name}
+        of_packed = {f"{name}.{suffix}" for name in packed for suffix in QUANTIZED_SUFFIXES}
+        found = []
+        for file, header in self.headers.items():
+            for name, entry in header.items():
+                if name in packed:
+                    found.append(self._packed(name, file))
+                elif name not in of_packed:
+                    found.append(Stored(name, file, entry["dtype"], tuple(entry["shape"])))
+        return found
+
+    def _packed(self, name: str, file: str) -> Stored:
+        entries = {suffix: f"{name}.{suffix}".rstrip(".") for suffix in ("", *QUANTIZED_SUFFIXES)}
+        parts = {suffix: entry for suffix, entry in entries.items() if entry in self._file_of}
+        state = {suffix: self._tensor(parts[suffix]) for suffix in STATE_KEYS.values() if suffix in parts}
+        meta = read_quant_state(state, name)
+        return Stored(name, file, NAMES[getattr(torch, meta["dtype"])], tuple(meta["shape"]), parts)
+
+    def read(self, stored: Stored) -> Tensor:
+        """The values on the CPU: as they are stored, or, of a 4-bit weight, dequantized in fp32."""
+        if not stored.parts:
+            return self._tensor(stored.name)
+        state = {suffix: self._tensor(entry) for suffix, entry in stored.parts.items()}
+        format_, parts, shape, _ = Blockwise4.from_state(state, stored.name)
+        return format_.dequantize(parts, shape, torch.float32)
+
+    def _tensor(self, name: str) -> Tensor:
+        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    @cached_property
+    def dtype(self) -> str:
+        """What most weights are stored in."""
+        sizes: Counter[str] = Counter()
+        for stored in self.weights:
+            sizes[stored.dtype] += torch.Size(stored.shape).numel()
+        return sizes.most_common(1)[0][0]
+
+    def written_dtype(self, stored: Stored) -> str:
+        """The stored dtype; bf16 for what is stored in 32 bits, unless a 16-bit model keeps a few tensors so."""
+        wide = stored.dtype in ("F32", "F64")
+        return "BF16" if wide and (self.dtype == stored.dtype or stored.parts) else stored.dtype
+
+    def written_bytes(self, stored: Stored) -> int:
+        """Size of the values in `written_dtype`."""
+        dtype = self.written_dtype(stored)
+        if dtype in DTYPES:
+            return torch.Size(stored.shape).numel() * DTYPES[dtype].itemsize
+        first, last = self.headers[stored.file][stored.name]["data_offsets"]  # integers, say: copied as they are
+        return last - first
+
+
+def _folder(config: RunConfig) -> Path:
+    """The base's folder; that of a hub id in the local cache, downloaded where it is not there yet."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(config.model_name_or_path)
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(str(folder), revision=config.model_revision, allow_patterns=HUB_FILES))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the base model {config.model_name_or_path} is missing: neither a folder nor a hub model within reach"
+            f" ({str(error).splitlines()[0]})",
+            "put it back, or correct model_name_or_path in the run's config.resolved.yaml",
+        ) from error

@@ -1,0 +1,299 @@
+"""Merging: one 16-bit model out of a base and its adapter, that any tool loads.
+
+A 4-bit run has two bases to merge onto. The *dequantized* one, dequantize(quantize(W)), is what the adapter was
+trained on; the *original* one has the checkpoint's own 16-bit weights, which the adapter never saw. Which is closer to
+the model as it was trained is measured (fidelity.py), on text of the run. W + ΔW is computed in fp32, rounded once.
+
+Weights go from the base's files to the new ones one tensor at a time, shard by shard, into a folder beside the target
+that is renamed when everything in it is checked.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from transformers import AutoTokenizer
+
+from halfbyte.config import RunConfig
+from halfbyte.errors import CheckpointError, ConfigError, TrainingError
+from halfbyte.files import new_directory, write_json
+from halfbyte.hardware import best_device
+from halfbyte.models.load import load_tokenizer
+from halfbyte.saved import find, saved_config, tokenizer_keys
+
+from .adapter import AdapterLayers
+from .base import BaseCheckpoint
+from .fidelity import Fidelity
+from .shards import check_shard
+from .verify import Verifier
+from .weights import MergedWeights, Target
+
+BASES = ("auto", "original", "dequantized")
+SIDE_FILES = ("generation_config.json", "tokenizer.model", "preprocessor_config.json", "processor_config.json", "*.py")
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What `merge` wrote, and how close it is.
+
+    Attributes:
+        out_dir: folder of the merged model.
+        target: the base merged onto, "original" or "dequantized".
+        reason: why that one.
+        dtype: of the weights.
+        nbytes: of the weights.
+        targets: target → its distance from the model as it was trained; empty without verification.
+        closer: the target with the smaller KL; None without verification.
+        tokens: how many tokens of text the distances are means over.
+        seconds: of the whole merge.
+        run_dir: the run it belongs to, where merge.json is; None for an adapter alone.
+    """
+
+    out_dir: Path
+    target: Target
+    reason: str
+    dtype: str
+    nbytes: int
+    targets: Mapping[Target, Fidelity] = field(default_factory=dict)
+    closer: Target | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    run_dir: Path | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """The contents of merge.json: of each target, `kl` and `max_logit_difference` from the model as trained."""
+        targets = {
+            name: asdict(each.trained) | {"from_unrounded": asdict(each.exact), "noise": asdict(each.noise)}
+            | {"bound": each.bound, "kl_bound": each.kl_bound, "explained_by_rounding": each.explained}
+            for name, each in self.targets.items()
+        }  # fmt: skip
+        return {
+            "targets": targets,
+            "closer": self.closer,
+            "written": self.target,
+            "reason": self.reason,
+            "out_dir": str(self.out_dir),
+            "dtype": self.dtype,
+            "bytes": self.nbytes,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"merged onto the {self.target} base in {self.dtype}: {self.reason}"]
+        for name, each in self.targets.items():
+            mark = "  closer" if name == self.closer and len(self.targets) > 1 else ""
+            lines.append(
+                f"  {name:<11} KL {each.trained.kl:.3g} nats per token, largest logit difference "
+                f"{each.trained.max_logit_difference:.3g} from the base with its adapter{mark}"
+            )
+        if self.targets:
+            written = self.targets[self.target]
+            lines.append(
+                f"verified on {self.tokens} tokens: rounding moved logits by up to "
+                f"{written.exact.max_logit_difference:.3g} (passes up to {written.bound:.3g})"
+            )
+        else:
+            lines.append("not verified")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A merge that is ready to start."""
+
+    config: RunConfig
+    adapter_dir: Path
+    run_dir: Path | None
+    out: Path
+    device: torch.device
+    weights: MergedWeights
+    targets: tuple[Target, ...]
+    preferred: Target
+    reason: str
+
+
+def merge(
+    run_or_adapter_dir: Path | str,
+    out_dir: Path | str,
+    *,
+    base: str = "auto",
+    verify: bool = True,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> MergeReport:
+    """Write a 16-bit model with the adapter merged: safetensors, config, tokenizer, chat template, generation config.
+
+    Weights keep the dtype and the shards of the base checkpoint (bf16 where it is stored in 32 bits). Host memory stays
+    within two shards and the adapter; verifying loads the merged model, and the base with the adapter, one after the
+    other. Numbers go to merge.json in the run's folder.
+
+    Args:
+        run_or_adapter_dir: a run's output_dir, one of its checkpoints, or an adapter that PEFT saved.
+        out_dir: a folder that does not exist yet.
+        base: "original": onto the checkpoint's weights; "dequantized": onto what 4-bit training saw; "auto": the one
+            that measures closer to the model as it was trained (without `verify`: the dequantized one).
+        verify: reload the merged model with plain transformers and compare logits with base and adapter.
+        overwrite: replace `out_dir` if it is there.
+        console: where progress is shown; default: nowhere.
+
+    Raises:
+        ConfigError: `base` does not fit, or `out_dir` is there already.
+        CheckpointError: no adapter, no base, an adapter for another base, or logits that rounding does not explain.
+        TrainingError: no space. In every case nothing is left under `out_dir`.
+    """
+    started = time.perf_counter()
+    out = Path(out_dir)
+    _check_out(out, Path(run_or_adapter_dir), base, overwrite)
+    job = _prepare(Path(run_or_adapter_dir), out, base)
+    with _progress(console) as progress, new_directory(out) as aside:
+        _write_side_files(job, aside)
+        if verify:
+            found, written, tokens = _write_closest(job, aside, base, progress)
+        else:
+            _write(job, aside, job.preferred, progress)
+            found, written, tokens = {}, job.preferred, 0
+    closer = _closer(found)
+    reason = job.reason
+    if verify and len(job.targets) > 1:
+        reason = "it is closer to the trained model" if base == "auto" else "as asked"
+    dtype = str(job.weights.config()["dtype"])
+    seconds = time.perf_counter() - started
+    report = MergeReport(
+        out, written, reason, dtype, job.weights.nbytes, found, closer, tokens, seconds, run_dir=job.run_dir
+    )
+    if verify and job.run_dir:
+        write_json(job.run_dir / "merge.json", report.as_dict())
+    return report
+
+
+# --- before long work ------------------------------------------------------------------------------------------------
+
+
+def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
+    if base not in BASES:
+        raise ConfigError(f"base: {base!r} is not one of {', '.join(BASES)}", "use auto")
+    if not out.exists():
+        return
+    if not out.is_dir() or not overwrite:
+        raise ConfigError(f"{out} exists already; merge does not overwrite", "name another folder, or remove this one")
+    if source.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(f"{out} holds the adapter to be merged", "name another folder")
+
+
+def _prepare(source: Path, out: Path, base: str) -> _Job:
+    place = find(str(source))
+    if place.adapter is None:
+        if not source.is_dir():
+            raise CheckpointError(f"there is no folder {source}", "name a run's output_dir or an adapter")
+        raise CheckpointError(
+            f"{source} has no adapter: {place.base} is a whole model, and there is nothing to merge",
+            "use that folder as it is",
+        )
+    config = saved_config(place)
+    device = torch.device(config.device) if config.device else best_device()
+    checkpoint = BaseCheckpoint(config)
+    if checkpoint.folder.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(f"{out} holds the base model", "name another folder")
+    targets, preferred, reason = _targets(config, checkpoint, base)
+    weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device))
+    _check_space(out, weights.nbytes)
+    run_dir = place.resolved.parent if place.resolved else None
+    return _Job(config, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
+
+
+def _targets(config: RunConfig, base: BaseCheckpoint, wanted: str) -> tuple[tuple[Target, ...], Target, str]:
+    """The bases there are to merge onto, the one to write unless another measures closer, and why."""
+    if base.quantized:
+        if wanted == "original":
+            raise ConfigError(
+                f"base: original: {base.folder} itself is stored in 4 bits", "use base: dequantized, or auto"
+            )
+        return ("dequantized",), "dequantized", "the base checkpoint itself is stored in 4 bits"
+    if not config.load_in_4bit:
+        return ("original",), "original", "the adapter was trained on 16-bit weights, so both bases are the same"
+    if wanted == "original":
+        return ("original", "dequantized"), "original", "as asked"
+    if wanted == "dequantized":
+        return ("original", "dequantized"), "dequantized", "as asked"
+    return ("original", "dequantized"), "dequantized", "the adapter was trained on it (not measured: verify is off)"
+
+
+def _check_space(out: Path, needed: int) -> None:
+    place = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise TrainingError(
+            f"no space for {out}: the merged weights take {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
+            "free some space, or name a folder on another disk",
+        )
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _write_closest(job: _Job, aside: Path, base: str, progress: Progress) -> tuple[dict[Target, Fidelity], Target, int]:
+    """Write and measure each target, one after the other in the same place; the last one written is the one to keep."""
+    verifier = Verifier(job.config, job.adapter_dir, job.weights, aside, job.run_dir, progress)
+    found: dict[Target, Fidelity] = {}
+    order = sorted(job.targets, key=lambda target: target == job.preferred)
+    for target in order:
+        found[target] = _write_and_verify(job, aside, target, verifier, progress)
+    written = order[-1]
+    closer = _closer(found)
+    if base == "auto" and closer and closer != written:
+        written = closer
+        _write_and_verify(job, aside, written, verifier, progress)
+    return found, written, verifier.tokens
+
+
+def _closer(found: Mapping[Target, Fidelity]) -> Target | None:
+    return min(found, key=lambda target: found[target].trained.kl, default=None)
+
+
+def _write_and_verify(job: _Job, aside: Path, target: Target, verifier: Verifier, progress: Progress) -> Fidelity:
+    for file, sums in _write(job, aside, target, progress).items():
+        check_shard(aside / file, sums)
+    return verifier.verify(aside, target)
+
+
+def _write(job: _Job, aside: Path, target: Target, progress: Progress) -> dict[str, dict[str, int]]:
+    task = progress.add_task(f"merging onto the {target} base", total=job.weights.nbytes)
+    return job.weights.write(aside, target, lambda size: progress.advance(task, size))
+
+
+def _write_side_files(job: _Job, aside: Path) -> None:
+    """Everything but the weights. The tokenizer is the one that was trained with, its chat template included."""
+    folder = job.weights.base.folder
+    for pattern in SIDE_FILES:
+        for file in folder.glob(pattern):
+            shutil.copyfile(file, aside / file.name)
+    write_json(aside / "config.json", job.weights.config())
+    _tokenizer(job).save_pretrained(aside)
+
+
+def _tokenizer(job: _Job) -> Any:
+    if not (job.adapter_dir / "tokenizer_config.json").is_file():
+        return load_tokenizer(job.config.model_name_or_path, **tokenizer_keys(job.config))
+    try:
+        return AutoTokenizer.from_pretrained(job.adapter_dir, trust_remote_code=job.config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"cannot load the tokenizer in {job.adapter_dir}: {error}", "copy the base's tokenizer files there"
+        ) from error
+
+
+@contextmanager
+def _progress(console: Console | None) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console or Console(quiet=True), transient=True) as progress:
+        yield progress

@@ -1,0 +1,82 @@
+"""safetensors files written one tensor at a time, so that a shard never lies in memory.
+
+The `safetensors` library writes from a dict of all tensors; it reads what is written here. Format: 8 bytes with the
+length of a JSON header (little-endian), the header, then the tensors' bytes at the offsets it names
+(https://huggingface.co/docs/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError
+
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: `dtype` in safetensors' spelling, `nbytes` of its values."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def write_shard(path: Path, entries: Sequence[Entry], make: Callable[[Entry], Tensor]) -> dict[str, int]:
+    """Write `entries`, each made when its turn comes.
+
+    Returns:
+        Name → CRC-32 of the bytes written.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [end, end + entry.nbytes],
+        }
+        end += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    sums = {}
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            raw = _bytes(make(entry))
+            if raw.nbytes != entry.nbytes:
+                raise AssertionError(f"{entry.name}: {raw.nbytes} bytes made, {entry.nbytes} announced")
+            file.write(raw)
+            sums[entry.name] = zlib.crc32(raw)
+    return sums
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def check_shard(path: Path, sums: dict[str, int]) -> None:
+    """Read a shard back through `safetensors` and compare every tensor with what was written.
+
+    Raises:
+        CheckpointError: a tensor is missing, unreadable or differs.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name, expected in sums.items():
+                if zlib.crc32(_bytes(file.get_tensor(name))) != expected:
+                    raise CheckpointError(
+                        f"{path.name}: {name} on disk differs from what was written", "check the disk, and merge again"
+                    )
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} cannot be read back: {error}", "check the disk, and merge again") from error

@@ -1,0 +1,182 @@
+"""Verifying a merge: the models to compare, one in memory at a time, and the text to compare them on."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from halfbyte.config import RunConfig
+from halfbyte.errors import CheckpointError
+from halfbyte.models.load import load_model, load_tokenizer
+from halfbyte.notices import notice
+from halfbyte.saved import model_keys
+
+from .base import DTYPES
+from .fidelity import DRAWS, Distance, Fidelity, distance, logits, most
+from .weights import MergedWeights, Target
+
+ROWS, LENGTH = 4, 128
+HEADROOM = 1.25  # memory over that of the weights: one layer in fp32, activations, logits
+TEXT = """The library opens at nine. A reader may borrow up to 5 books for three weeks, and return them at any desk.
+def mean(values):
+    total = sum(values)
+    return total / len(values)
+Question: Tom has 3 boxes with 12 pens each and gives away 7 pens. How many are left? 3 * 12 = 36, and 36 - 7 = 29.
+"""  # for an adapter that came without its run: prose, code and numbers
+
+
+class Verifier:
+    """Compares merged models with the base and adapter they come from.
+
+    Args:
+        adapter: folder of the adapter.
+        tokenizer: folder with the tokenizer of the merged model.
+        run_dir: the run whose text is read; None for an adapter alone.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        adapter: Path,
+        weights: MergedWeights,
+        tokenizer: Path,
+        run_dir: Path | None,
+        progress: Progress,
+    ):
+        self._config, self._adapter, self._weights, self._progress = config, adapter, weights, progress
+        self._device = _device_for(weights)
+        self._ids = text_ids(tokenizer, run_dir).to(self._device)
+        self._trained = self._adapted(weights.trained_dtype, config.load_in_4bit)
+        self._unquantized: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self._ids.numel()
+
+    def verify(self, folder: Path, target: Target) -> Fidelity:
+        """Reload `folder` with plain transformers and compare its logits.
+
+        Raises:
+            CheckpointError: the folder does not load, or rounding does not explain how its logits differ.
+        """
+        exact = self._trained if target == "dequantized" else self._original()
+        merged, *noisy = self._reloaded(folder, self._weights.rounded(target))
+        fidelity = Fidelity(
+            trained=distance(self._trained, merged),
+            exact=distance(exact, merged),
+            noise=most(distance(merged, each) for each in noisy),
+            largest_logit=float(exact.abs().max()),
+        )
+        if not fidelity.explained:
+            raise CheckpointError(_unexplained(fidelity, target), "nothing was kept; please report this with the run")
+        return fidelity
+
+    def _original(self) -> Tensor:
+        """Logits of the base's stored weights with the adapter."""
+        if self._unquantized is None:
+            self._unquantized = self._adapted(DTYPES[self._weights.base.dtype], load_in_4bit=False)
+        return self._unquantized
+
+    def _adapted(self, dtype: torch.dtype, load_in_4bit: bool) -> Tensor:
+        from peft import PeftModel
+
+        def load() -> nn.Module:
+            keys = model_keys(self._config) | {"load_in_4bit": load_in_4bit, "dtype": dtype, "device": self._device}
+            keys["attn_implementation"] = None  # flash attention does not compute in fp32
+            return PeftModel.from_pretrained(load_model(self._config.model_name_or_path, **keys), str(self._adapter))
+
+        bits = "4-bit base" if load_in_4bit else "base"
+        return self._measure(f"measuring the {bits} with its adapter", load, [()])[0]
+
+    def _reloaded(self, folder: Path, rounded: Collection[str]) -> list[Tensor]:
+        noises = [(), *[rounded] * DRAWS]
+        return self._measure("reloading the merged model", lambda: self._reload(folder), noises)
+
+    def _reload(self, folder: Path) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype="auto",
+                device_map={"": self._device},
+                trust_remote_code=self._config.trust_remote_code,
+                output_loading_info=True,
+            )
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"the merged model does not load: {error}", "please report this") from error
+        model, info = loaded
+        wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in sorted(info[kind], key=str)]
+        if wrong:
+            raise CheckpointError(f"the merged model lacks {wrong[0]}", "please report this")
+        return model
+
+    def _measure(
+        self, description: str, load: Callable[[], nn.Module], noises: Sequence[Collection[str]]
+    ) -> list[Tensor]:
+        """Logits of a model, once for each set of parameters to put noise on; the model is dropped."""
+        task = self._progress.add_task(description, total=None)
+        with _no_loading_bars():
+            model = load()
+        found = [logits(model, self._ids, noise_on, seed) for seed, noise_on in enumerate(noises)]
+        del model
+        gc.collect()  # modules and hooks refer to each other
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._progress.remove_task(task)
+        return found
+
+
+@contextlib.contextmanager
+def _no_loading_bars() -> Iterator[None]:
+    """transformers' own progress bars would be drawn over ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _unexplained(fidelity: Fidelity, target: Target) -> str:
+    def words(each: Distance) -> str:
+        return f"{each.max_logit_difference:.3g} (KL {each.kl:.3g})"
+
+    return (
+        f"the model merged onto the {target} base computes something else than base and adapter: logits differ by up "
+        f"to {words(fidelity.exact)}, where rounding explains {fidelity.bound:.3g} (KL {fidelity.kl_bound:.3g})"
+    )
+
+
+def _device_for(weights: MergedWeights) -> torch.device:
+    """Where the merged model fits: the run's device, or the CPU, which is said."""
+    device = weights.adapter.device
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < HEADROOM * weights.nbytes:
+        notice("merge-device", f"verifying on the CPU: the merged model does not fit {device}")
+        return torch.device("cpu")
+    return device
+
+
+def text_ids(tokenizer: Path, run_dir: Path | None) -> Tensor:
+    """int64 [rows, T]: the documents shown in the run's data report, cut into equal rows; else a built-in text."""
+    report: dict[str, Any] = {}
+    if run_dir and (run_dir / "data_report.json").is_file():
+        report = json.loads((run_dir / "data_report.json").read_text(encoding="utf-8"))
+    text = "".join("".join(sample["tokens"]) for sample in report.get("samples", ()))
+    if not text:
+        notice("merge-text", "no text of the run is left, so the merge is measured on a short built-in one")
+    ids = load_tokenizer(str(tokenizer))(text or TEXT, add_special_tokens=False)["input_ids"]
+    length = min(LENGTH, len(ids))
+    rows = min(ROWS, len(ids) // length)
+    return torch.tensor(ids[: rows * length]).view(rows, length)

@@ -1,0 +1,77 @@
+"""Tiny bases and the run directories that training on them leaves, adapters random instead of trained."""
+
+import json
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from halfbyte.adapters import add_adapter, save_adapter
+from halfbyte.config import RunConfig, dump_config
+from halfbyte.models.load import load_model
+from halfbyte.tensor import QuantizedTensor
+
+TEMPLATE = "{% for m in messages %}{{ '<s>' + m['role'] + ' ' + m['content'] + '</s>' }}{% endfor %}"
+TEXT = "".join(f"Question {n}: how much is {n} times {n}? Answer: {n * n}.\n" for n in range(12))
+
+
+def byte_tokenizer():
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+
+
+def save_base(folder, dtype=torch.bfloat16, *, shard="120KB", **keys):
+    """A random Llama large enough to have logits of a trained one's size."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 272}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15} | keys
+    model = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=257, bos_token_id=256)).to(dtype)
+    model.generation_config.max_new_tokens = 17
+    model.save_pretrained(folder, max_shard_size=shard)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_run(folder, base, *, text=TEXT, scale=0.05, tokenizer=None, **keys):
+    """output_dir of a run on `base`: adapter/, config.resolved.yaml, data_report.json.
+
+    `tokenizer`: folder of the one to save; default: one token per byte, with a chat template that the base lacks.
+    """
+    config = RunConfig(**{"model_name_or_path": str(base), "dataset": "d", "r": 4, "device": "cpu"} | keys)
+    model = load_model(str(base), load_in_4bit=config.load_in_4bit, device="cpu")
+    model = add_adapter(model, config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * scale)
+    save_adapter(model, folder / "adapter")
+    own = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else byte_tokenizer()
+    own.chat_template = own.chat_template or TEMPLATE
+    own.save_pretrained(folder / "adapter")
+    (folder / "config.resolved.yaml").write_text(dump_config(config))
+    report = {"samples": [{"tokens": list(text), "trained": [True] * len(text)}]}
+    (folder / "data_report.json").write_text(json.dumps(report))
+    return folder
+
+
+def by_peft(run, base, target):
+    """State dict of PEFT's own merge, in fp32, of the adapter onto the base or onto what 4-bit loading makes of it."""
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if target == "dequantized":
+        quantized = dict(load_model(str(base), device="cpu").named_parameters())
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                if isinstance(quantized[name].data, QuantizedTensor):
+                    parameter.copy_(quantized[name].data.dequantize(torch.float32))
+    return PeftModel.from_pretrained(plain, run / "adapter").merge_and_unload().state_dict()
+
+
+def tensors(folder):
+    """All tensors of a checkpoint folder."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -1,0 +1,172 @@
+"""Merges that cannot be: each stops with one error that names what is wrong, and leaves nothing under the new name."""
+
+import errno
+import json
+import shutil
+
+import pytest
+from merge_runs import save_base, save_run
+from safetensors.torch import load_file, save_file
+
+from halfbyte.cli.merge import merge_run
+from halfbyte.errors import CheckpointError, ConfigError, TrainingError
+from halfbyte.export import merge as merge_module
+from halfbyte.export import shards, weights
+from halfbyte.export.merge import merge
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_base(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture
+def run(base, tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("run") / "run", base)
+
+
+def on_base(run, base):
+    """The run, as if it had been trained on another base."""
+    file = run / "config.resolved.yaml"
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("model_name_or_path")]
+    file.write_text("\n".join([f"model_name_or_path: {base}", *lines]))
+    return run
+
+
+def fails(run, out, kind, words, **keys):
+    with pytest.raises(kind, match=words):
+        merge(run, out, **keys)
+    assert not out.exists()
+    assert not out.parent.exists() or not list(out.parent.iterdir())
+
+
+def test_an_existing_folder_is_refused_and_untouched(tmp_path, run):
+    out = tmp_path / "merged"
+    out.mkdir()
+    (out / "mine").write_text("keep")
+    with pytest.raises(ConfigError, match="exists already"):
+        merge(run, out)
+    assert (out / "mine").read_text() == "keep"
+    merge(run, out, overwrite=True, verify=False)
+    assert not (out / "mine").exists()
+    assert (out / "config.json").exists()
+
+
+def test_overwriting_never_takes_the_run_or_the_base_with_it(tmp_path, run, base):
+    for out in (run, run.parent, base):
+        with pytest.raises(ConfigError, match="holds the"):
+            merge(run, out, overwrite=True)
+    assert (run / "adapter" / "adapter_config.json").exists()
+    assert (base / "config.json").exists()
+
+
+def test_an_adapter_of_other_shapes_names_the_tensor(tmp_path, run):
+    other = save_base(tmp_path / "other" / "base", intermediate_size=128)
+    fails(on_base(run, other), tmp_path / "out" / "merged", CheckpointError, r"gate_proj\S+ has shape \(96, 4\)")
+
+
+def test_an_adapter_of_other_depth_names_the_tensor(tmp_path, run):
+    other = save_base(tmp_path / "other" / "base", num_hidden_layers=3)
+    fails(on_base(run, other), tmp_path / "out" / "merged", CheckpointError, r"lacks the tensor \S+layers\.2")
+
+
+def test_an_adapter_of_other_names_says_what_is_missing(tmp_path, run):
+    file = run / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["c_attn"]}))
+    fails(run, tmp_path / "out" / "merged", CheckpointError, r"c_attn")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "all"}, "bias"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_are_named(tmp_path, run, keys, words):
+    file = run / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    fails(run, tmp_path / "out" / "merged", CheckpointError, words)
+
+
+def test_a_missing_base_says_where_it_was_looked_for(tmp_path, run):
+    fails(on_base(run, tmp_path / "moved"), tmp_path / "out" / "merged", CheckpointError, r"moved is missing")
+
+
+def test_a_base_that_lost_a_tensor(tmp_path, run, base):
+    other = tmp_path / "other" / "base"
+    shutil.copytree(base, other)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    file = other / json.loads((other / "model.safetensors.index.json").read_text())["weight_map"][name]
+    kept = load_file(file)
+    kept.pop(name)
+    save_file(kept, file, metadata={"format": "pt"})
+    fails(on_base(run, other), tmp_path / "out" / "merged", CheckpointError, r"lacks \S+o_proj\.weight")
+    file.write_bytes(file.read_bytes()[:-100])
+    fails(run, tmp_path / "out" / "merged", CheckpointError, "truncated")
+
+
+def test_full_fine_tuning_leaves_nothing_to_merge(tmp_path, base):
+    run = tmp_path / "run"
+    shutil.copytree(base, run / "model")
+    with pytest.raises(CheckpointError, match="nothing to merge"):
+        merge(run, tmp_path / "merged")
+
+
+def test_an_unfinished_run_and_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match="no folder"):
+        merge(tmp_path / "none", tmp_path / "merged")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match="neither a run"):
+        merge(tmp_path / "run", tmp_path / "merged")
+
+
+def test_no_space_is_said_before_and_survived_while_writing(tmp_path, run, monkeypatch):
+    out = tmp_path / "out" / "merged"
+    out.parent.mkdir()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "write_shard", full)
+        fails(run, out, TrainingError, "No space left")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(merge_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    fails(run, out, TrainingError, "no space for")
+
+
+def test_an_interrupted_merge_leaves_nothing(tmp_path, run, monkeypatch):
+    honest, calls = shards._bytes, []
+
+    def interrupted(tensor):
+        calls.append(1)
+        if len(calls) > 10:
+            raise KeyboardInterrupt
+        return honest(tensor)
+
+    monkeypatch.setattr(shards, "_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        merge(run, tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_merged_weight_that_does_not_fit_float16(tmp_path):
+    import torch
+
+    base = save_base(tmp_path / "base", torch.float16)
+    run = save_run(tmp_path / "run", base, scale=1e4)
+    with pytest.raises(CheckpointError, match=r"merged model\.layers\S+ does not fit float16"):
+        merge(run, tmp_path / "merged", verify=False)
+
+
+def test_the_command_says_how_close_it_is_and_renews_the_report(tmp_path, run, capsys):
+    merge_run(run, None, "auto", True)
+    printed = capsys.readouterr().out
+    assert "merged onto the dequantized base in bfloat16: it is closer to the trained model" in printed
+    assert "onto the original base" in (run / "report.html").read_text()
+    assert (run / "merged" / "model.safetensors.index.json").exists()
+    with pytest.raises(ConfigError, match="exists already"):
+        merge_run(run, None, "auto", True)
