@@ -23,9 +23,9 @@ def _writable(grad: Tensor) -> Tensor:
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
-        # Not mark_dirty: autograd refuses it for two outputs when q and k are views, which transposed projections are.
-        # The in-place op raises their version, so whoever saved them before is told.
-        ops.rope_(q, k, cos, sin, False)
+        # Behind autograd's back (.data): it takes no mark_dirty for two results that are views, as transposed projections
+        # are, and a raised version would make it rebuild the history of every other view of theirs, such as a fused v.
+        ops.rope_(q.data, k.data, cos, sin, False)
         ctx.save_for_backward(cos, sin)
         return q, k
 
@@ -59,8 +59,9 @@ class _QKNormRope(torch.autograd.Function):
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """q and k rotated by position, in place where autograd runs eagerly.
 
-    Use only what it returns: q and k hold the result too, and backward overwrites the gradients it is given. Whatever
-    reads the result must not hand its own gradient on unchanged (an addition would; attention does not).
+    Pass fresh results of projections or norms, whose values nothing has saved, and use only what it returns. Backward
+    overwrites the gradients it is given, so what reads the result must not hand its own gradient on unchanged to others
+    as well (an addition would; attention does not).
 
     Args:
         q: [B, Hq, T, D], last stride 1; fp32, fp16 or bf16 (fp64 on a CPU).

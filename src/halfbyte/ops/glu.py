@@ -86,8 +86,8 @@ def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation
     check_same("glu_backward", "grad", grad, "gate", gate)
     exact = torch.promote_types(gate.dtype, torch.float32)
     activated, derivative = _activation_and_derivative(gate.to(exact), activation)
-    upstream, linear = grad.to(exact), up.to(exact)
-    gate.copy_(upstream * linear * derivative)
-    up.copy_(upstream * activated)
-    if need_output:
-        grad.copy_(activated * linear)
+    output = activated * up if need_output else None  # before up is overwritten
+    gate.copy_(grad.to(exact) * up * derivative)
+    up.copy_(grad * activated)
+    if output is not None:
+        grad.copy_(output)
