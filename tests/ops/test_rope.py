@@ -41,7 +41,8 @@ def compare(mine, theirs, inputs, **tolerance):
 def test_rope(batches_of_angles):
     q, k = projections()
     cos, sin = angles(batches_of_angles, 7, 10)
-    compare(rope(heads(q, 10), heads(k, 10), cos, sin), apply_rotary_pos_emb(heads(q, 10), heads(k, 10), cos, sin), (q, k))
+    theirs = apply_rotary_pos_emb(heads(q, 10), heads(k, 10), cos, sin)
+    compare(rope(heads(q, 10), heads(k, 10), cos, sin), theirs, (q, k))
 
 
 def test_partial_rotary():
@@ -55,7 +56,8 @@ def test_halves_that_differ():
     """No model has them, but the transpose exchanges halves, and only such angles show it."""
     q, k = projections()
     cos, sin = torch.randn(2, 1, 7, 10, dtype=torch.float64)
-    compare(rope(heads(q, 10), heads(k, 10), cos, sin), apply_rotary_pos_emb(heads(q, 10), heads(k, 10), cos, sin), (q, k))
+    theirs = apply_rotary_pos_emb(heads(q, 10), heads(k, 10), cos, sin)
+    compare(rope(heads(q, 10), heads(k, 10), cos, sin), theirs, (q, k))
 
 
 def test_works_in_place_both_ways():
