@@ -47,9 +47,9 @@ def exact(tensor):
 
 
 def assert_as_close_as_torch(mine, torchs, truth):
-    """The error of `mine` against fp64 is at most that of torch in the same dtype, plus a sixteenth of a rounding."""
+    """The error of `mine` against fp64 is at most that of torch in the same dtype, plus a constant far below 16 bits."""
     assert (mine.shape, mine.dtype) == (torchs.shape, torchs.dtype)
     scale = truth.norm() + 1e-30
     error, allowed = ((exact(tensor) - truth).norm() / scale for tensor in (mine, torchs))
-    allowed = allowed + torch.finfo(mine.dtype).eps / 16 + 2e-7
+    allowed = allowed + torch.finfo(mine.dtype).eps / 16 + 5e-7
     assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.2e}"

@@ -9,11 +9,11 @@ from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.ops import norms as reference
 
 pytest.importorskip("triton")
-from halfbyte.kernels import norms as kernels
+from halfbyte.kernels import norms as kernels  # noqa: E402
 
 pytestmark = mark
 
-SIZES = [(3, 1), (5, 7), (37, 128), (2, 3, 96), (3, 1000), (1, 2560), (2, 4099)]
+SIZES = [(3, 1), (5, 7), (37, 128), (2, 3, 96), (2, 2051)]
 if not INTERPRETED:
     SIZES += [(700, 4096), (65, 5120), (1100, 896), (9, 16384), (3, 40000)]
 
