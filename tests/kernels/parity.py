@@ -1,7 +1,7 @@
 """What the parity tests of Triton kernels share: where they run, with which dtypes, and how close is close enough.
 
-The same tests run on a GPU and, with TRITON_INTERPRET=1, on a CPU in Triton's interpreter. The interpreter's bf16 is wrong,
-and a program takes it milliseconds, so it gets fp32, fp16 and small sizes.
+The same tests run on a GPU and, with TRITON_INTERPRET=1, on a CPU in Triton's interpreter. The interpreter's bf16 is
+wrong, and a program takes it milliseconds, so it gets fp32, fp16 and small sizes.
 """
 
 import os
@@ -47,7 +47,7 @@ def exact(tensor):
 
 
 def assert_as_close_as_torch(mine, torchs, truth):
-    """The error of `mine` against fp64 is at most that of torch in the same dtype, plus a constant far below 16 bits."""
+    """Against fp64, `mine` errs no more than torch does in the same dtype, plus a constant far below 16 bits."""
     assert (mine.shape, mine.dtype) == (torchs.shape, torchs.dtype)
     scale = truth.norm() + 1e-30
     error, allowed = ((exact(tensor) - truth).norm() / scale for tensor in (mine, torchs))

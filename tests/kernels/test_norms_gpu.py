@@ -1,4 +1,4 @@
-"""The Triton norms against their references at ugly sizes; also run in Triton's interpreter (test_norms_rope_glu_interpreted.py)."""
+"""The Triton norms against their references at ugly sizes, on a GPU and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.ops import norms as reference
 
 pytest.importorskip("triton")
-from halfbyte.kernels import norms as kernels  # noqa: E402
+from halfbyte.kernels import norms as kernels
 
 pytestmark = mark
 
@@ -66,7 +66,8 @@ def test_layer_norm(shape, dtype):
     y, mean, rstd = kernels.layer_norm(x, weight, bias, 1e-5)
     mine = (y, *kernels.layer_norm_backward(grad, x, weight, mean, rstd, True))
     truth = reference.layer_norm.reference(exact(x), exact(weight), exact(bias), 1e-5)
-    truths = (truth[0], *reference.layer_norm_backward.reference(exact(grad), exact(x), exact(weight), *truth[1:], True))
+    gradients = reference.layer_norm_backward.reference(exact(grad), exact(x), exact(weight), *truth[1:], True)
+    truths = (truth[0], *gradients)
     for tensor, torchs, true in zip(mine, stocks, truths, strict=True):
         assert_as_close_as_torch(tensor, torchs, true)
     dx, *nothing = kernels.layer_norm_backward(grad, x, weight, mean, rstd, False)
@@ -77,7 +78,8 @@ def test_layer_norm(shape, dtype):
 def test_strides():
     """Rows with gaps are read where they are; other layouts are copied first."""
     weight = random(24)
-    for x in (random(2, 5, 40)[..., 8:32], random(5, 3, 24).transpose(0, 1), random(24, 6).T, random(1, 24).expand(4, 24)):
+    fused, swapped, turned = random(2, 5, 40)[..., 8:32], random(5, 3, 24).transpose(0, 1), random(24, 6).T
+    for x in (fused, swapped, turned, random(1, 24).expand(4, 24)):
         y, _, rstd = kernels.rms_norm(x, None, weight, 1e-6, False)
         expected = kernels.rms_norm(x.contiguous(), None, weight, 1e-6, False)
         assert y.is_contiguous()
@@ -103,7 +105,8 @@ def test_fp32_weight():
     for offset, dtype in ((False, torch.float32), (True, torch.float16)):
         y, _, _ = kernels.rms_norm(x, None, weight, 1e-6, offset)
         assert y.dtype == dtype
-        torch.testing.assert_close(y, reference.rms_norm.reference(x, None, weight, 1e-6, offset)[0], rtol=2e-3, atol=2e-3)
+        expected = reference.rms_norm.reference(x, None, weight, 1e-6, offset)[0]
+        torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
 
 
 def test_no_rows():
@@ -135,7 +138,7 @@ def test_through_autograd():
 
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
 def test_in_a_cuda_graph_without_synchronisation():
-    x, weight = random(64, 512, dtype=torch.bfloat16).requires_grad_(), random(512, dtype=torch.bfloat16).requires_grad_()
+    x, weight = (random(*shape, dtype=torch.bfloat16).requires_grad_() for shape in ((64, 512), (512,)))
 
     def step():
         return torch.autograd.grad(rms_norm(x, weight).sum(), (x, weight))

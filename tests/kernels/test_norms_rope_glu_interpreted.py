@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("name", ["test_norms_gpu.py", "test_rope_gpu.py", "test_glu_gpu.py"])
 def test_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", str(HERE / name)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280)
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

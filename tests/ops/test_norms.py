@@ -1,10 +1,10 @@
-"""RMSNorm and LayerNorm against Hugging Face's modules and torch's: values, gradients, what is saved, what is refused."""
+"""RMSNorm and LayerNorm against Hugging Face's modules and torch's: values, gradients, what is saved or refused."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 

@@ -28,11 +28,11 @@ class _GLU(torch.autograd.Function):
 def glu(gate: Tensor, up: Tensor, activation: ops.Activation = "silu") -> Tensor:
     """activation(gate) · up, in fp32 inside, rounded once.
 
-    Backward overwrites gate and up with their gradients: pass results of projections, whose values nothing else keeps. A
-    second backward through it, or another function that saved them, gets autograd's error about in-place changes.
+    Backward overwrites gate and up with their gradients: pass results of projections, whose values nothing else keeps.
+    A second backward, or another function that saved them, gets autograd's error about in-place changes.
 
     Args:
-        gate, up: one shape and dtype; fp32, fp16 or bf16 (fp64 on a CPU). The two halves of a fused projection are fine.
+        gate, up: one shape and dtype; fp32, fp16 or bf16 (fp64 on a CPU). Halves of a fused projection are fine.
         activation: "silu", "gelu" or "gelu_tanh" (Hugging Face's "gelu_pytorch_tanh").
 
     Raises:

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm as differentiable functions: saved are x and one or two fp32 numbers a row.
 
-Under torch.compile the torch reference takes their place, and Inductor fuses it with what surrounds it: an opaque kernel
-there would only hide a memory-bound loop from the compiler. The same holds for `autograd.rope` and `autograd.glu`.
+Under torch.compile the torch reference takes their place, and Inductor fuses it with what surrounds it: an opaque
+kernel there would only hide a memory-bound loop from the compiler. So do `autograd.rope` and `autograd.glu`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def add_rms_norm(
     """(norm, sum): RMSNorm of x + residual, and that sum, which the residual stream goes on with.
 
     In backward the gradients that reach norm and sum meet inside one kernel. That is worth having without anything to
-    add, too: with `residual` None the sum is x itself, and the stream that branches off before a block costs no addition
-    on the way back.
+    add, too: with `residual` None the sum is x itself, and the stream that branches off before a block costs no
+    addition on the way back.
 
     Args, errors: as in `rms_norm`; `residual` has x's shape and dtype.
     """

@@ -1,8 +1,8 @@
 """RoPE, and RMSNorm of q and k with RoPE, as differentiable functions.
 
-A rotation is undone by the opposite one, so RoPE saves cos and sin only, and works in place both ways. The norm before it
-is not undone by anything (weights may be zero): that function writes its results elsewhere and saves q and k; their r is
-cheaper to compute again than to store.
+A rotation is undone by the opposite one, so RoPE saves cos and sin only, and works in place both ways. The norm before
+it is not undone by anything (weights may be zero): that function writes its results elsewhere and saves q and k; their
+r is cheaper to compute again than to store.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def _writable(grad: Tensor) -> Tensor:
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
-        # Behind autograd's back (.data): it takes no mark_dirty for two results that are views, as transposed projections
-        # are, and a raised version would make it rebuild the history of every other view of theirs, such as a fused v.
+        # Behind autograd's back (.data): it takes no mark_dirty for two results that are views, as transposed
+        # projections are, and a raised version would make it rebuild the history of other views, such as a fused v.
         ops.rope_(q.data, k.data, cos, sin, False)
         ctx.save_for_backward(cos, sin)
         return q, k

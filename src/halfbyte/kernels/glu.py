@@ -1,7 +1,7 @@
 """Triton twins of `halfbyte.ops.glu`: one pass, 16-byte accesses, nothing kept.
 
-Forward moves 6 bytes a value in 16 bits (g and u in, h out); backward 10, or 12 when it also leaves h, instead of the 28
-that separate steps take. Contiguous tensors are one long row; the halves of a fused projection are rows with a gap.
+Forward moves 6 bytes a value in 16 bits (g and u in, h out); backward 10, or 12 when it also leaves h. Contiguous
+tensors are one long row; the halves of a fused projection are rows with a gap.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops import glu as reference
-from ..ops.checks import check_same, row_stride
-from .launch import Launcher, ceil_div, changed
+from ..ops.checks import check_same
+from .launch import Launcher, ceil_div, evenly_spaced, put_back
 
 BLOCK = 2048  # values a program takes, 16 a thread
 WARPS = 4
@@ -67,7 +67,9 @@ def _glu_backward(
 ):  # fmt: skip
     row, col = _span(width, BLOCK)
     mask = col < width
-    grads, gates, ups = grad_ptr + row * grad_stride + col, gate_ptr + row * gate_stride + col, up_ptr + row * up_stride + col
+    grads = grad_ptr + row * grad_stride + col
+    gates = gate_ptr + row * gate_stride + col
+    ups = up_ptr + row * up_stride + col
     dh = tl.load(grads, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gates, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(ups, mask=mask, other=0.0).to(tl.float32)
@@ -82,14 +84,14 @@ _glu_launcher = Launcher(_glu)
 _glu_backward_launcher = Launcher(_glu_backward)
 
 
-def _layout(*tensors: Tensor) -> tuple[int, int, tuple[int | None, ...]]:
-    """Rows, width, and each tensor's row stride (None where rows are not evenly spaced)."""
-    first = tensors[0]
+def _layout(*tensors: Tensor) -> tuple[int, int, tuple[Tensor, ...], tuple[int, ...]]:
+    """Rows and their width; the tensors, copied where their rows are not evenly spaced; and their row strides."""
+    numel = tensors[0].numel()
     if all(tensor.is_contiguous() for tensor in tensors):
-        numel = first.numel()
-        return 1, numel, (numel,) * len(tensors)
-    width = first.shape[-1]
-    return first.numel() // width, width, tuple(row_stride(tensor) for tensor in tensors)
+        return 1, numel, tensors, (numel,) * len(tensors)
+    width = tensors[0].shape[-1]
+    spaced, strides = zip(*map(evenly_spaced, tensors), strict=True)
+    return numel // width, width, spaced, strides
 
 
 @reference.glu.twin("cuda", "xpu")
@@ -98,11 +100,8 @@ def glu(gate: Tensor, up: Tensor, activation: reference.Activation) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not out.numel():
         return out
-    rows, width, strides = _layout(gate, up)
-    if None in strides:
-        gate, up = gate.contiguous(), up.contiguous()
-        rows, width, strides = _layout(gate, up)
-    _glu_launcher(rows * ceil_div(width, BLOCK), (gate, up, out), (width, *strides), (BLOCK, activation), WARPS)
+    rows, width, inputs, strides = _layout(gate, up)
+    _glu_launcher(rows * ceil_div(width, BLOCK), (*inputs, out), (width, *strides), (BLOCK, activation), WARPS)
     return out
 
 
@@ -114,15 +113,9 @@ def glu_backward_(
     check_same("glu_backward", "grad", grad, "gate", gate)
     if not gate.numel():
         return
-    rows, width, strides = _layout(grad, gate, up)
-    if None in strides:  # work on contiguous copies, and bring the results back
-        copies = [tensor.contiguous() for tensor in (grad, gate, up)]
-        glu_backward_(*copies, activation, need_output)
-        for tensor, copy in zip((grad, gate, up), copies, strict=True):
-            if copy is not tensor and (tensor is not grad or need_output):
-                tensor.copy_(copy)
-        return
+    rows, width, buffers, strides = _layout(grad, gate, up)
     _glu_backward_launcher(
-        rows * ceil_div(width, BLOCK), (grad, gate, up), (width, *strides), (BLOCK, activation, need_output), WARPS
+        rows * ceil_div(width, BLOCK), buffers, (width, *strides), (BLOCK, activation, need_output), WARPS
     )
-    changed(gate, up, grad) if need_output else changed(gate, up)
+    written = slice(0 if need_output else 1, None)
+    put_back((grad, gate, up)[written], buffers[written])

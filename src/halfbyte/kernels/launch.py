@@ -1,9 +1,9 @@
 """Launching a Triton kernel for a few microseconds of host time.
 
-`kernel[grid](...)` binds names, specialises every argument and hashes a string each time. What it finds is a function of
-the arguments' dtypes, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it found
-under exactly those and calls the compiled kernel. Anything else (a first call, a pointer that is not aligned) takes
-Triton's own way. No lambdas, no autotuning: grid and blocks are functions of the shape, written beside each kernel.
+`kernel[grid](...)` binds names, specialises every argument and hashes a string each time. What it finds is a function
+of the arguments' dtypes, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it
+found under exactly those and calls the compiled kernel. Anything else (a first call, a pointer that is not aligned)
+takes Triton's own way. No lambdas, no autotuning: grid and blocks are functions of the shape, beside each kernel.
 
 A step of fixed shape meets a handful of keys. Batches of ever new lengths would meet ever more, so the table is emptied
 when it has grown past any use.
@@ -11,11 +11,14 @@ when it has grown past any use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
+
+from ..ops.checks import row_stride
 
 TABLE = 4096
 
@@ -61,9 +64,21 @@ class Launcher:
             self._compiled[key] = compiled
 
 
-def changed(*tensors: Tensor) -> None:
-    """Tell autograd that a kernel wrote to `tensors`: a function that saved one of them must not read it any more."""
-    if not torch.is_inference_mode_enabled():  # such tensors keep no version
+def evenly_spaced(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor whose rows are evenly spaced, copied where they were not, and the elements from row to row."""
+    stride = row_stride(tensor)
+    return (tensor, stride) if stride is not None else (tensor.contiguous(), tensor.shape[-1])
+
+
+def put_back(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Finish what a kernel did in place: copy where a copy stood in for a tensor, and tell autograd of the change.
+
+    A function that saved one of `tensors` is then refused it in backward, instead of reading what is there now.
+    """
+    for tensor, result in zip(tensors, results, strict=True):
+        if result is not tensor:
+            tensor.copy_(result)
+    if not torch.is_inference_mode_enabled():  # whose tensors keep no version
         torch.autograd.graph.increment_version(tensors)
 
 

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops import norms as reference
-from ..ops.checks import check_rows, row_stride
-from .launch import Launcher, ceil_div, power_of_2
+from ..ops.checks import check_rows
+from .launch import Launcher, ceil_div, evenly_spaced, power_of_2
 
 TILE = 2048  # values a program takes when rows are narrower
 VALUES_PER_THREAD = 16
@@ -152,12 +152,6 @@ def _blocks(width: int) -> tuple[int, int, int]:
     return rows, block, min(max(rows * block // (32 * VALUES_PER_THREAD), 4), 16)
 
 
-def _rows_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor whose rows are evenly spaced, copied where they were not, and the space between them."""
-    stride = row_stride(tensor)
-    return (tensor, stride) if stride is not None else (tensor.contiguous(), tensor.shape[-1])
-
-
 def _programs(rows: int, rows_per_tile: int, need_weight: bool) -> tuple[int, int]:
     """Programs, and tiles of rows each goes through: one, unless partial sums of a weight's gradient must be few."""
     all_tiles = ceil_div(rows, rows_per_tile)
@@ -177,8 +171,8 @@ def rms_norm(
     rows = rstd.numel()
     if not rows or not width:
         return y, total, rstd
-    x, x_stride = _rows_of(x)
-    added, added_stride = (x, x_stride) if residual is None else _rows_of(residual)
+    x, x_stride = evenly_spaced(x)
+    added, added_stride = (x, x_stride) if residual is None else evenly_spaced(residual)
     rows_per_program, block, warps = _blocks(width)
     _rms_norm_launcher(
         ceil_div(rows, rows_per_program), (x, added, weight, y, total, rstd), (rows, x_stride, added_stride, eps),
@@ -202,8 +196,8 @@ def rms_norm_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not rows or not width:
         return dx, torch.zeros_like(weight) if need_weight else None
-    (grad, grad_stride), (x, x_stride) = _rows_of(grad), _rows_of(x)
-    added, added_stride = (x, x_stride) if residual_grad is None else _rows_of(residual_grad)
+    (grad, grad_stride), (x, x_stride) = evenly_spaced(grad), evenly_spaced(x)
+    added, added_stride = (x, x_stride) if residual_grad is None else evenly_spaced(residual_grad)
     rows_per_tile, block, warps = _blocks(width)
     programs, tiles = _programs(rows, rows_per_tile, need_weight)
     dw = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
@@ -224,7 +218,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
     rows = rstd.numel()
     if not rows or not width:
         return y, mean, rstd
-    x, x_stride = _rows_of(x)
+    x, x_stride = evenly_spaced(x)
     rows_per_program, block, warps = _blocks(width)
     _layer_norm_launcher(
         ceil_div(rows, rows_per_program), (x, weight, bias, y, mean, rstd), (rows, x_stride, eps),
@@ -243,7 +237,7 @@ def layer_norm_backward(
     if not rows or not width:
         zeros = torch.zeros_like(weight) if need_weight else None
         return dx, zeros, zeros.clone() if zeros is not None else None
-    (grad, grad_stride), (x, x_stride) = _rows_of(grad), _rows_of(x)
+    (grad, grad_stride), (x, x_stride) = evenly_spaced(grad), evenly_spaced(x)
     rows_per_tile, block, warps = _blocks(width)
     programs, tiles = _programs(rows, rows_per_tile, need_weight)
     dw = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd

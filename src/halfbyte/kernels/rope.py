@@ -1,8 +1,8 @@
 """Triton twins of `halfbyte.ops.rope`: q and k in one launch, one program a token.
 
 A token's heads all turn by the same angles, so a program reads cos and sin once and holds every head of q and k in
-registers, as two tiles [heads, R/2]: the pairs that turn together are then at one place of both. Where a projection made
-q and k, a token's heads are one run of memory. The floor is 2 × 2 bytes a value in 16 bits, each way; the fused norm's
+registers, as two tiles [heads, R/2]: the pairs that turn together are then at one place of both. Where a projection
+made q and k, a token's heads are one run of memory. The floor is 2 × 2 bytes a value in 16 bits, each way; the fused norm's
 backward reads one tensor more.
 
 The fused backward computes r again from x, which it holds anyway. Weight gradients as in `kernels.norms`.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops import rope as reference
 from ..ops.checks import check_same
-from .launch import Launcher, ceil_div, changed, power_of_2
+from .launch import Launcher, ceil_div, power_of_2, put_back
 
 VALUES_PER_THREAD = 32
 PARTIALS = 512  # rows of partial sums of a weight's gradient
@@ -204,14 +204,6 @@ def _with_unit_stride(*tensors: Tensor) -> list[Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
-def _bring_back(tensors: tuple[Tensor, ...], results: list[Tensor]) -> None:
-    """Copy in-place results to the tensors they were to change, where a copy stood in for one."""
-    changed(*tensors)
-    for tensor, result in zip(tensors, results, strict=True):
-        if result is not tensor:
-            tensor.copy_(result)
-
-
 @reference.rope_.twin("cuda", "xpu")
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
     reference.check_rope(q, k, cos, sin)
@@ -226,7 +218,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
         (tokens, *turned[0].stride()[:3], *turned[1].stride()[:3], *angle_strides),
         (*constants, backward), warps,
     )  # fmt: skip
-    _bring_back((q, k), turned)
+    put_back((q, k), turned)
 
 
 @reference.qk_norm_rope.twin("cuda", "xpu")
@@ -284,5 +276,5 @@ def qk_norm_rope_backward_(
          *k.stride()[:3], *angle_strides, eps),
         (*constants, offset, need_weight), warps,
     )  # fmt: skip
-    _bring_back((grad_q, grad_k), grads)
+    put_back((grad_q, grad_k), grads)
     return (dwq.sum(0).to(q_weight.dtype), dwk.sum(0).to(k_weight.dtype)) if need_weight else None

@@ -1,7 +1,7 @@
 """What a kernel must know about its arguments before it reads memory through their pointers.
 
-An accelerator does not raise on a wrong shape: it reads beyond the end. So references and twins call these first; a call
-costs about a microsecond and never waits for the device.
+An accelerator does not raise on a wrong shape: it reads beyond the end. So references and twins call these first; a
+call costs about a microsecond and never waits for the device.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def check_same(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor)
         raise ModelError(f"{op}: {name} is {list(tensor.shape)}, and {like_name} is {list(like.shape)}",
                          "give them one shape")  # fmt: skip
     if tensor.dtype is not like.dtype or tensor.device != like.device:
-        raise ModelError(f"{op}: {name} is {tensor.dtype} on {tensor.device}, and {like_name} {like.dtype} on {like.device}",
-                         "give them one dtype and device")  # fmt: skip
+        mine, other = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
+        raise ModelError(f"{op}: {name} is {mine}, and {like_name} {other}", "give them one dtype and device")
 
 
 def check_vector(op: str, name: str, tensor: Tensor, size: int, like: Tensor) -> None:

@@ -53,10 +53,10 @@ def _activation_and_derivative(gate: Tensor, activation: Activation) -> tuple[Te
         density = torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
         return gate * cdf, cdf + gate * density
     if activation == "silu":
-        sigmoid, slope = torch.sigmoid(gate), 1.0
-    else:
-        sigmoid = torch.sigmoid(2 * SQRT_2_OVER_PI * gate * (1 + 0.044715 * gate * gate))
-        slope = 2 * SQRT_2_OVER_PI * (1 + 3 * 0.044715 * gate * gate)
+        sigmoid = torch.sigmoid(gate)
+        return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+    sigmoid = torch.sigmoid(2 * SQRT_2_OVER_PI * gate * (1 + 0.044715 * gate * gate))
+    slope = 2 * SQRT_2_OVER_PI * (1 + 3 * 0.044715 * gate * gate)
     return gate * sigmoid, sigmoid * (1 + gate * slope * (1 - sigmoid))
 
 

@@ -8,9 +8,9 @@ The first R of a head's D values are rotated, in pairs (i, i + R/2):
 and the rest pass (R < D: partial rotary). A rotation's transpose turns back: backward is the same sum with −sin, its
 halves exchanged. R is the width of cos and sin; positions are in them, so packed documents need nothing more.
 
-q and k are [B, H, T, D] with any strides whose last is 1: models make them as [B, T, H, D] and transpose. Both share one
-cos and one sin a token, hence one launch. Rotating moves no information, so it is done in place; the norm's backward needs
-what went in, so the fused op writes elsewhere. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
+q and k are [B, H, T, D] with any strides: models make them as [B, T, H, D] and transpose. Both share one cos and one
+sin a token, hence one launch. Rotating loses no information, so it is done in place; the norm's backward needs what
+went in, so the fused op writes elsewhere. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
 """
 
 from __future__ import annotations
