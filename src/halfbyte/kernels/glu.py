@@ -33,18 +33,29 @@ def _span(width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _sigmoids(x):
+    """σ(x) and 1 − σ(x) = e⁻ˣ·σ(x), which keeps the digits that subtracting from 1 would lose.
+
+    Below −80, where σ is 2e-35, nothing changes any more: e⁻ˣ must stay finite.
+    """
+    e = tl.exp(-tl.maximum(x, -80.0))
+    sigmoid = 1.0 / (1.0 + e)
+    return sigmoid, e * sigmoid
+
+
+@triton.jit
 def _activation(g, ACTIVATION: tl.constexpr):
     """a(g) and a′(g); what a caller does not use is not computed."""
     if ACTIVATION == "gelu":
         p = 0.5 * (1.0 + tl.erf(g * SQRT_HALF))
         derivative = p + g * tl.exp(-0.5 * g * g) * INVERSE_SQRT_2_PI
     elif ACTIVATION == "silu":
-        p = tl.sigmoid(g)
-        derivative = p * (1.0 + g * (1.0 - p))
+        p, rest = _sigmoids(g)
+        derivative = p * (1.0 + g * rest)
     else:
         square = g * g
-        p = tl.sigmoid(TWICE_SQRT_2_OVER_PI * g * (1.0 + 0.044715 * square))
-        derivative = p * (1.0 + g * TWICE_SQRT_2_OVER_PI * (1.0 + 0.134145 * square) * (1.0 - p))
+        p, rest = _sigmoids(TWICE_SQRT_2_OVER_PI * g * (1.0 + 0.044715 * square))
+        derivative = p * (1.0 + g * TWICE_SQRT_2_OVER_PI * (1.0 + 0.134145 * square) * rest)
     return g * p, derivative
 
 
@@ -84,14 +95,14 @@ _glu_launcher = Launcher(_glu)
 _glu_backward_launcher = Launcher(_glu_backward)
 
 
-def _layout(*tensors: Tensor) -> tuple[int, int, tuple[Tensor, ...], tuple[int, ...]]:
+def _layout(*tensors: Tensor) -> tuple[int, int, list[Tensor], list[int]]:
     """Rows and their width; the tensors, copied where their rows are not evenly spaced; and their row strides."""
     numel = tensors[0].numel()
     if all(tensor.is_contiguous() for tensor in tensors):
-        return 1, numel, tensors, (numel,) * len(tensors)
+        return 1, numel, list(tensors), [numel] * len(tensors)
+    spaced = [evenly_spaced(tensor) for tensor in tensors]
     width = tensors[0].shape[-1]
-    spaced, strides = zip(*map(evenly_spaced, tensors), strict=True)
-    return numel // width, width, spaced, strides
+    return numel // width, width, [tensor for tensor, _ in spaced], [stride for _, stride in spaced]
 
 
 @reference.glu.twin("cuda", "xpu")
@@ -115,7 +126,7 @@ def glu_backward_(
         return
     rows, width, buffers, strides = _layout(grad, gate, up)
     _glu_backward_launcher(
-        rows * ceil_div(width, BLOCK), buffers, (width, *strides), (BLOCK, activation, need_output), WARPS
+        rows * ceil_div(width, BLOCK), tuple(buffers), (width, *strides), (BLOCK, activation, need_output), WARPS
     )
     written = slice(0 if need_output else 1, None)
     put_back((grad, gate, up)[written], buffers[written])

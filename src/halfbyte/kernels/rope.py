@@ -2,10 +2,8 @@
 
 A token's heads all turn by the same angles, so a program reads cos and sin once and holds every head of q and k in
 registers, as two tiles [heads, R/2]: the pairs that turn together are then at one place of both. Where a projection
-made q and k, a token's heads are one run of memory. The floor is 2 × 2 bytes a value in 16 bits, each way; the fused norm's
-backward reads one tensor more.
-
-The fused backward computes r again from x, which it holds anyway. Weight gradients as in `kernels.norms`.
+made q and k, a token's heads are one run of memory. The floor is 4 bytes a value in 16 bits, each way; the fused norm's
+backward reads x too, 6 bytes, and computes r again from it. Weight gradients as in `kernels.norms`.
 """
 
 from __future__ import annotations
