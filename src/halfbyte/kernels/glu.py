@@ -128,5 +128,5 @@ def glu_backward_(
     _glu_backward_launcher(
         rows * ceil_div(width, BLOCK), tuple(buffers), (width, *strides), (BLOCK, activation, need_output), WARPS
     )
-    written = slice(0 if need_output else 1, None)
-    put_back((grad, gate, up)[written], buffers[written])
+    written = [grad, gate, up] if need_output else [gate, up]
+    put_back(written, buffers[-len(written) :])
