@@ -1,9 +1,9 @@
 """Elementwise kernels at the sizes of an 8B model's step: `python -m benchmarks.kernels out.json [--tokens 8192]`.
 
-Each kernel runs forward and backward, through its public function, in two ways: eight times over eight sets of tensors in
-one CUDA graph (so that neither launches nor the L2 cache help or hurt), and as a user calls it. Bytes are what the kernel
-must read and write at least; the fraction is of a large device copy in the same run. Peers, where importable, run in the
-same process on the same tensors: the stock formula compiled by torch, and Liger.
+Each kernel runs forward and backward, through its public function, in two ways: over eight sets of tensors in one CUDA
+graph (so that launches do not hurt and the L2 cache does not help), and as a user calls it. Bytes are what the kernel
+must read and write at least; the fraction is of a large device copy in the same run. Peers run in the same process: the
+stock formula compiled by torch, and Liger where it is installed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from halfbyte.autograd.glu import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
@@ -46,7 +47,7 @@ class Case:
     forward_values: int
     backward_values: int
     ours: Callable[..., Any]
-    stock: Callable[..., Any]
+    stock: Callable[..., Any] | None
     liger: Callable[..., Any] | None
 
 
@@ -120,12 +121,12 @@ def cases(tokens: int) -> Iterator[Case]:
         return [random(tokens, MLP), random(tokens, MLP)]
 
     yield case("rms_norm", rows(1, 1), 1, 2 * n, 3 * n, rms_norm, stock_rms_norm)
-    yield case("rms_norm_dw", rows(1, 1), 2, 2 * n, 3 * n, rms_norm, stock_rms_norm)
+    yield case("rms_norm_dw", rows(1, 1), 2, 2 * n, 3 * n, rms_norm, None)
     yield case("add_rms_norm", rows(2, 1), 2, 4 * n, 4 * n, add_rms_norm, stock_add_rms_norm)
     yield case("layer_norm", rows(1, 2), 1, 2 * n, 3 * n, layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b))
     yield case("rope", q_and_k(0), 2, 2 * h, 2 * h, rope, stock_rope)
     yield case("qk_norm_rope", q_and_k(2), 2, 2 * h, 3 * h, qk_norm_rope, stock_qk_norm_rope)
-    yield case("qk_norm_rope_dw", q_and_k(2), 4, 2 * h, 3 * h, qk_norm_rope, stock_qk_norm_rope)
+    yield case("qk_norm_rope_dw", q_and_k(2), 4, 2 * h, 3 * h, qk_norm_rope, None)
     yield case("swiglu", gate_and_up, 2, 3 * m, 5 * m, glu, lambda g, u: F.silu(g) * u)
     for name, activation, approximate in (("geglu", "gelu", "none"), ("geglu_tanh", "gelu_tanh", "tanh")):
         yield case(
@@ -146,6 +147,7 @@ def milliseconds(work: Callable[[], Any]) -> float:
 def in_graph(calls: list[Callable[[], Any]], restore: Callable[[], None], stream: torch.cuda.Stream) -> float:
     """Microseconds a call, from graphs that hold all of `calls`; `restore` undoes in-place changes before each."""
     graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         kept = [call() for call in calls]
     times = []
@@ -164,43 +166,52 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / (statistics.median(milliseconds(lambda: target.copy_(source)) for _ in range(9)) / 1e3)
 
 
+class Bench:
+    """One implementation of a case on its sets of tensors; in-place kernels change them, `restore` undoes it."""
+
+    def __init__(self, case: Case, function: Callable[..., Any]):
+        self.function, self.trained = function, case.trained
+        self.sets = [case.inputs() for _ in range(SETS)]
+        self.masters = [[tensor.clone() for tensor in inputs[: self.trained]] for inputs in self.sets]
+        for inputs in self.sets:
+            for tensor in inputs[: self.trained]:
+                tensor.requires_grad_()
+        self.seeds = [[torch.randn_like(result) for result in self.outputs(inputs)] for inputs in self.sets]
+
+    def restore(self) -> None:
+        for inputs, masters, seeds in zip(self.sets, self.masters, self.seeds, strict=True):
+            for tensor, master in zip(inputs, masters, strict=False):
+                tensor.data.copy_(master)
+            for seed in seeds:
+                seed.normal_()
+
+    def outputs(self, inputs: Inputs) -> list[Tensor]:
+        result = self.function(*inputs)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    def forward_calls(self) -> list[Callable[[], Any]]:
+        return [lambda inputs=inputs: self.outputs(inputs) for inputs in self.sets]
+
+    def backward_calls(self) -> list[Callable[[], Any]]:
+        """Run the forwards; the calls are their backwards, each to be made once."""
+
+        def call(results: list[Tensor], inputs: Inputs, seeds: list[Tensor]) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(results, inputs[: self.trained], seeds, retain_graph=True)
+
+        each = [(self.outputs(inputs), inputs, seeds) for inputs, seeds in zip(self.sets, self.seeds, strict=True)]
+        return [lambda arguments=arguments: call(*arguments) for arguments in each]
+
+
 def measure(case: Case, function: Callable[..., Any]) -> dict[str, dict[str, float]]:
     """Times in µs of one implementation: forward and backward, in a graph and as called, and the host's part."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        sets = [case.inputs() for _ in range(SETS)]
-        masters = [[tensor.clone() for tensor in inputs[: case.trained]] for inputs in sets]
-        for inputs in sets:
-            for tensor in inputs[: case.trained]:
-                tensor.requires_grad_()
-
-        def restore() -> None:
-            for inputs, saved in zip(sets, masters, strict=True):
-                for tensor, master in zip(inputs, saved, strict=False):
-                    tensor.data.copy_(master)
-
-        def outputs(inputs: Inputs) -> list[Tensor]:
-            result = function(*inputs)
-            return list(result) if isinstance(result, tuple) else [result]
-
-        def gradients(results: list[Tensor], inputs: Inputs, seeds: list[Tensor]) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(results, inputs[: case.trained], seeds, retain_graph=True)
-
-        def backward_calls(results: list[list[Tensor]]) -> list[Callable[[], Any]]:
-            return [lambda y=y, x=x: gradients(y, x, seeds) for y, x in zip(results, sets, strict=True)]
-
-        seeds = [torch.randn_like(result) for result in outputs(sets[0])]
-        for call in backward_calls([outputs(inputs) for inputs in sets]):  # compile everything
-            call()
-        restore()
-        forward_calls = [lambda x=x: outputs(x) for x in sets]
-        times = {"forward": called(forward_calls)}
-        times["backward"] = called(backward_calls([outputs(inputs) for inputs in sets]))
-        restore()
-        torch.cuda.synchronize()
-        times["forward"]["graph_us"] = in_graph(forward_calls, restore, stream)
-        results = [outputs(inputs) for inputs in sets]
-        times["backward"]["graph_us"] = in_graph(backward_calls(results), restore, stream)
+        bench = Bench(case, function)
+        for _ in range(3):  # the first compiles, the second finds its memory in the allocator
+            times = {"forward": called(bench.forward_calls()), "backward": called(bench.backward_calls())}
+        bench.restore()
+        times["forward"]["graph_us"] = in_graph(bench.forward_calls(), bench.restore, stream)
+        times["backward"]["graph_us"] = in_graph(bench.backward_calls(), bench.restore, stream)
     return times
 
 
@@ -220,9 +231,31 @@ def called(calls: list[Callable[[], Any]]) -> dict[str, float]:
 
 def implementations(case: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "halfbyte", case.ours
-    yield "torch.compile", torch.compile(case.stock, fullgraph=True)
+    if case.stock is not None:
+        yield "torch.compile", torch.compile(case.stock, fullgraph=True)
     if case.liger is not None:
         yield "liger", case.liger
+
+
+def run(tokens: int, copy: float) -> list[dict[str, Any]]:
+    """Measure and print everything; the rows of the JSON's `results`."""
+    head = f"{'kernel':16}{'':9}{'by':14}{'MB':>7}{'graph µs':>10}{'TB/s':>7}{'of copy':>9}"
+    print(f"{head}{'called µs':>11}{'host µs':>9}")
+    results = []
+    for case in cases(tokens):
+        for by, function in implementations(case):
+            for direction, times in measure(case, function).items():
+                size = 2 * (case.forward_values if direction == "forward" else case.backward_values)
+                rate = size / times["graph_us"] * 1e6
+                row = {"kernel": case.name, "direction": direction, "by": by, "bytes": size, **times}
+                results.append(row | {"bytes_per_second": rate, "fraction_of_copy": rate / copy})
+                print(
+                    f"{case.name:16}{direction:9}{by:14}{size / 1e6:7.0f}{times['graph_us']:10.1f}{rate / 1e12:7.2f}"
+                    f"{rate / copy:9.0%}{times['called_us']:11.1f}{times['host_us']:9.1f}",
+                    flush=True,
+                )
+            torch.cuda.empty_cache()
+    return results
 
 
 def main() -> None:
@@ -230,26 +263,16 @@ def main() -> None:
     parser.add_argument("path", help="where the JSON goes")
     parser.add_argument("--tokens", type=int, default=8192)
     arguments = parser.parse_args()
-    torch._functorch.config.donated_buffer = False  # backward is captured while its forward's tensors must stay
+    functorch_config.donated_buffer = False  # backward is captured while its forward's tensors must stay
     copy = copy_bandwidth()
     print(f"copy {copy / 1e12:.2f} TB/s, {arguments.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")
-    print(f"{'kernel':16}{'':9}{'by':15}{'MB':>7}{'graph µs':>10}{'TB/s':>7}{'of copy':>9}{'called µs':>11}{'host µs':>9}")
-    results = []
-    for case in cases(arguments.tokens):
-        for by, function in implementations(case):
-            for direction, times in measure(case, function).items():
-                size = 2 * (case.forward_values if direction == "forward" else case.backward_values)
-                rate = size / times["graph_us"] * 1e6
-                row = {"kernel": case.name, "direction": direction, "by": by, "bytes": size, **times}
-                results.append(row | {"bytes_per_second": rate, "fraction_of_copy": rate / copy})
-                print(f"{case.name:16}{direction:9}{by:15}{size / 1e6:7.0f}{times['graph_us']:10.1f}{rate / 1e12:7.2f}"
-                      f"{rate / copy:9.0%}{times['called_us']:11.1f}{times['host_us']:9.1f}", flush=True)  # fmt: skip
-            torch.cuda.empty_cache()
+    results = run(arguments.tokens, copy)
     where = environment("cuda")
     if importlib.util.find_spec("liger_kernel") is not None:
         where["versions"]["liger-kernel"] = metadata.version("liger-kernel")
     shape = {"tokens": arguments.tokens, "hidden": HIDDEN, "mlp": MLP, "heads": [Q_HEADS, K_HEADS, HEAD_SIZE]}
-    write_json(arguments.path, {"environment": where, "copy_bytes_per_second": copy, "shape": shape, "results": results})
+    measured = {"copy_bytes_per_second": copy, "shape": shape, "dtype": str(DTYPE), "results": results}
+    write_json(arguments.path, {"environment": where} | measured)
 
 
 if __name__ == "__main__":
