@@ -1,0 +1,279 @@
+"""Elementwise kernels at the sizes of an 8B model's step: `python -m benchmarks.kernels out.json [--tokens 8192]`.
+
+Each kernel runs forward and backward, through its public function, in two ways: over eight sets of tensors in one CUDA
+graph (so that launches do not hurt and the L2 cache does not help), and as a user calls it. Bytes are what the kernel
+must read and write at least; the fraction is of a large device copy in the same run. Peers run in the same process: the
+stock formula compiled by torch, and Liger where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._functorch import config as functorch_config
+
+from halfbyte.autograd.glu import glu
+from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
+from halfbyte.autograd.rope import qk_norm_rope, rope
+from halfbyte.environment import environment
+from halfbyte.files import write_json
+from halfbyte.ops.rope import rotate
+
+HIDDEN, MLP, Q_HEADS, K_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
+SETS = 8  # of tensors, and calls in a graph
+REPLAYS = 9
+DTYPE = torch.bfloat16
+
+Inputs = list[Tensor]
+
+
+@dataclass
+class Case:
+    """One kernel: what it takes, what it must move in units of 16-bit values, and who computes it."""
+
+    name: str
+    inputs: Callable[[], Inputs]
+    trained: int  # the first so many inputs get gradients
+    forward_values: int
+    backward_values: int
+    ours: Callable[..., Any]
+    stock: Callable[..., Any] | None
+    liger: Callable[..., Any] | None
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=DTYPE, device="cuda")
+
+
+def heads(tokens: int, count: int) -> Tensor:
+    return random(1, tokens, count, HEAD_SIZE).transpose(1, 2)
+
+
+def angles(tokens: int) -> Inputs:
+    angle = torch.arange(tokens, device="cuda").view(1, -1, 1) / 10_000 ** torch.linspace(0, 1, HEAD_SIZE // 2).cuda()
+    angle = torch.cat([angle, angle], dim=-1)
+    return [angle.cos().to(DTYPE), angle.sin().to(DTYPE)]
+
+
+def stock_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    exact = x.float()
+    return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def stock_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return stock_rms_norm(total, weight), total
+
+
+def stock_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def stock_qk_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor):
+    return stock_rope(stock_rms_norm(q, q_weight), stock_rms_norm(k, k_weight), cos, sin)
+
+
+def liger() -> dict[str, Callable[..., Any]]:
+    """Liger's functions by the name of our case; none where it is not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return {}
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return {
+        "rms_norm": lambda x, weight: LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False),
+        "layer_norm": lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, 1e-5),
+        "rope": LigerRopeFunction.apply,
+        "swiglu": LigerSiLUMulFunction.apply,
+        "geglu_tanh": LigerGELUMulFunction.apply,
+    }
+
+
+def cases(tokens: int) -> Iterator[Case]:
+    """Values moved leave out weights, cos and sin, and the statistics of a row: all below 2%."""
+    n, m, h = tokens * HIDDEN, tokens * MLP, tokens * (Q_HEADS + K_HEADS) * HEAD_SIZE
+    peers = liger()
+
+    def case(name, inputs, trained, forward_values, backward_values, ours, stock):
+        return Case(name, inputs, trained, forward_values, backward_values, ours, stock, peers.get(name))
+
+    def rows(count: int, vectors: int) -> Callable[[], Inputs]:
+        return lambda: [random(tokens, HIDDEN) for _ in range(count)] + [random(HIDDEN) for _ in range(vectors)]
+
+    def q_and_k(vectors: int) -> Callable[[], Inputs]:
+        weights = [random(HEAD_SIZE) for _ in range(vectors)]
+        return lambda: [heads(tokens, Q_HEADS), heads(tokens, K_HEADS), *weights, *angles(tokens)]
+
+    def gate_and_up() -> Inputs:
+        return [random(tokens, MLP), random(tokens, MLP)]
+
+    yield case("rms_norm", rows(1, 1), 1, 2 * n, 3 * n, rms_norm, stock_rms_norm)
+    yield case("rms_norm_dw", rows(1, 1), 2, 2 * n, 3 * n, rms_norm, None)
+    yield case("add_rms_norm", rows(2, 1), 2, 4 * n, 4 * n, add_rms_norm, stock_add_rms_norm)
+    yield case("layer_norm", rows(1, 2), 1, 2 * n, 3 * n, layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b))
+    yield case("rope", q_and_k(0), 2, 2 * h, 2 * h, rope, stock_rope)
+    yield case("qk_norm_rope", q_and_k(2), 2, 2 * h, 3 * h, qk_norm_rope, stock_qk_norm_rope)
+    yield case("qk_norm_rope_dw", q_and_k(2), 4, 2 * h, 3 * h, qk_norm_rope, None)
+    yield case("swiglu", gate_and_up, 2, 3 * m, 5 * m, glu, lambda g, u: F.silu(g) * u)
+    for name, activation, approximate in (("geglu", "gelu", "none"), ("geglu_tanh", "gelu_tanh", "tanh")):
+        yield case(
+            name, gate_and_up, 2, 3 * m, 5 * m,
+            lambda g, u, a=activation: glu(g, u, a), lambda g, u, a=approximate: F.gelu(g, approximate=a) * u,
+        )  # fmt: skip
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def in_graph(calls: list[Callable[[], Any]], restore: Callable[[], None], stream: torch.cuda.Stream) -> float:
+    """Microseconds a call, from graphs that hold all of `calls`; `restore` undoes in-place changes before each."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = [call() for call in calls]
+    times = []
+    for _ in range(REPLAYS):
+        restore()
+        times.append(milliseconds(graph.replay) * 1e3 / len(calls))
+    del kept
+    return statistics.median(times[1:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy of 2 GiB."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.numel() / (statistics.median(milliseconds(lambda: target.copy_(source)) for _ in range(9)) / 1e3)
+
+
+class Bench:
+    """One implementation of a case on its sets of tensors; in-place kernels change them, `restore` undoes it."""
+
+    def __init__(self, case: Case, function: Callable[..., Any]):
+        self.function, self.trained = function, case.trained
+        self.sets = [case.inputs() for _ in range(SETS)]
+        self.masters = [[tensor.clone() for tensor in inputs[: self.trained]] for inputs in self.sets]
+        for inputs in self.sets:
+            for tensor in inputs[: self.trained]:
+                tensor.requires_grad_()
+        self.seeds = [[torch.randn_like(result) for result in self.outputs(inputs)] for inputs in self.sets]
+
+    def restore(self) -> None:
+        for inputs, masters, seeds in zip(self.sets, self.masters, self.seeds, strict=True):
+            for tensor, master in zip(inputs, masters, strict=False):
+                tensor.data.copy_(master)
+            for seed in seeds:
+                seed.normal_()
+
+    def outputs(self, inputs: Inputs) -> list[Tensor]:
+        result = self.function(*inputs)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    def forward_calls(self) -> list[Callable[[], Any]]:
+        return [lambda inputs=inputs: self.outputs(inputs) for inputs in self.sets]
+
+    def backward_calls(self) -> list[Callable[[], Any]]:
+        """Run the forwards; the calls are their backwards, each to be made once."""
+
+        def call(results: list[Tensor], inputs: Inputs, seeds: list[Tensor]) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(results, inputs[: self.trained], seeds, retain_graph=True)
+
+        each = [(self.outputs(inputs), inputs, seeds) for inputs, seeds in zip(self.sets, self.seeds, strict=True)]
+        return [lambda arguments=arguments: call(*arguments) for arguments in each]
+
+
+def measure(case: Case, function: Callable[..., Any]) -> dict[str, dict[str, float]]:
+    """Times in µs of one implementation: forward and backward, in a graph and as called, and the host's part."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        bench = Bench(case, function)
+        for _ in range(3):  # the first compiles, the second finds its memory in the allocator
+            times = {"forward": called(bench.forward_calls()), "backward": called(bench.backward_calls())}
+        bench.restore()
+        times["forward"]["graph_us"] = in_graph(bench.forward_calls(), bench.restore, stream)
+        times["backward"]["graph_us"] = in_graph(bench.backward_calls(), bench.restore, stream)
+    return times
+
+
+def called(calls: list[Callable[[], Any]]) -> dict[str, float]:
+    """µs a call as a user makes them: by the device's clock, and the host's time to issue one."""
+    torch.cuda.synchronize()
+    kept, host = [], []
+
+    def issue() -> None:
+        start = time.perf_counter()
+        kept.extend(call() for call in calls)
+        host.append(time.perf_counter() - start)
+
+    device = milliseconds(issue)
+    return {"called_us": device * 1e3 / len(calls), "host_us": host[0] * 1e6 / len(calls)}
+
+
+def implementations(case: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield "halfbyte", case.ours
+    if case.stock is not None:
+        yield "torch.compile", torch.compile(case.stock, fullgraph=True)
+    if case.liger is not None:
+        yield "liger", case.liger
+
+
+def run(tokens: int, copy: float) -> list[dict[str, Any]]:
+    """Measure and print everything; the rows of the JSON's `results`."""
+    head = f"{'kernel':16}{'':9}{'by':14}{'MB':>7}{'graph µs':>10}{'TB/s':>7}{'of copy':>9}"
+    print(f"{head}{'called µs':>11}{'host µs':>9}")
+    results = []
+    for case in cases(tokens):
+        for by, function in implementations(case):
+            for direction, times in measure(case, function).items():
+                size = 2 * (case.forward_values if direction == "forward" else case.backward_values)
+                rate = size / times["graph_us"] * 1e6
+                row = {"kernel": case.name, "direction": direction, "by": by, "bytes": size, **times}
+                results.append(row | {"bytes_per_second": rate, "fraction_of_copy": rate / copy})
+                print(
+                    f"{case.name:16}{direction:9}{by:14}{size / 1e6:7.0f}{times['graph_us']:10.1f}{rate / 1e12:7.2f}"
+                    f"{rate / copy:9.0%}{times['called_us']:11.1f}{times['host_us']:9.1f}",
+                    flush=True,
+                )
+            torch.cuda.empty_cache()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", help="where the JSON goes")
+    parser.add_argument("--tokens", type=int, default=8192)
+    arguments = parser.parse_args()
+    functorch_config.donated_buffer = False  # backward is captured while its forward's tensors must stay
+    copy = copy_bandwidth()
+    print(f"copy {copy / 1e12:.2f} TB/s, {arguments.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")
+    results = run(arguments.tokens, copy)
+    where = environment("cuda")
+    if importlib.util.find_spec("liger_kernel") is not None:
+        where["versions"]["liger-kernel"] = metadata.version("liger-kernel")
+    shape = {"tokens": arguments.tokens, "hidden": HIDDEN, "mlp": MLP, "heads": [Q_HEADS, K_HEADS, HEAD_SIZE]}
+    measured = {"copy_bytes_per_second": copy, "shape": shape, "dtype": str(DTYPE), "results": results}
+    write_json(arguments.path, {"environment": where} | measured)
+
+
+if __name__ == "__main__":
+    main()

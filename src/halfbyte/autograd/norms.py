@@ -1,0 +1,114 @@
+"""RMSNorm and LayerNorm as differentiable functions: saved are x and one or two fp32 numbers a row.
+
+Under torch.compile the torch reference takes their place, and Inductor fuses it with what surrounds it: an opaque
+kernel there would only hide a memory-bound loop from the compiler. So do `autograd.rope` and `autograd.glu`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..dispatch import on_compiler
+from ..ops import norms as ops
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset):
+        y, _, rstd = ops.rms_norm(x, None, weight, eps, offset)
+        ctx.save_for_backward(x, rstd)
+        # Attributes, as in autograd.linear: hooks that offload saved activations must not carry parameters along.
+        ctx.weight, ctx.offset = weight, offset
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, rstd = ctx.saved_tensors
+        dx, dw = ops.rms_norm_backward(grad, x, ctx.weight, rstd, ctx.offset, None, ctx.needs_input_grad[1])
+        return dx, dw, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset):
+        y, total, rstd = ops.rms_norm(x, residual, weight, eps, offset)
+        ctx.save_for_backward(total, rstd)
+        ctx.weight, ctx.offset, ctx.added = weight, offset, residual is not None
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_total):
+        dx, dw = grad_total, None
+        if grad is not None:
+            total, rstd = ctx.saved_tensors
+            need_weight = ctx.needs_input_grad[2]
+            dx, dw = ops.rms_norm_backward(grad, total, ctx.weight, rstd, ctx.offset, grad_total, need_weight)
+        return dx, dx if ctx.added else None, dw, None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, mean, rstd = ops.layer_norm(x, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.weight, ctx.bias_dtype = weight, bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, mean, rstd = ctx.saved_tensors
+        need_weight = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        dx, dw, db = ops.layer_norm_backward(grad, x, ctx.weight, mean, rstd, need_weight)
+        return dx, dw, None if db is None else db.to(ctx.bias_dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: bool = False) -> Tensor:
+    """RMSNorm over the last dimension, with the roundings of Hugging Face's LlamaRMSNorm or GemmaRMSNorm.
+
+    Args:
+        x: [..., D]; fp32, fp16 or bf16 (fp64 on a CPU).
+        weight: [D].
+        offset: Gemma's 1 + weight.
+
+    Returns:
+        [..., D] in x's dtype; without `offset`, in the dtype that x and weight promote to.
+
+    Raises:
+        ModelError: an argument of the wrong dtype, shape or device, by name.
+    """
+    if on_compiler():
+        return ops.rms_norm.reference(x, None, weight, eps, offset)[0]
+    return _RMSNorm.apply(x, weight, eps, offset)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-6, offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(norm, sum): RMSNorm of x + residual, and that sum, which the residual stream goes on with.
+
+    In backward the gradients that reach norm and sum meet inside one kernel. That is worth having without anything to
+    add, too: with `residual` None the sum is x itself, and the stream that branches off before a block costs no
+    addition on the way back.
+
+    Args, errors: as in `rms_norm`; `residual` has x's shape and dtype.
+    """
+    if on_compiler():
+        return ops.rms_norm.reference(x, residual, weight, eps, offset)[:2]
+    return _AddRMSNorm.apply(x, residual, weight, eps, offset)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """LayerNorm over the last dimension of x [..., D], in x's dtype; weight and bias are [D].
+
+    Raises:
+        ModelError: an argument of the wrong dtype, shape or device, by name.
+    """
+    if on_compiler():
+        return ops.layer_norm.reference(x, weight, bias, eps)[0]
+    return _LayerNorm.apply(x, weight, bias, eps)

@@ -1,0 +1,91 @@
+"""Launching a Triton kernel for a few microseconds of host time.
+
+`kernel[grid](...)` binds names, specialises every argument and hashes a string each time. What it finds is a function
+of the arguments' dtypes, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it
+found under exactly those and calls the compiled kernel. Anything else (a first call, a pointer that is not aligned)
+takes Triton's own way. No lambdas, no autotuning: grid and blocks are functions of the shape, beside each kernel.
+
+A step of fixed shape meets a handful of keys. Batches of ever new lengths would meet ever more, so the table is emptied
+when it has grown past any use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from ..ops.checks import row_stride
+
+TABLE = 4096
+
+
+class Launcher:
+    """A jitted kernel with a table of its compiled forms.
+
+    Its parameters are pointers, then numbers, then constexprs, and it is called with one tuple of each.
+    """
+
+    def __init__(self, function: Any):
+        self.function = function
+        self._compiled: dict[tuple, Any] = {}
+
+    def __call__(
+        self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: tuple, warps: int
+    ) -> None:
+        """Run `programs` programs of `warps` warps, on the current stream of the first tensor's device.
+
+        `warps` must follow from the constants and dtypes: it is not part of the key.
+        """
+        device = tensors[0].get_device()
+        # Triton launches on the current device. A model spread over several has tensors on others.
+        if device >= 0 and device != torch.accelerator.current_device_index():
+            with torch.accelerator.device_index(device):
+                self._launch(device, programs, tensors, numbers, constants, warps)
+        else:
+            self._launch(device, programs, tensors, numbers, constants, warps)
+
+    def _launch(self, device, programs, tensors, numbers, constants, warps) -> None:
+        pointers = 0
+        for tensor in tensors:
+            pointers |= tensor.data_ptr()
+        key = (device, numbers, constants, *[tensor.dtype for tensor in tensors])
+        compiled = self._compiled.get(key)
+        if compiled is not None and pointers % 16 == 0:
+            compiled[(programs, 1, 1)](*tensors, *numbers, *constants, stream=driver.active.get_current_stream(device))
+            return
+        compiled = self.function[(programs, 1, 1)](*tensors, *numbers, *constants, num_warps=warps)
+        if compiled is not None and pointers % 16 == 0:  # the interpreter compiles nothing
+            if len(self._compiled) >= TABLE:
+                self._compiled.clear()
+            self._compiled[key] = compiled
+
+
+def evenly_spaced(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor whose rows are evenly spaced, copied where they were not, and the elements from row to row."""
+    stride = row_stride(tensor)
+    return (tensor, stride) if stride is not None else (tensor.contiguous(), tensor.shape[-1])
+
+
+def put_back(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Finish what a kernel did in place: copy where a copy stood in for a tensor, and tell autograd of the change.
+
+    A function that saved one of `tensors` is then refused it in backward, instead of reading what is there now.
+    """
+    for tensor, result in zip(tensors, results, strict=True):
+        if result is not tensor:
+            tensor.copy_(result)
+    if not torch.is_inference_mode_enabled():  # whose tensors keep no version
+        torch.autograd.graph.increment_version(tensors)
+
+
+def power_of_2(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def ceil_div(size: int, block: int) -> int:
+    return -(-size // block)

@@ -1,0 +1,251 @@
+"""Triton twins of `halfbyte.ops.norms`: a row stays in registers, so every byte moves once.
+
+A program takes one wide row or several narrow ones, 2,048 values or more, at 16 values a thread: two 16-byte loads in
+flight a thread in bf16, and enough programs on a multiprocessor that one's reduction hides behind the others' loads.
+The floor of an RMSNorm of n values in 16 bits is 4n bytes / bandwidth forward and 6n backward; two more bytes a value
+for each of residual, sum and residual gradient.
+
+The weight's gradient is a sum over all rows. At most `PARTIALS` programs add up their own rows in registers, in order,
+and write one fp32 row each; a second, ordinary sum over those finishes. No atomics: equal runs give equal bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops import norms as reference
+from ..ops.checks import check_rows
+from .launch import Launcher, ceil_div, evenly_spaced, power_of_2
+
+TILE = 2048  # values a program takes when rows are narrower
+VALUES_PER_THREAD = 16
+PARTIALS = 512  # rows of partial sums of a weight's gradient
+
+
+@triton.jit
+def _load(pointer, row, stride, col, mask):
+    return tl.load(pointer + row[:, None] * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _factor(weight_ptr, col, D: tl.constexpr, OFFSET: tl.constexpr):
+    weight = tl.load(weight_ptr + col, mask=col < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return weight + 1.0 if OFFSET else weight
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, rows, x_stride, residual_stride, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (col < D)[None, :]
+    x = _load(x_ptr, row, x_stride, col, mask)
+    factor = _factor(weight_ptr, col, D, OFFSET)
+    if RESIDUAL:
+        # The sum is rounded before it is normalised: later layers read it rounded.
+        total = (x + _load(residual_ptr, row, residual_stride, col, mask)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row[:, None] * D + col[None, :], total, mask=mask)
+        x = total.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    normal = x * rstd[:, None]
+    if not OFFSET:
+        normal = normal.to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = (normal * factor[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * D + col[None, :], y, mask=mask)
+
+
+@triton.jit
+def _rms_norm_backward(
+    grad_ptr, x_ptr, weight_ptr, rstd_ptr, residual_ptr, dx_ptr, dw_ptr,
+    rows, tiles, grad_stride, x_stride, residual_stride,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    factor = _factor(weight_ptr, col, D, OFFSET)
+    dw = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tile in range(tiles):
+        row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (col < D)[None, :]
+        grad = _load(grad_ptr, row, grad_stride, col, mask)
+        x = _load(x_ptr, row, x_stride, col, mask)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        normal = x * rstd
+        scaled = grad * factor[None, :]
+        dx = (scaled - normal * (tl.sum(scaled * normal, axis=1) / D)[:, None]) * rstd
+        if RESIDUAL:
+            dx += _load(residual_ptr, row, residual_stride, col, mask)
+        tl.store(dx_ptr + row[:, None] * D + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WEIGHT:
+            dw += tl.sum(grad * normal, axis=0)
+    if WEIGHT:
+        tl.store(dw_ptr + program * D + col, dw, mask=col < D)
+
+
+@triton.jit
+def _layer_norm(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, x_stride, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (col < D)[None, :]
+    x = _load(x_ptr, row, x_stride, col, mask)
+    factor = _factor(weight_ptr, col, D, False)
+    bias = _factor(bias_ptr, col, D, False)
+    mean = tl.sum(x, axis=1) / D
+    centred = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + eps)
+    tl.store(mean_ptr + row, mean, mask=row < rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    y = (centred * rstd[:, None] * factor[None, :] + bias[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * D + col[None, :], y, mask=mask)
+
+
+@triton.jit
+def _layer_norm_backward(
+    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
+    rows, tiles, grad_stride, x_stride,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    factor = _factor(weight_ptr, col, D, False)
+    dw = tl.zeros((BLOCK,), dtype=tl.float32)
+    db = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tile in range(tiles):
+        row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (col < D)[None, :]
+        grad = _load(grad_ptr, row, grad_stride, col, mask)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        normal = (_load(x_ptr, row, x_stride, col, mask) - mean) * rstd
+        scaled = grad * factor[None, :]  # zero outside the row, so its products need no mask
+        centred = scaled - (tl.sum(scaled, axis=1) / D)[:, None]
+        dx = (centred - normal * (tl.sum(scaled * normal, axis=1) / D)[:, None]) * rstd
+        tl.store(dx_ptr + row[:, None] * D + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WEIGHT:
+            dw += tl.sum(grad * normal, axis=0)
+            db += tl.sum(grad, axis=0)
+    if WEIGHT:
+        tl.store(dw_ptr + program * D + col, dw, mask=col < D)
+        tl.store(db_ptr + program * D + col, db, mask=col < D)
+
+
+_rms_norm_launcher = Launcher(_rms_norm)
+_rms_norm_backward_launcher = Launcher(_rms_norm_backward)
+_layer_norm_launcher = Launcher(_layer_norm)
+_layer_norm_backward_launcher = Launcher(_layer_norm_backward)
+
+
+def _blocks(width: int) -> tuple[int, int, int]:
+    """Rows a program takes, their width padded to a power of two, and warps."""
+    block = power_of_2(width)
+    rows = max(TILE // block, 1)
+    return rows, block, min(max(rows * block // (32 * VALUES_PER_THREAD), 4), 16)
+
+
+def _programs(rows: int, rows_per_tile: int, need_weight: bool) -> tuple[int, int]:
+    """Programs, and tiles of rows each goes through: one, unless partial sums of a weight's gradient must be few."""
+    all_tiles = ceil_div(rows, rows_per_tile)
+    tiles = ceil_div(all_tiles, PARTIALS) if need_weight else 1
+    return ceil_div(all_tiles, tiles), tiles
+
+
+@reference.rms_norm.twin("cuda", "xpu")
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    reference.check_rms_norm(x, residual, weight)
+    width = x.shape[-1]
+    y = torch.empty(x.shape, dtype=reference.normed_dtype(x, weight, offset), device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = rstd.numel()
+    if not rows or not width:
+        return y, total, rstd
+    x, x_stride = evenly_spaced(x)
+    added, added_stride = (x, x_stride) if residual is None else evenly_spaced(residual)
+    rows_per_program, block, warps = _blocks(width)
+    _rms_norm_launcher(
+        ceil_div(rows, rows_per_program), (x, added, weight, y, total, rstd), (rows, x_stride, added_stride, eps),
+        (width, rows_per_program, block, offset, residual is not None), warps,
+    )  # fmt: skip
+    return y, total, rstd
+
+
+@reference.rms_norm_backward.twin("cuda", "xpu")
+def rms_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: bool,
+    residual_grad: Tensor | None,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor | None]:
+    check_rows("rms_norm_backward", grad, x, rstd, residual_grad)
+    width, rows = x.shape[-1], rstd.numel()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not rows or not width:
+        return dx, torch.zeros_like(weight) if need_weight else None
+    (grad, grad_stride), (x, x_stride) = evenly_spaced(grad), evenly_spaced(x)
+    added, added_stride = (x, x_stride) if residual_grad is None else evenly_spaced(residual_grad)
+    rows_per_tile, block, warps = _blocks(width)
+    programs, tiles = _programs(rows, rows_per_tile, need_weight)
+    dw = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
+    _rms_norm_backward_launcher(
+        programs, (grad, x, weight, rstd, added, dx, dw), (rows, tiles, grad_stride, x_stride, added_stride),
+        (width, rows_per_tile, block, offset, residual_grad is not None, need_weight), warps,
+    )  # fmt: skip
+    return dx, dw.sum(0).to(weight.dtype) if need_weight else None
+
+
+@reference.layer_norm.twin("cuda", "xpu")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    reference.check_layer_norm(x, weight, bias)
+    width = x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    rows = rstd.numel()
+    if not rows or not width:
+        return y, mean, rstd
+    x, x_stride = evenly_spaced(x)
+    rows_per_program, block, warps = _blocks(width)
+    _layer_norm_launcher(
+        ceil_div(rows, rows_per_program), (x, weight, bias, y, mean, rstd), (rows, x_stride, eps),
+        (width, rows_per_program, block), warps,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+@reference.layer_norm_backward.twin("cuda", "xpu")
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_weight: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    check_rows("layer_norm_backward", grad, x, rstd, None)
+    width, rows = x.shape[-1], rstd.numel()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not rows or not width:
+        zeros = torch.zeros_like(weight) if need_weight else None
+        return dx, zeros, zeros.clone() if zeros is not None else None
+    (grad, grad_stride), (x, x_stride) = evenly_spaced(grad), evenly_spaced(x)
+    rows_per_tile, block, warps = _blocks(width)
+    programs, tiles = _programs(rows, rows_per_tile, need_weight)
+    dw = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
+    db = torch.empty_like(dw) if need_weight else rstd
+    _layer_norm_backward_launcher(
+        programs, (grad, x, weight, mean, rstd, dx, dw, db), (rows, tiles, grad_stride, x_stride),
+        (width, rows_per_tile, block, need_weight), warps,
+    )  # fmt: skip
+    if not need_weight:
+        return dx, None, None
+    return dx, dw.sum(0).to(weight.dtype), db.sum(0).to(weight.dtype)

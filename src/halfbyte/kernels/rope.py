@@ -1,0 +1,278 @@
+"""Triton twins of `halfbyte.ops.rope`: q and k in one launch, one program a token.
+
+A token's heads all turn by the same angles, so a program reads cos and sin once and holds every head of q and k in
+registers, as two tiles [heads, R/2]: the pairs that turn together are then at one place of both. Where a projection
+made q and k, a token's heads are one run of memory. The floor is 4 bytes a value in 16 bits, each way; the fused norm's
+backward reads x too, 6 bytes, and computes r again from it. Weight gradients as in `kernels.norms`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops import rope as reference
+from ..ops.checks import check_same
+from .launch import Launcher, ceil_div, power_of_2, put_back
+
+VALUES_PER_THREAD = 32
+PARTIALS = 512  # rows of partial sums of a weight's gradient
+
+
+@triton.jit
+def _angles(cos_ptr, sin_ptr, start, col, HALF: tl.constexpr, BACKWARD: tl.constexpr):
+    """cos and sin of the two halves, [1, HALF]; going back, sin is negative and its halves are exchanged."""
+    mask = col < HALF
+    cos1 = tl.load(cos_ptr + start + col, mask=mask, other=0.0).to(tl.float32)[None, :]
+    cos2 = tl.load(cos_ptr + start + HALF + col, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin1 = tl.load(sin_ptr + start + col, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(sin_ptr + start + HALF + col, mask=mask, other=0.0).to(tl.float32)[None, :]
+    return cos1, cos2, -sin2 if BACKWARD else sin1, -sin1 if BACKWARD else sin2
+
+
+@triton.jit
+def _heads(start, head_stride, col, HALF: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr):
+    """Where the first halves of a token's heads lie, and which of the tile are there."""
+    head = tl.arange(0, HEADS_BLOCK)
+    offset = start + head[:, None].to(tl.int64) * head_stride + col[None, :]
+    return offset, (head < HEADS)[:, None] & (col < HALF)[None, :]
+
+
+@triton.jit
+def _load(pointer, offset, mask, HALF: tl.constexpr):
+    first = tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointer + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store(pointer, offset, first, second, mask, HALF: tl.constexpr):
+    tl.store(pointer + offset, first.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(pointer + offset + HALF, second.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turn(x1, x2, cos1, cos2, sin1, sin2):
+    return x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+
+
+@triton.jit
+def _rope(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, tokens, qb, qh, qt, kb, kh, kt, cb, ct,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
+    K_BLOCK: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    q_offset, q_mask = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
+    k_offset, k_mask = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
+    cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, BACKWARD)
+    q1, q2 = _load(q_ptr, q_offset, q_mask, HALF)
+    k1, k2 = _load(k_ptr, k_offset, k_mask, HALF)
+    q1, q2 = _turn(q1, q2, cos1, cos2, sin1, sin2)
+    _store(q_ptr, q_offset, q1, q2, q_mask, HALF)
+    k1, k2 = _turn(k1, k2, cos1, cos2, sin1, sin2)
+    _store(k_ptr, k_offset, k1, k2, k_mask, HALF)
+
+
+@triton.jit
+def _factor(weight_ptr, col, HALF: tl.constexpr, OFFSET: tl.constexpr):
+    first = tl.load(weight_ptr + col, mask=col < HALF, other=0.0).to(tl.float32)[None, :]
+    second = tl.load(weight_ptr + HALF + col, mask=col < HALF, other=0.0).to(tl.float32)[None, :]
+    return first + 1.0 if OFFSET else first, second + 1.0 if OFFSET else second
+
+
+@triton.jit
+def _normal(x1, x2, eps, HALF: tl.constexpr):
+    """x̂ of each head in two halves, and r [heads, 1]."""
+    rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    return x1 * rstd, x2 * rstd, rstd
+
+
+@triton.jit
+def _qk_norm_rope(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
+    tokens, qb, qh, qt, kb, kh, kt, qob, qoh, qot, kob, koh, kot, cb, ct, eps,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
+    K_BLOCK: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    q_offset, q_mask = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
+    k_offset, k_mask = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
+    q1, q2 = _load(q_ptr, q_offset, q_mask, HALF)
+    k1, k2 = _load(k_ptr, k_offset, k_mask, HALF)
+    cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, False)
+    factor1, factor2 = _factor(q_weight_ptr, col, HALF, OFFSET)
+    q1, q2, _ = _normal(q1, q2, eps, HALF)
+    q1, q2 = _turn(q1 * factor1, q2 * factor2, cos1, cos2, sin1, sin2)
+    q_offset, q_mask = _heads(batch * qob + token * qot, qoh, col, HALF, Q_HEADS, Q_BLOCK)
+    _store(q_out_ptr, q_offset, q1, q2, q_mask, HALF)
+    factor1, factor2 = _factor(k_weight_ptr, col, HALF, OFFSET)
+    k1, k2, _ = _normal(k1, k2, eps, HALF)
+    k1, k2 = _turn(k1 * factor1, k2 * factor2, cos1, cos2, sin1, sin2)
+    k_offset, k_mask = _heads(batch * kob + token * kot, koh, col, HALF, K_HEADS, K_BLOCK)
+    _store(k_out_ptr, k_offset, k1, k2, k_mask, HALF)
+
+
+@triton.jit
+def _heads_backward(
+    grad_ptr, grad_offset, x_ptr, x_offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of one tile of heads over `grad`; return the two halves of the sum over heads of g·x̂."""
+    g1, g2 = _load(grad_ptr, grad_offset, mask, HALF)
+    x1, x2 = _load(x_ptr, x_offset, mask, HALF)
+    x1, x2, rstd = _normal(x1, x2, eps, HALF)
+    g1, g2 = _turn(g1, g2, cos1, cos2, sin1, sin2)
+    h1, h2 = g1 * factor1, g2 * factor2
+    mean = tl.sum(h1 * x1 + h2 * x2, axis=1)[:, None] / (2 * HALF)
+    _store(grad_ptr, grad_offset, (h1 - x1 * mean) * rstd, (h2 - x2 * mean) * rstd, mask, HALF)
+    return tl.sum(g1 * x1, axis=0), tl.sum(g2 * x2, axis=0)
+
+
+@triton.jit
+def _qk_norm_rope_backward(
+    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dwq_ptr, dwk_ptr,
+    all_tokens, tokens, per_program, qgb, qgh, qgt, kgb, kgh, kgt, qb, qh, qt, kb, kh, kt, cb, ct, eps,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
+    K_BLOCK: tl.constexpr, OFFSET: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    q_factor1, q_factor2 = _factor(q_weight_ptr, col, HALF, OFFSET)
+    k_factor1, k_factor2 = _factor(k_weight_ptr, col, HALF, OFFSET)
+    dwq1, dwq2 = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
+    dwk1, dwk2 = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in range(per_program):
+        place = program * per_program + i
+        here = place < all_tokens
+        batch = place // tokens
+        token = place % tokens
+        cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, tl.where(here, batch * cb + token * ct, 0), col, HALF, True)
+        grad_offset, mask = _heads(batch * qgb + token * qgt, qgh, col, HALF, Q_HEADS, Q_BLOCK)
+        offset, _ = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
+        part1, part2 = _heads_backward(
+            q_grad_ptr, grad_offset, q_ptr, offset, mask & here, q_factor1, q_factor2, cos1, cos2, sin1, sin2, eps, HALF
+        )
+        dwq1 += part1
+        dwq2 += part2
+        grad_offset, mask = _heads(batch * kgb + token * kgt, kgh, col, HALF, K_HEADS, K_BLOCK)
+        offset, _ = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
+        part1, part2 = _heads_backward(
+            k_grad_ptr, grad_offset, k_ptr, offset, mask & here, k_factor1, k_factor2, cos1, cos2, sin1, sin2, eps, HALF
+        )
+        dwk1 += part1
+        dwk2 += part2
+    if WEIGHT:
+        mask = col < HALF
+        tl.store(dwq_ptr + program * 2 * HALF + col, dwq1, mask=mask)
+        tl.store(dwq_ptr + program * 2 * HALF + HALF + col, dwq2, mask=mask)
+        tl.store(dwk_ptr + program * 2 * HALF + col, dwk1, mask=mask)
+        tl.store(dwk_ptr + program * 2 * HALF + HALF + col, dwk2, mask=mask)
+
+
+_rope_launcher = Launcher(_rope)
+_qk_norm_rope_launcher = Launcher(_qk_norm_rope)
+_qk_norm_rope_backward_launcher = Launcher(_qk_norm_rope_backward)
+
+
+def _shape(q: Tensor, k: Tensor, rotated: int) -> tuple[tuple[int, ...], int]:
+    """The kernels' constants (half, heads of q and k, each with its power of two), and warps."""
+    half = rotated // 2
+    block, q_heads, k_heads = power_of_2(half), q.shape[1], k.shape[1]
+    q_block, k_block = power_of_2(q_heads), power_of_2(k_heads)
+    warps = max(q_block, k_block) * block * 2 // (32 * VALUES_PER_THREAD)
+    return (half, block, q_heads, q_block, k_heads, k_block), min(max(warps, 2), 16)
+
+
+def _angle_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """cos and sin with one layout, and its strides over batch (0: one table for all) and tokens."""
+    strides = cos.stride()
+    if strides[2] != 1 or sin.stride() != strides:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        strides = cos.stride()
+    return cos, sin, strides[0] if cos.shape[0] > 1 else 0, strides[1]
+
+
+def _with_unit_stride(*tensors: Tensor) -> list[Tensor]:
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
+@reference.rope_.twin("cuda", "xpu")
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
+    reference.check_rope(q, k, cos, sin)
+    batch, _, tokens, _ = q.shape
+    constants, warps = _shape(q, k, cos.shape[2])
+    if not batch * tokens * constants[0]:
+        return
+    cos, sin, *angle_strides = _angle_tables(cos, sin)
+    turned = _with_unit_stride(q, k)
+    _rope_launcher(
+        batch * tokens, (*turned, cos, sin),
+        (tokens, *turned[0].stride()[:3], *turned[1].stride()[:3], *angle_strides),
+        (*constants, backward), warps,
+    )  # fmt: skip
+    put_back((q, k), turned)
+
+
+@reference.qk_norm_rope.twin("cuda", "xpu")
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: bool
+) -> tuple[Tensor, Tensor]:
+    reference.check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin)
+    q, k = _with_unit_stride(q, k)
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    batch, _, tokens, _ = q.shape
+    constants, warps = _shape(q, k, cos.shape[2])
+    if not batch * tokens * constants[0]:
+        return q_out, k_out
+    cos, sin, *angle_strides = _angle_tables(cos, sin)
+    _qk_norm_rope_launcher(
+        batch * tokens, (q, k, q_out, k_out, q_weight, k_weight, cos, sin),
+        (tokens, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides, eps),
+        (*constants, offset), warps,
+    )  # fmt: skip
+    return q_out, k_out
+
+
+@reference.qk_norm_rope_backward_.twin("cuda", "xpu")
+def qk_norm_rope_backward_(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor] | None:
+    reference.check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin)
+    check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
+    check_same("qk_norm_rope_backward", "grad_k", grad_k, "k", k)
+    batch, _, tokens, size = q.shape
+    constants, warps = _shape(q, k, size)
+    if not batch * tokens * size:
+        return (torch.zeros_like(q_weight), torch.zeros_like(k_weight)) if need_weight else None
+    cos, sin, *angle_strides = _angle_tables(cos, sin)
+    q, k = _with_unit_stride(q, k)
+    grads = _with_unit_stride(grad_q, grad_k)
+    per_program = ceil_div(batch * tokens, PARTIALS) if need_weight else 1
+    programs = ceil_div(batch * tokens, per_program)
+    # Without a weight's gradient nothing is written there: any fp32 or other tensor will do.
+    dwq = torch.empty(programs, size, dtype=torch.float32, device=q.device) if need_weight else q_weight
+    dwk = torch.empty(programs, size, dtype=torch.float32, device=q.device) if need_weight else k_weight
+    _qk_norm_rope_backward_launcher(
+        programs, (*grads, q, k, q_weight, k_weight, cos, sin, dwq, dwk),
+        (batch * tokens, tokens, per_program, *grads[0].stride()[:3], *grads[1].stride()[:3], *q.stride()[:3],
+         *k.stride()[:3], *angle_strides, eps),
+        (*constants, offset, need_weight), warps,
+    )  # fmt: skip
+    put_back((grad_q, grad_k), grads)
+    return (dwq.sum(0).to(q_weight.dtype), dwk.sum(0).to(k_weight.dtype)) if need_weight else None

@@ -1,0 +1,26 @@
+"""The parity tests again without a GPU: in Triton's interpreter, in a process of their own.
+
+Triton reads TRITON_INTERPRET when a kernel is decorated, and an interpreted kernel is no use to the rest of the suite.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process of its own")
+@pytest.mark.parametrize("name", ["test_norms_gpu.py", "test_rope_gpu.py", "test_glu_gpu.py"])
+def test_in_the_interpreter(name):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", str(HERE / name)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,111 @@
+"""SwiGLU and GeGLU against Hugging Face's activations: values, gradients, and what happens to the inputs."""
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+
+from halfbyte.autograd.glu import glu
+from halfbyte.errors import ModelError
+from halfbyte.ops.glu import glu_backward_
+
+HUGGING_FACE = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def example(*shape, dtype=torch.float64):
+    return torch.randn(2, *shape).mul(3).to(dtype)
+
+
+@pytest.mark.parametrize("activation", HUGGING_FACE)
+def test_values_and_gradients(activation):
+    gate, up = example(3, 5, 11)
+    hf_gate, hf_up = gate.clone().requires_grad_(), up.clone().requires_grad_()
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    theirs = ACT2FN[HUGGING_FACE[activation]](hf_gate) * hf_up
+    mine = glu(gate * 1, up * 1, activation)
+    torch.testing.assert_close(mine, theirs)
+    seed = torch.randn_like(mine)
+    torch.testing.assert_close(
+        torch.autograd.grad(mine, (gate, up), seed), torch.autograd.grad(theirs, (hf_gate, hf_up), seed)
+    )
+
+
+@pytest.mark.parametrize("activation", HUGGING_FACE)
+def test_far_from_zero_nothing_overflows(activation):
+    gate = torch.tensor([-1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4], requires_grad=True)
+    up = torch.ones(7)
+    glu(gate * 1, up, activation).sum().backward()
+    torch.testing.assert_close(gate.grad, torch.tensor([0.0, 0, 0, 0.5, 1, 1, 1]), atol=1e-6, rtol=0)
+
+
+def test_halves_of_a_fused_projection():
+    fused = torch.randn(2, 5, 22, dtype=torch.float64, requires_grad=True)
+    expected = torch.nn.functional.silu(fused[..., :11]) * fused[..., 11:]
+    seed = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, fused, seed)[0]
+    mine = glu(*(fused * 1).chunk(2, dim=-1))
+    assert mine.is_contiguous()
+    torch.testing.assert_close(torch.autograd.grad(mine, fused, seed)[0], truth)
+
+
+@pytest.mark.parametrize("activation", HUGGING_FACE)
+def test_backward_leaves_gradients_and_output_in_its_arguments(activation):
+    gate, up = example(4, 9)
+    truth_gate, truth_up = gate.clone().requires_grad_(), up.clone().requires_grad_()
+    output = ACT2FN[HUGGING_FACE[activation]](truth_gate) * truth_up
+    grad = torch.randn_like(output)
+    truth = torch.autograd.grad(output, (truth_gate, truth_up), grad)
+    assert glu_backward_(grad, gate, up, activation, True) is None
+    torch.testing.assert_close((gate, up, grad), (*truth, output.detach()))
+
+
+def test_gradient_is_untouched_unless_the_output_is_asked_for():
+    (gate, up), grad = example(4, 9), torch.randn(4, 9, dtype=torch.float64)
+    before = grad.clone()
+    glu_backward_(grad, gate, up, "silu", False)
+    assert torch.equal(grad, before)
+
+
+def test_a_second_backward_is_refused():
+    """Its inputs are gone: autograd must say so, not compute with gradients in their place."""
+    gate, up = example(4, 9).requires_grad_()
+    loss = glu(gate * 1, up * 1).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_only_one_input_is_trained():
+    gate, up = example(4, 9)
+    gate.requires_grad_()
+    glu(gate * 1, up.clone()).sum().backward()
+    torch.testing.assert_close(gate.grad, torch.autograd.grad((torch.nn.functional.silu(gate) * up).sum(), gate)[0])
+
+
+def test_nothing_to_do():
+    gate = torch.randn(0, 8, requires_grad=True)
+    glu(gate, torch.randn(0, 8)).sum().backward()
+    assert gate.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: glu(x.int(), x.int()), "glu: gate is torch.int32"),
+        (lambda x: glu(x, x[:, :3]), r"glu: up is \[2, 3\], and gate is \[2, 8\]"),
+        (lambda x: glu(x, x.half()), "up is torch.float16 on cpu, and gate torch.float32"),
+        (lambda x: glu(x, x, "relu"), "activation is 'relu'.*\n.*silu, gelu, gelu_tanh"),
+        (lambda x: glu_backward_(x[0], x, x, "silu", False), "glu_backward: grad is"),
+    ],
+)
+def test_errors_name_the_argument(call, message):
+    with pytest.raises(ModelError, match=message):
+        call(torch.randn(2, 8))
+
+
+def test_compiles_whole():
+    gate, up = example(4, 9).requires_grad_()
+    step = lambda gate, up: glu(gate * 2, up * 2, "gelu_tanh").sum()  # noqa: E731
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(gate, up), (gate, up)), torch.autograd.grad(step(gate, up), (gate, up))
+    )

@@ -1,0 +1,178 @@
+"""RoPE, alone and after the norms of q and k, against Hugging Face's functions: values, gradients, strides, errors."""
+
+import pytest
+import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from halfbyte.autograd.rope import qk_norm_rope, rope
+from halfbyte.errors import ModelError
+
+
+def angles(batch, tokens, size, dtype=torch.float64):
+    """As a model makes them: both halves equal, positions that restart where a new document is packed."""
+    positions = (torch.arange(tokens) % max(tokens - 3, 1)).expand(batch, tokens)[..., None]
+    frequencies = 1.0 / 10_000 ** (torch.arange(0, size, 2) / size)
+    both = torch.cat([positions * frequencies] * 2, dim=-1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def projections(batch=2, tokens=7, q_heads=6, k_heads=2, size=10, dtype=torch.float64):
+    q = torch.randn(batch, tokens, q_heads * size).to(dtype).requires_grad_()
+    k = torch.randn(batch, tokens, k_heads * size).to(dtype).requires_grad_()
+    return q, k
+
+
+def heads(x, size):
+    """[B, T, H·D] → [B, H, T, D], as models do; the product keeps the leaf from being overwritten."""
+    return (x * 1).view(*x.shape[:2], -1, size).transpose(1, 2)
+
+
+def compare(mine, theirs, inputs, **tolerance):
+    torch.testing.assert_close(mine, theirs, **tolerance)
+    seeds = [torch.randn_like(output) for output in mine]
+    got = torch.autograd.grad(mine, inputs, [seed.clone() for seed in seeds])
+    torch.testing.assert_close(got, torch.autograd.grad(theirs, inputs, seeds), **tolerance)
+
+
+@pytest.mark.parametrize("batches_of_angles", [1, 2])
+def test_rope(batches_of_angles):
+    q, k = projections()
+    cos, sin = angles(batches_of_angles, 7, 10)
+    theirs = apply_rotary_pos_emb(heads(q, 10), heads(k, 10), cos, sin)
+    compare(rope(heads(q, 10), heads(k, 10), cos, sin), theirs, (q, k))
+
+
+def test_partial_rotary():
+    q, k = projections(size=12)
+    cos, sin = angles(1, 7, 8)
+    theirs = apply_partial_rotary_pos_emb(heads(q, 12), heads(k, 12), cos, sin)
+    compare(rope(heads(q, 12), heads(k, 12), cos, sin), theirs, (q, k))
+
+
+def test_halves_that_differ():
+    """No model has them, but the transpose exchanges halves, and only such angles show it."""
+    q, k = projections()
+    cos, sin = torch.randn(2, 1, 7, 10, dtype=torch.float64)
+    theirs = apply_rotary_pos_emb(heads(q, 10), heads(k, 10), cos, sin)
+    compare(rope(heads(q, 10), heads(k, 10), cos, sin), theirs, (q, k))
+
+
+def test_works_in_place_both_ways():
+    q, k = (heads(x, 10) for x in projections())
+    cos, sin = angles(1, 7, 10)
+    rotated = rope(q, k, cos, sin)
+    assert [x.data_ptr() for x in rotated] == [q.data_ptr(), k.data_ptr()]
+    seeds = [torch.randn_like(x) for x in rotated]
+    before = [seed.clone() for seed in seeds]
+    torch.autograd.backward(rotated, seeds)
+    assert not any(torch.equal(*pair) for pair in zip(seeds, before, strict=True))
+
+
+def test_gradient_of_a_sum_shares_its_memory():
+    """`sum` hands back one number expanded: writing there in place would be wrong."""
+    q, k = projections()
+    cos, sin = angles(1, 7, 10)
+    mine = sum(x.sum() for x in rope(heads(q, 10), heads(k, 10), cos, sin))
+    theirs = sum(x.sum() for x in apply_rotary_pos_emb(heads(q, 10), heads(k, 10), cos, sin))
+    torch.testing.assert_close(torch.autograd.grad(mine, (q, k)), torch.autograd.grad(theirs, (q, k)))
+
+
+def test_fused_projection():
+    """q, k and v as parts of one product, as in Phi-3: overwriting q and k must leave v and its history alone."""
+    fused = torch.randn(2, 7, 10 * (6 + 2 + 2), dtype=torch.float64, requires_grad=True)
+    cos, sin = angles(1, 7, 10)
+
+    def attention_inputs(rotation):
+        product = fused * 1
+        q, k, v = product[..., :60], product[..., 60:80], product[..., 80:]
+        q, k, v = (x.view(2, 7, -1, 10).transpose(1, 2) for x in (q, k, v))
+        return (*rotation(q, k, cos, sin), v)
+
+    compare(attention_inputs(rope), attention_inputs(apply_rotary_pos_emb), (fused,))
+
+
+@pytest.mark.parametrize(("cls", "offset"), [(Qwen3RMSNorm, False), (Gemma3RMSNorm, True)])
+def test_norm_and_rope(cls, offset):
+    q, k = projections(dtype=torch.float32)
+    cos, sin = angles(1, 7, 10, torch.float32)
+    norms = [cls(10, eps=1e-5) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data.normal_()
+    weights = [norm.weight for norm in norms]
+    theirs = apply_rotary_pos_emb(norms[0](heads(q, 10)), norms[1](heads(k, 10)), cos, sin)
+    mine = qk_norm_rope(heads(q, 10), heads(k, 10), *weights, cos, sin, 1e-5, offset)
+    assert [x.stride() for x in mine] == [heads(x, 10).stride() for x in (q, k)]
+    compare(mine, theirs, (q, k, *weights), rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_norms_get_no_gradient():
+    q, k = projections()
+    weight = torch.randn(10, dtype=torch.float64)
+    mine = qk_norm_rope(heads(q, 10), heads(k, 10), weight, weight, *angles(1, 7, 10))
+    torch.autograd.backward(mine, [torch.randn_like(x) for x in mine])
+    assert weight.grad is None
+    assert q.grad.any()
+
+
+def test_bf16_is_rounded_once():
+    q, k = projections(tokens=33, size=16, dtype=torch.bfloat16)
+    cos, sin = angles(1, 33, 16, torch.bfloat16)
+    exact = apply_rotary_pos_emb(heads(q.double(), 16), heads(k.double(), 16), cos.double(), sin.double())
+    stock = apply_rotary_pos_emb(heads(q, 16), heads(k, 16), cos, sin)
+    for mine, theirs, truth in zip(rope(heads(q, 16), heads(k, 16), cos, sin), stock, exact, strict=True):
+        assert (mine - truth).norm() < (theirs - truth).norm()
+
+
+def test_no_tokens():
+    q = torch.randn(2, 6, 0, 10, requires_grad=True)
+    mine = rope(q * 1, q[:, :2] * 1, *angles(1, 0, 10))
+    torch.autograd.backward(mine, [torch.randn_like(x) for x in mine])
+    assert q.grad.shape == q.shape
+
+
+WRONG = {
+    "rope: q is torch.int32": {"q": lambda q: q.int()},
+    r"rope: q is \[2, 6, 7\]": {"q": lambda q: q[..., 0]},
+    r"rope: k is \[2, 2, 6, 10\], and q is": {"k": lambda k: k[:, :, 1:]},
+    "rope: k is torch.float32": {"k": lambda k: k.float()},
+    r"rope: cos is \[1, 6, 10\]": {"cos": lambda cos: cos[:, 1:]},
+    "an even number up to 10": {"cos": lambda cos: cos[..., 1:]},
+    "rope: sin is": {"sin": lambda sin: sin[..., 2:]},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_errors_name_the_argument(message):
+    q, k = (heads(x, 10).detach() for x in projections())
+    cos, sin = angles(1, 7, 10)
+    arguments = {"q": q, "k": k, "cos": cos, "sin": sin}
+    for name, break_ in WRONG[message].items():
+        arguments[name] = break_(arguments[name])
+    with pytest.raises(ModelError, match=message):
+        rope(**arguments)
+
+
+def test_norms_want_whole_heads():
+    q, k = (heads(x, 10).detach() for x in projections())
+    weight, (cos, sin) = torch.ones(10), angles(1, 7, 8)
+    with pytest.raises(ModelError, match="cos has 8 values a token, and heads have 10"):
+        qk_norm_rope(q, k, weight, weight, cos, sin)
+    with pytest.raises(ModelError, match=r"k_weight is \[9\]"):
+        qk_norm_rope(q, k, weight, weight[1:], *angles(1, 7, 10))
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_compiles_whole(with_norm):
+    q, k = projections(dtype=torch.float32)
+    cos, sin = angles(1, 7, 10, torch.float32)
+    weight = torch.randn(10)
+
+    def step(q, k):
+        q, k = heads(q, 10), heads(k, 10)
+        return qk_norm_rope(q, k, weight, weight, cos, sin) if with_norm else rope(q, k, cos, sin)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compare(compiled(q, k), step(q, k), (q, k), rtol=1e-5, atol=1e-5)
