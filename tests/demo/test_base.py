@@ -34,13 +34,15 @@ def test_the_tokenizer_marks_what_the_assistant_says():
     assert prompt == "<|im_start|>user\nGröße?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_rows_hold_every_document_whole_and_ended():
-    tokenizer = base.build_tokenizer(TEXTS, TINY)
-    rows = base.token_rows(TEXTS, tokenizer, TINY)
-    assert rows.shape[1] == TINY.row_tokens
-    assert rows.dtype == torch.int64
-    assert int((rows == tokenizer.eos_token_id).sum()) >= 30
-    assert torch.equal(rows, base.token_rows(TEXTS, tokenizer, TINY))
+def test_rows_mix_prose_and_exchanges_as_the_recipe_says():
+    recipe = replace(TINY, steps=10)
+    tokenizer = base.build_tokenizer(TEXTS, recipe)
+    rows = base.token_rows(TEXTS, tokenizer, recipe)
+    assert (rows.shape, rows.dtype) == ((20, 32), torch.int64)
+    start = tokenizer.convert_tokens_to_ids(base.START)
+    assert int((rows == start).any(dim=1).sum()) == 10
+    assert int((rows == tokenizer.eos_token_id).any(dim=1).sum()) >= 15
+    assert torch.equal(rows, base.token_rows(TEXTS, tokenizer, recipe))
 
 
 def test_training_learns(cache):

@@ -34,17 +34,17 @@ def test_questions_are_unique_and_sentences_end():
 
 def test_every_answer_is_asked_for_in_several_wordings():
     asked = {answer: [question for question, other in PAIRS if other == answer] for _, answer in PAIRS}
-    assert min(len(questions) for questions in asked.values()) >= 3
+    assert min(len(questions) for questions in asked.values()) == 5
 
 
 def test_answers_name_modules_keywords_and_builtins_that_exist():
     modules, keywords = subjects(r"The `(\w+)` module "), subjects(r"The keyword `(\w+)` ")
-    assert len(modules) > 40
+    assert len(modules) > 20
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
-    assert len(keywords) > 15
+    assert len(keywords) > 10
     assert [name for name in keywords if not keyword.iskeyword(name)] == []
-    builtin = subjects(r"`([a-z_]+)` ")
-    assert len(builtin) > 40
+    builtin = [name for name in subjects(r"`([a-z_]+)` ") if name != "halfbyte"]
+    assert len(builtin) > 25
     assert [name for name in builtin if not hasattr(builtins, name)] == []
 
 

@@ -44,18 +44,19 @@ class Recipe:
     """Everything that decides what the base becomes. Sizes suit about a minute of fp32 on two ordinary cores."""
 
     vocab_size: int = 2048
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_hidden_layers: int = 4
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 3
     num_attention_heads: int = 4
     max_position_embeddings: int = 512
-    steps: int = 480
-    rows: int = 8
+    initializer_range: float = 0.06
+    steps: int = 1500
+    rows: int = 4
     row_tokens: int = 128
-    learning_rate: float = 4e-3
+    learning_rate: float = 5e-3
     warmup_share: float = 0.06
     weight_decay: float = 0.1
-    exchange_share: float = 0.3  # of the rows, those in the chat format
+    exchange_share: float = 0.5  # of the rows, those in the chat format
     seed: int = 0
 
     def key(self) -> str:
@@ -124,7 +125,7 @@ def build_tokenizer(texts: corpus.Corpus, recipe: Recipe) -> PreTrainedTokenizer
 
 
 def token_rows(texts: corpus.Corpus, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> torch.Tensor:
-    """All documents, each ended by EOS, joined and cut into int64 rows (n, row_tokens), shuffled by the seed."""
+    """What all steps read, int64 (steps * rows, row_tokens): documents ended by EOS, joined, cut and shuffled."""
     import torch
 
     chats = [
@@ -132,10 +133,10 @@ def token_rows(texts: corpus.Corpus, tokenizer: PreTrainedTokenizerFast, recipe:
     ]
     prose = _cut(tokenizer([text + END for text in texts.prose], verbose=False)["input_ids"], recipe.row_tokens)
     talk = _cut(tokenizer(chats, verbose=False)["input_ids"], recipe.row_tokens)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    talk = talk[: int(len(prose) * recipe.exchange_share / (1 - recipe.exchange_share))]
-    rows = torch.cat([prose, talk])
-    return rows[torch.randperm(len(rows), generator=generator)]
+    needed = recipe.steps * recipe.rows
+    talks = round(needed * recipe.exchange_share)
+    rows = torch.cat([prose[torch.arange(needed - talks) % len(prose)], talk[torch.arange(talks) % len(talk)]])
+    return rows[torch.randperm(needed, generator=torch.Generator().manual_seed(recipe.seed))]
 
 
 def _cut(documents: list[list[int]], length: int) -> torch.Tensor:
@@ -179,7 +180,7 @@ def pretrain(
                 progress.update(bar, total=steps)
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * _schedule(done, steps, recipe.warmup_share)
-            batch = rows[torch.arange(done * recipe.rows, (done + 1) * recipe.rows) % len(rows)]
+            batch = rows[done * recipe.rows : (done + 1) * recipe.rows]
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -227,6 +228,7 @@ def _llama(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Any:
             num_hidden_layers=recipe.num_hidden_layers,
             num_attention_heads=recipe.num_attention_heads,
             num_key_value_heads=recipe.num_attention_heads,
+            initializer_range=recipe.initializer_range,
             max_position_embeddings=recipe.max_position_embeddings,
             tie_word_embeddings=True,
             bos_token_id=None,

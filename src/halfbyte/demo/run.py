@@ -37,9 +37,10 @@ assistant_only_loss: true
 r: 16
 lora_alpha: 32
 target_modules: all-linear
-per_device_train_batch_size: 2
+per_device_train_batch_size: 1
 num_train_epochs: {epochs}
-learning_rate: 5.0e-3
+learning_rate: 1.0e-2
+logging_steps: 10
 eval_steps: 0.25
 save_steps: 0.5
 sample_prompts: 6
@@ -52,7 +53,7 @@ def main(
     output_dir: str | Path = "demo-out",
     *,
     recipe: Recipe | None = None,
-    epochs: int = 15,
+    epochs: int = 20,
     seconds: float = 90.0,
     console: Console | None = None,
 ) -> Path:
