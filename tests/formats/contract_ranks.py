@@ -6,7 +6,6 @@ Row counts are odd, so that FSDP2's shards are uneven, and one weight has fewer 
 import copy
 import os
 
-import peft
 import torch
 import torch.distributed as dist
 from contract import linear
@@ -44,6 +43,8 @@ class Net(nn.Module):
 
 
 def build(format, dtype):
+    import peft  # seconds, which the process that only starts the ranks need not spend
+
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=3, target_modules=["up", "down", "narrow"], init_lora_weights=False)
     return peft.get_peft_model(Net(format, dtype), lora, autocast_adapter_dtype=False)
