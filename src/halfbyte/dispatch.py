@@ -2,11 +2,11 @@
 
 An op is a plain torch function: its body is the specification, and runs wherever there is no twin. A device twin
 registers itself with `@op.twin("cuda", "xpu")`; Triton twins live in `halfbyte.kernels.<module>`, CPU twins in
-`halfbyte.kernels.<module>_cpu`, and are imported the first time a tensor of such a device arrives. ROCm devices are "cuda"
-in torch, so they take the same twins.
+`halfbyte.kernels.<module>_cpu`, and are imported the first time a tensor of such a device arrives. ROCm devices are
+"cuda" in torch, so they take the same twins.
 
-Eager calls go through a dictionary (0.8 µs measured) instead of `torch.library` (9 µs) or `custom_op` (27 µs); what must
-be opaque to `torch.compile` is registered with `torch.library` once, in `halfbyte.autograd`.
+Eager calls go through a dictionary (0.8 µs measured) instead of `torch.library` (9 µs) or `custom_op` (27 µs); what
+must be opaque to `torch.compile` is registered with `torch.library` once, in `halfbyte.autograd`.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class QuantState:
         dtype: dtype of the values.
         blocksize: values per scale.
         quant_type: "nf4" or "fp4".
-        nested_absmax, nested_code, offset: second-level scales fp32 [⌈blocks/256⌉], their code fp32 [256] and the mean of
-            the scales fp32 []; None unless nested.
+        nested_absmax, nested_code, offset: second-level scales fp32 [⌈blocks/256⌉], their code fp32 [256] and the mean
+            of the scales fp32 []; None unless nested.
     """
 
     absmax: Tensor
@@ -50,10 +50,8 @@ class QuantState:
         return Blockwise4(self.quant_type, self.blocksize, self.nested)  # type: ignore[arg-type]
 
     def _parts(self, packed: Tensor) -> dict[str, Tensor]:
-        parts = {"packed": packed, "absmax": self.absmax}
-        if self.nested_absmax is not None and self.nested_code is not None and self.offset is not None:
-            parts |= {"nested_absmax": self.nested_absmax, "nested_code": self.nested_code, "nested_offset": self.offset}
-        return parts
+        nested = {"nested_absmax": self.nested_absmax, "nested_code": self.nested_code, "nested_offset": self.offset}
+        return {"packed": packed, "absmax": self.absmax} | {k: v for k, v in nested.items() if v is not None}
 
     def as_dict(self, packed: Tensor) -> dict[str, Tensor]:
         """Checkpoint entries by suffix ("" is the packed weight), as bitsandbytes names them."""

@@ -72,8 +72,8 @@ class _QuantizedWeight:
 class Linear4bit(_QuantizedWeight, nn.Linear):
     """`nn.Linear` with a frozen 4-bit weight.
 
-    The product runs in the input's dtype (or autocast's). A new module holds quantized random weights; use `from_linear`
-    or `load_state_dict` for real ones.
+    The product runs in the input's dtype (or autocast's). A new module holds quantized random weights; use
+    `from_linear` or `load_state_dict` for real ones.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `nn.Linear`; dtype is that of the dequantized weight.

@@ -1,8 +1,8 @@
 """QuantizedTensor: a tensor of ordinary shape and dtype whose storage is the parts of a format.
 
 It is the only tensor subclass of the package. A frozen `nn.Linear` (and PEFT's LoRA around it) works on it unchanged:
-`F.linear` and `F.embedding` run on the parts, everything structural (detach, clone, device moves, sharding) maps over the
-parts, and any other operation is refused, since a silent dequantize would cost the memory that quantizing saved.
+`F.linear` and `F.embedding` run on the parts, everything structural (detach, clone, device moves, sharding) maps over
+the parts, and any other operation is refused, since a silent dequantize would cost the memory that quantizing saved.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .formats import Format, from_spec
 
 aten = torch.ops.aten
 ALIGNMENT = 16  # bytes; every part starts at a multiple of it in a shard's buffer
+_STRUCTURAL = (aten.view.default, aten.slice.Tensor, aten.detach.default, aten.alias.default, aten.as_strided.default)
 
 
 class QuantizedTensor(Tensor):
@@ -37,7 +38,7 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __new__(cls, format: Format, parts: dict[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype):
         device = next(iter(parts.values())).device
-        return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
     def __init__(self, format: Format, parts: dict[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype):
         self.format = format
@@ -60,16 +61,17 @@ class QuantizedTensor(Tensor):
         return {name: getattr(self, name) for name in self._names}
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Stored bytes, scales included."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, in `dtype` or the tensor's own, rounded once from fp32."""
         return self.format.dequantize(self.parts, tuple(self.shape), dtype or self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"QuantizedTensor({self.format.spec}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        return f"QuantizedTensor({self.format.spec}, shape={shape}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self):
         return list(self._names), (self.format.spec, self.dtype)
@@ -95,7 +97,7 @@ class QuantizedTensor(Tensor):
             return function(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):  # type: ignore[override]
         handler = _HANDLERS.get(function)
         if handler is None:
             raise ModelError(
@@ -144,7 +146,7 @@ class QuantizedShard(Tensor):
 
     def __new__(cls, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
         shape = torch.Size((rows, *full_shape[1:]))
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=raw.device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=raw.device)
 
     def __init__(self, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
         self.raw, self.spec, self.full_shape, self.rows = raw, spec, tuple(full_shape), rows
@@ -156,20 +158,19 @@ class QuantizedShard(Tensor):
     def __tensor_unflatten__(cls, inner, meta, outer_size, outer_stride):
         return cls(inner["raw"], *meta)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedShard({self.spec}, {self.raw.numel()} bytes of a {self.full_shape} tensor)"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):  # type: ignore[override]
         shard, kwargs = args[0], kwargs or {}
         if function is aten.copy_.default:
             shard.raw.copy_(args[1].raw)
             return shard
         # FSDP2 views, narrows and pads shards by rows; equal byte slices need none of it.
-        structural = (aten.view.default, aten.slice.Tensor, aten.detach.default, aten.alias.default, aten.as_strided.default)
-        if function in structural:
+        if function in _STRUCTURAL:
             return shard._with(shard.raw)
         if function is aten.clone.default:
             return shard._with(shard.raw.clone())
@@ -213,7 +214,7 @@ def _embedding(
 ) -> Tensor:
     """Rows of a frozen quantized table; only the rows asked for are dequantized."""
     if max_norm is not None:
-        raise ModelError("max_norm renormalizes the table in place, which a quantized table cannot", "leave max_norm unset")
+        raise ModelError("max_norm renormalizes the table in place; a quantized one cannot be", "leave max_norm unset")
     rows = weight.format.dequantize_rows(weight.parts, tuple(weight.shape), index.reshape(-1), weight.dtype)
     return rows.view(*index.shape, weight.shape[1])
 

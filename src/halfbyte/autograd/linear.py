@@ -1,8 +1,8 @@
 """y = x·Wᵀ + b with a frozen quantized W: dequantize, multiply, forget; dequantize again for dX.
 
 Nothing of W is saved in full precision and W gets no gradient. In eager mode this is an `autograd.Function`. Under
-torch.compile it must be two *distinct* opaque ops: with a visible dequantize, common-subexpression elimination merges the
-forward's with the backward's and keeps the full-precision weight alive in between (docs/design.md, decision 3).
+torch.compile it must be two *distinct* opaque ops: with a visible dequantize, common-subexpression elimination merges
+the forward's with the backward's and keeps the full-precision weight alive in between (docs/design.md, decision 3).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a stored format is: named parts, and two functions between parts and values.
 
-A format is a frozen dataclass of its options. It lists its parts once (`part_specs`); the tensor subclass, saving, loading,
-sharding and compiling derive everything from that list.
+A format is a frozen dataclass of its options. It lists its parts once (`part_specs`); the tensor subclass, saving,
+loading, sharding and compiling derive everything from that list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Format(abc.ABC):
     @property
     @abc.abstractmethod
     def spec(self) -> str:
-        """Name and options as one string; `formats.from_spec` reads it back. It is the format's identity under torch.compile."""
+        """Name and options as one string, read back by `formats.from_spec`; what torch.compile knows a format by."""
 
     @classmethod
     @abc.abstractmethod
@@ -81,7 +81,9 @@ class Format(abc.ABC):
 
     def check_weight(self, weight: Tensor) -> None:
         if weight.dtype not in FLOATS:
-            raise ModelError(f"cannot quantize a {weight.dtype} tensor to {self.name}", "convert it to a 16- or 32-bit float")
+            raise ModelError(
+                f"cannot quantize a {weight.dtype} tensor to {self.name}", "convert it to a 16- or 32-bit float"
+            )
 
 
 FORMATS: dict[str, type[Format]] = {}

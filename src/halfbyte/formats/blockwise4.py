@@ -1,7 +1,7 @@
 """NF4 and FP4 in bitsandbytes' layout: bytes, nested scales and state-dict keys interchange with it.
 
-The values are specified in `halfbyte.ops.blockwise4`; this module says which tensors hold them and how they are named in a
-checkpoint. For a parameter `weight`:
+The values are specified in `halfbyte.ops.blockwise4`; this module says which tensors hold them and how they are named
+in a checkpoint. For a parameter `weight`:
 
     weight                                uint8 [(n+1)//2, 1]
     weight.absmax                         fp32 [blocks], or uint8 [blocks] when nested
@@ -90,7 +90,7 @@ class Blockwise4(Format):
         self.check_weight(weight)
         packed, absmax = quantize_blockwise4(weight, self.blocksize, self.quant_type)
         if not bool(torch.isfinite(absmax).all()):
-            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a quantized block would hold only NaN")
+            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a block with one would hold only NaN")
         if not self.nested:
             return {"packed": packed, "absmax": absmax}
         code = dynamic_map(weight.device)
@@ -149,9 +149,11 @@ class Blockwise4(Format):
             shape, dtype = tuple(torch.Size(meta["shape"])), getattr(torch, meta["dtype"])
             offset = float(meta.get("nested_offset", 0.0))
         except (KeyError, ModelError, AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{name}: its quant_state is not usable: {error!r}", "re-download the checkpoint") from error
+            message = f"{name}: its quant_state is not usable: {error!r}"
+            raise CheckpointError(message, "re-download the checkpoint") from error
         if nested and (meta.get("nested_blocksize"), meta.get("nested_dtype")) != (NESTED_BLOCK, "float32"):
-            raise CheckpointError(f"{name}: its nested scales are not float32 in blocks of {NESTED_BLOCK}", "re-quantize the model")
+            message = f"{name}: its nested scales are not float32 in blocks of {NESTED_BLOCK}"
+            raise CheckpointError(message, "re-quantize the model")
         parts = {part: state[suffix] for suffix, part in PART_OF_KEY.items() if suffix in state}
         if "packed" in parts:
             # bitsandbytes can store the bytes as bf16, fp16 or fp32 words (bnb_4bit_quant_storage).
@@ -163,7 +165,8 @@ class Blockwise4(Format):
         if stored_map is not None and not stored_map.is_meta:
             expected = codebook4(format_.quant_type, stored_map.device)
             if stored_map.shape != expected.shape or not torch.allclose(stored_map.float(), expected, atol=1e-6):
-                raise CheckpointError(f"{name}.quant_map is not the {format_.quant_type} codebook", "re-quantize the model")
+                message = f"{name}.quant_map is not the {format_.quant_type} codebook"
+                raise CheckpointError(message, "re-quantize the model")
         return format_, parts, shape, dtype
 
     def _check_parts(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
@@ -179,7 +182,8 @@ class Blockwise4(Format):
             found = parts[part]
             if tuple(found.shape) != size or found.dtype != expected:
                 raise CheckpointError(
-                    f"{label} is {found.dtype} {tuple(found.shape)}, expected {expected} {size} for a weight of shape {shape}",
+                    f"{label} is {found.dtype} {tuple(found.shape)}, "
+                    f"expected {expected} {size} for a weight of shape {shape}",
                     "re-download the checkpoint",
                 )
 

@@ -1,10 +1,10 @@
 """Triton twins of `halfbyte.ops.blockwise4`: one launch each, nested scales included.
 
 Both are bound by memory. Dequantizing n values reads n/2 bytes of codes and a scale per block, and writes 2n bytes in
-bf16: the floor is (2.5 n + scales) / bandwidth. A thread decodes a 4-byte word: its 8 values are one 16-byte store, so no
-value changes threads, and the 64-byte codebook is one line of the first-level cache. Measured on an H200, where a copy moves
-4.2 TB/s: 4.0 TB/s at 28672×8192 with nested scales, against 3.2 for a kernel that decodes 16 bytes a thread and 2.6 for one
-that selects values arithmetically (docs/log.md).
+bf16: the floor is (2.5 n + scales) / bandwidth. A thread decodes a 4-byte word: its 8 values are one 16-byte store, so
+no value changes threads, and the 64-byte codebook is one line of the first-level cache. Measured on an H200, where a
+copy moves 4.2 TB/s: 4.0 TB/s at 28672×8192 with nested scales, against 3.2 for a kernel that decodes 16 bytes a thread
+and 2.6 for one that selects values arithmetically (docs/log.md).
 
 The arithmetic is the reference's, operation by operation, in fp32. `enable_fp_fusion=False` keeps the compiler from
 contracting a nested scale's multiply and add into one rounding.
@@ -64,7 +64,8 @@ def dequantize(
         packed = torch.nn.functional.pad(packed.view(-1), (0, -packed.numel() % 4))
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
     _dequantize[(triton.cdiv(numel, 8 * WORDS),)](
-        packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook4(quant_type, packed.device), out, numel,
+        packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook4(quant_type, packed.device),
+        out, numel,
         WORDS=WORDS, WORDS_PER_BLOCK=blocksize // 8, NESTED=nested is not None, NESTED_BLOCK=NESTED_BLOCK,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -22,7 +22,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if dtype != "auto":
         named = getattr(torch, dtype, None)
         if named not in FLOATS:
-            raise ModelError(f"dtype {dtype!r} is not one a model computes in", "use auto, bfloat16, float16 or float32")
+            raise ModelError(f"no model computes in dtype {dtype!r}", "use auto, bfloat16, float16 or float32")
         return named
     chosen = compute_dtype(device)
     notice(f"dtype-{device.type}", f"computing in {str(chosen.dtype).removeprefix('torch.')}: {chosen.reason}")
@@ -95,7 +95,7 @@ def load_model(
         config.quantization_config = _prequantized(stored, name_or_path, load_in_4bit)
     options: dict[str, Any] = {"quantization_config": quantization} if quantization else {}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             config=config,
             dtype=resolve_dtype(dtype, target),
@@ -111,6 +111,7 @@ def load_model(
         raise
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"cannot load {name_or_path!r}: {error}", "check the checkpoint's files") from error
+    model, info = loaded
     _check_loaded(info, name_or_path)
     return model.eval()
 
@@ -124,7 +125,8 @@ def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
             "which halfbyte does not load yet", "use the 16-bit model, or a bitsandbytes 4-bit one")
     if not load_in_4bit:
         raise ModelError(f"{name} holds 4-bit weights", "set load_in_4bit: true, or use the 16-bit model")
-    notice("prequantized", f"{name} is already quantized ({entry.get('bnb_4bit_quant_type', 'fp4')}); its bytes are kept")
+    quant_type = entry.get("bnb_4bit_quant_type", "fp4")
+    notice("prequantized", f"{name} is already quantized ({quant_type}); its bytes are kept")
     kept = {key: value for key, value in entry.items() if key in ("bnb_4bit_quant_type", "llm_int8_skip_modules")}
     kept["bnb_4bit_use_double_quant"] = bool(entry.get("bnb_4bit_use_double_quant"))
     return {"quant_method": "halfbyte", **kept}
@@ -175,11 +177,12 @@ def load_tokenizer(
         raise ModelError(f"cannot load the tokenizer of {name_or_path!r}: {error}",
                          "put tokenizer.json beside the weights") from error
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {name_or_path} has no EOS token, so a model trained with it would never stop",
+        raise ModelError(f"the tokenizer of {name_or_path} has no EOS token: a model trained with it would never stop",
                          'set "eos_token" in tokenizer_config.json')
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        notice("pad-token", f"the tokenizer has no pad token; padding with {tokenizer.eos_token!r}, which stays trained as EOS")
+        said = f"the tokenizer has no pad token; padding with {tokenizer.eos_token!r}, which stays trained as EOS"
+        notice("pad-token", said)
     if chat_template_path is not None:
         template = Path(chat_template_path)
         if not template.exists():

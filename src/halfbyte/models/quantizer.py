@@ -2,12 +2,13 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HalfbyteConfig(), device_map={"": "cuda"})
 
-transformers hands over one checkpoint tensor at a time; it is quantized on the target device and dropped, so that device
-memory peaks at the quantized model plus one tensor. Checkpoints that bitsandbytes quantized keep their bytes.
+transformers hands over one checkpoint tensor at a time; it is quantized on the target device and dropped, so that
+device memory peaks at the quantized model plus one tensor. Checkpoints that bitsandbytes quantized keep their bytes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         llm_int8_skip_modules: list[str] | None = None,
         **kwargs: Any,
     ):
-        self.quant_method = QUANT_METHOD
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.bnb_4bit_quant_type = bnb_4bit_quant_type
         self.bnb_4bit_blocksize = bnb_4bit_blocksize
         self.bnb_4bit_use_double_quant = bnb_4bit_use_double_quant
@@ -59,8 +60,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
         return Blockwise4(self.bnb_4bit_quant_type, self.bnb_4bit_blocksize, self.bnb_4bit_use_double_quant)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
-        """What a saved config.json says. It names bitsandbytes, whose checkpoint layout this is, so that the saved model
-        loads in either tool; `load_model` recognises it."""
+        """What a saved config.json says. It names bitsandbytes, whose checkpoint layout this is, so that the saved
+        model loads in either tool; `load_model` recognises it."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -79,11 +80,13 @@ class _Quantize(ConversionOps):
     def __init__(self, hf_quantizer: HalfbyteQuantizer):
         self.hf_quantizer = hf_quantizer
 
-    def convert(self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any
+    ) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
-            self.hf_quantizer.attempt(name, lambda name=name, weight=weight: self._quantize(name, weight, model), result)
+            self.hf_quantizer.attempt(name, functools.partial(self._quantize, name, weight, model), result)
         return result
 
     def _quantize(self, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
@@ -100,7 +103,7 @@ class _Deserialize(ConversionOps):
     def __init__(self, hf_quantizer: HalfbyteQuantizer):
         self.hf_quantizer = hf_quantizer
 
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Any]:
         if len(input_dict) == 1:  # an ordinary weight: norms, embeddings, skipped modules

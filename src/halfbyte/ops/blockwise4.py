@@ -2,8 +2,8 @@
 
 A tensor is read flat, row-major, in blocks that cross rows. Each block has one scale, its largest magnitude (absmax);
 each weight becomes the code of the nearest of 16 values after division by the scale. Two codes share a byte, the even
-element in the high nibble. Nested scales (double quantization, QLoRA section 3) store absmax minus its mean in 8 bits of
-the signed dynamic data type, in blocks of 256 scales.
+element in the high nibble. Nested scales (double quantization, QLoRA section 3) store absmax minus its mean in 8 bits
+of the signed dynamic data type, in blocks of 256 scales.
 
 Bytes equal those of bitsandbytes' CPU backend, values those of all its backends: value = fp32 codebook entry × fp32
 scale, rounded once to the result's dtype; a nested scale is two roundings (× then +), never a fused multiply-add.
