@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autograd.linear import quantized_linear
 from .errors import ModelError
 from .formats import Format, from_spec
 
@@ -88,8 +89,6 @@ class QuantizedTensor(Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.linear:
-            from .autograd.linear import quantized_linear
-
             return quantized_linear(*args, **kwargs)
         if function is F.embedding:
             return _embedding(*args, **kwargs)
