@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
+from benchmarks.common import copy_bandwidth, write_result
 from halfbyte.autograd.glu import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.autograd.rope import qk_norm_rope, rope
-from halfbyte.environment import environment
-from halfbyte.files import write_json
 from halfbyte.ops.rope import rotate
 
 HIDDEN, MLP, Q_HEADS, K_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
@@ -158,14 +157,6 @@ def in_graph(calls: list[Callable[[], Any]], restore: Callable[[], None], stream
     return statistics.median(times[1:])
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 2 GiB."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * source.numel() / (statistics.median(milliseconds(lambda: target.copy_(source)) for _ in range(9)) / 1e3)
-
-
 class Bench:
     """One implementation of a case on its sets of tensors; in-place kernels change them, `restore` undoes it."""
 
@@ -246,11 +237,11 @@ def run(tokens: int, copy: float) -> list[dict[str, Any]]:
         for by, function in implementations(case):
             for direction, times in measure(case, function).items():
                 size = 2 * (case.forward_values if direction == "forward" else case.backward_values)
-                rate = size / times["graph_us"] * 1e6
+                rate = size / times["graph_us"] / 1e6
                 row = {"kernel": case.name, "direction": direction, "by": by, "bytes": size, **times}
-                results.append(row | {"bytes_per_second": rate, "fraction_of_copy": rate / copy})
+                results.append(row | {"TBps": rate, "fraction_of_copy": rate / copy})
                 print(
-                    f"{case.name:16}{direction:9}{by:14}{size / 1e6:7.0f}{times['graph_us']:10.1f}{rate / 1e12:7.2f}"
+                    f"{case.name:16}{direction:9}{by:14}{size / 1e6:7.0f}{times['graph_us']:10.1f}{rate:7.2f}"
                     f"{rate / copy:9.0%}{times['called_us']:11.1f}{times['host_us']:9.1f}",
                     flush=True,
                 )
@@ -265,14 +256,12 @@ def main() -> None:
     arguments = parser.parse_args()
     functorch_config.donated_buffer = False  # backward is captured while its forward's tensors must stay
     copy = copy_bandwidth()
-    print(f"copy {copy / 1e12:.2f} TB/s, {arguments.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")
-    results = run(arguments.tokens, copy)
-    where = environment("cuda")
-    if importlib.util.find_spec("liger_kernel") is not None:
-        where["versions"]["liger-kernel"] = metadata.version("liger-kernel")
+    print(f"copy {copy:.2f} TB/s, {arguments.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")
     shape = {"tokens": arguments.tokens, "hidden": HIDDEN, "mlp": MLP, "heads": [Q_HEADS, K_HEADS, HEAD_SIZE]}
-    measured = {"copy_bytes_per_second": copy, "shape": shape, "dtype": str(DTYPE), "results": results}
-    write_json(arguments.path, {"environment": where} | measured)
+    result = {"copy_TBps": copy, "dtype": str(DTYPE), "shape": shape, "liger": None}
+    if importlib.util.find_spec("liger_kernel") is not None:
+        result["liger"] = metadata.version("liger-kernel")
+    write_result(arguments.path, result | {"kernels": run(arguments.tokens, copy)})
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from halfbyte.kernels import norms as kernels
 pytestmark = mark
 
 SIZES = [(3, 1), (5, 7), (37, 128), (2, 3, 96), (2, 2051)]
-if not INTERPRETED:
-    SIZES += [(700, 4096), (65, 5120), (1100, 896), (9, 16384), (3, 40000)]
+if not INTERPRETED:  # every size is a compilation or three
+    SIZES = [(5, 7), (1100, 128), (2, 3, 896), (700, 4096), (65, 5120), (3, 40000)]
 
 
 def stock_rms_norm(x, residual, weight, offset):
@@ -28,7 +28,7 @@ def stock_rms_norm(x, residual, weight, offset):
 
 @dtypes
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-@pytest.mark.parametrize(("offset", "with_residual"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("offset", "with_residual"), [(True, False), (False, True)])
 def test_rms_norm(shape, dtype, offset, with_residual):
     x, grad, grad_total = (random(*shape, dtype=dtype) for _ in range(3))
     residual = random(*shape, dtype=dtype) if with_residual else None
@@ -56,7 +56,7 @@ def test_rms_norm(shape, dtype, offset, with_residual):
 
 
 @dtypes
-@pytest.mark.parametrize("shape", SIZES[1:], ids=str)
+@pytest.mark.parametrize("shape", SIZES[-4:], ids=str)
 def test_layer_norm(shape, dtype):
     x, grad = random(*shape, dtype=dtype) + 3, random(*shape, dtype=dtype)
     weight, bias = random(shape[-1], dtype=dtype), random(shape[-1], dtype=dtype)
