@@ -39,6 +39,9 @@ CHAT_TEMPLATE = (
 )
 
 
+PLAN_EVERY = 25  # steps between looks at the clock: a slow or busy machine gets a shorter schedule
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides what the base becomes. Sizes suit about a minute of fp32 on two ordinary cores."""
@@ -72,12 +75,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfbyte"
 
 
-def base_model(recipe: Recipe | None = None, *, seconds: float = 90.0, console: Console | None = None) -> Path:
+def base_model(recipe: Recipe | None = None, *, seconds: float = 100.0, console: Console | None = None) -> Path:
     """A folder with the base's checkpoint and tokenizer: from the cache, or built now.
 
     Args:
         recipe: what to build.
-        seconds: most time for pretraining. A machine too slow for `recipe.steps` gets a shorter schedule, and a notice.
+        seconds: most time for pretraining. A machine too slow for `recipe.steps` gets a shorter schedule and a notice.
         console: where progress is shown; none: silent.
 
     Raises:
@@ -96,7 +99,11 @@ def base_model(recipe: Recipe | None = None, *, seconds: float = 90.0, console: 
             write_json(folder / "recipe.json", asdict(recipe) | described)
     done = json.loads((path / "recipe.json").read_text(encoding="utf-8"))["steps_done"]
     if done < recipe.steps:
-        notice("demo-base", f"the base in {path} had time for {done} of {recipe.steps} steps; remove it to train anew")
+        notice(
+            "demo-base",
+            f"this machine had time for {done} of {recipe.steps} pretraining steps, so answers are poorer; to train "
+            f"the base anew, remove {path}",
+        )
     return path
 
 
@@ -175,9 +182,12 @@ def pretrain(
         bar = progress.add_task("pretraining the base", total=steps, loss="")
         while len(losses) < steps:
             done = len(losses)
-            if done == PROBE_STEPS:
-                steps = _affordable(recipe, (time.monotonic() - started) / PROBE_STEPS, seconds)
+            if done and done % PLAN_EVERY == 0:
+                affordable = int(seconds * done / (time.monotonic() - started))
+                steps = min(recipe.steps, max(done, affordable))
                 progress.update(bar, total=steps)
+                if done == steps:
+                    break
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * _schedule(done, steps, recipe.warmup_share)
             batch = rows[done * recipe.rows : (done + 1) * recipe.rows]
@@ -190,23 +200,8 @@ def pretrain(
             progress.update(bar, completed=len(losses), loss=f"loss {losses[-1]:.2f}")
     if not math.isfinite(losses[-1]):
         raise ModelError(f"pretraining the demo's base ended with loss {losses[-1]}", "report this with `halfbyte env`")
-    last = losses[-max(1, steps // 10) :]
-    return model.eval(), steps, sum(last) / len(last)
-
-
-PROBE_STEPS = 10  # enough to know the speed, few enough that the learning rate is still warming up
-
-
-def _affordable(recipe: Recipe, step_seconds: float, seconds: float) -> int:
-    """The steps that fit into `seconds`, at most the recipe's."""
-    fitting = max(PROBE_STEPS, int(seconds / step_seconds))
-    if fitting < recipe.steps:
-        notice(
-            "demo-steps",
-            f"a pretraining step takes {step_seconds:.2f} s here, so the base gets {fitting} of {recipe.steps} steps "
-            f"to stay within {seconds:.0f} s; its answers will be poorer",
-        )
-    return min(fitting, recipe.steps)
+    last = losses[-max(1, len(losses) // 10) :]
+    return model.eval(), len(losses), sum(last) / len(last)
 
 
 def _schedule(step: int, steps: int, warmup_share: float) -> float:

@@ -54,7 +54,7 @@ def main(
     *,
     recipe: Recipe | None = None,
     epochs: int = 20,
-    seconds: float = 90.0,
+    seconds: float = 100.0,
     console: Console | None = None,
 ) -> Path:
     """Build or fetch the base, fine-tune it in 4 bits on the instructions, and show loss and answers before and after.
@@ -90,6 +90,7 @@ def main(
     config = load_config(write_run(output_dir, base, epochs))
     train(config, console=console)
     _show(output_dir, console)
+    console.print(f"talk to it: halfbyte chat {output_dir} --temperature 0")
     console.print(f"report: {output_dir / 'report.html'}  ({time.monotonic() - started:.0f} s in all)")
     return output_dir / "report.html"
 
