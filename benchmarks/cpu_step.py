@@ -3,8 +3,8 @@
     python -m benchmarks.cpu_step --data gsm8k.jsonl --model FOLDER [--threads 2] [--steps 8] [--json FILE]
 
 Stock TRL: SFTTrainer with PEFT LoRA r=16 in float32, its own defaults otherwise, 4 rows of at most 512 tokens a step.
-halfbyte: NF4 QLoRA r=16, packed rows of 512 tokens, 4 a step, in the dtype it picks for this CPU. Each trains in a process
-of its own. `--random` makes a random-weight model of the shape of FOLDER's config (speed does not depend on weights).
+halfbyte: NF4 QLoRA r=16, packed rows of 512 tokens, 4 a step, in the dtype it picks for this CPU. Each trains in a
+process of its own. `--random` makes a random-weight model of the shape of FOLDER's config (speed does not depend on weights).
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ def main() -> None:
         given.model = str(given.work / "model")
     results = {}
     for name in ("stock", "ours"):
-        command = [sys.executable, "-m", "benchmarks.cpu_step", "--only", name, "--data", given.data, "--model", given.model]
-        command += ["--work", str(given.work), "--threads", str(given.threads), "--steps", str(given.steps)]
+        command = [sys.executable, "-m", "benchmarks.cpu_step", "--only", name, "--data", given.data]
+        command += ["--model", given.model, "--work", str(given.work)]
+        command += ["--threads", str(given.threads), "--steps", str(given.steps)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(given.threads)})
         results[name] = json.loads((given.work / f"{name}.json").read_text())
     ratio = results["ours"]["tokens_per_second"] / results["stock"]["tokens_per_second"]

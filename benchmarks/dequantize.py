@@ -1,7 +1,7 @@
 """NF4 dequantization against the copy bandwidth and bitsandbytes, in one run.
 
-    python -m benchmarks.dequantize [--json FILE]           on a GPU: TB/s of packed bytes read and values written
-    python -m benchmarks.dequantize --cpu [--json FILE]     on the CPU: ms at 4096×4096, 2 threads
+python -m benchmarks.dequantize [--json FILE]           on a GPU: TB/s of packed bytes read and values written
+python -m benchmarks.dequantize --cpu [--json FILE]     on the CPU: ms at 4096×4096, 2 threads
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
 
@@ -36,8 +37,9 @@ def gpu() -> dict:
             format_ = Blockwise4("nf4", 64, nested)
             ours = [format_.quantize(weight) for _ in range(copies)]
             theirs = [peer.quantize_4bit(weight, quant_type="nf4", compress_statistics=nested) for _ in range(copies)]
-            calls = [lambda p=p, f=format_: f.dequantize(p, (rows, columns), torch.bfloat16) for p in ours]
-            peer_calls = [lambda q=q: peer.dequantize_4bit(*q) for q in theirs]
+            shape = (rows, columns)
+            calls = [partial(format_.dequantize, parts, shape, torch.bfloat16) for parts in ours]
+            peer_calls = [partial(peer.dequantize_4bit, *packed) for packed in theirs]
             moved = moved_bytes(rows, columns, nested)
             times = {
                 "ours_graph_us": graph_us(calls),
@@ -82,8 +84,10 @@ def cpu(repeats: int = 15) -> dict:
             medians = {name: statistics.median(values) for name, values in times.items()}
             label = f"{str(dtype).removeprefix('torch.')}{' nested' if nested else ''}"
             result["ms"][label] = medians
-            print(f"{label}: halfbyte {medians['halfbyte']:.1f} ms, bitsandbytes {medians['bitsandbytes']:.1f} ms, "
-                  f"{medians['bitsandbytes'] / medians['halfbyte']:.2f}x")
+            print(
+                f"{label}: halfbyte {medians['halfbyte']:.1f} ms, bitsandbytes {medians['bitsandbytes']:.1f} ms, "
+                f"{medians['bitsandbytes'] / medians['halfbyte']:.2f}x"
+            )
     return result
 
 

@@ -4,8 +4,9 @@
 
 Writes a random-weight checkpoint and an adapter to disk, trains through `halfbyte train`, then trains HF + PEFT +
 bitsandbytes from the same weights and adapter on the same batches in the same order, each in a process of its own, and
-compares losses and peak memory. The peer runs twice: as TRL sets it up (16-bit norms and residual stream), and after PEFT's
-`prepare_model_for_kbit_training`, which makes everything that is not quantized float32. `--model qwen3-0.6b` (or tiny) is for trying it out.
+compares losses and peak memory. The peer runs twice: as TRL sets it up (16-bit norms and residual stream), and after
+PEFT's `prepare_model_for_kbit_training`, which makes everything that is not quantized float32. `--model tiny` is for
+trying it out.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ SHAPES = {
 }  # fmt: skip
 
 
+TEMPLATE = (
+    "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|end_of_text|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
 def write_checkpoint(shape: str, tokenizer: Path, folder: Path) -> None:
     """Random bf16 weights in 4 GB shards, with the Llama-3 tokenizer and a ChatML-like template with marks."""
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -41,11 +50,7 @@ def write_checkpoint(shape: str, tokenizer: Path, folder: Path) -> None:
     tok = PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer / "tokenizer.json"), eos_token="<|end_of_text|>", bos_token="<|begin_of_text|>"
     )
-    tok.chat_template = (
-        "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] }}<|end_of_text|>{% endgeneration %}{% else %}{{ m['content'] }}<|eot_id|>"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-    )
+    tok.chat_template = TEMPLATE
     tok.save_pretrained(folder)
     config = LlamaConfig(**SHAPES[shape], rope_theta=500000.0, bos_token_id=128000, eos_token_id=128001)
     torch.manual_seed(0)
@@ -131,7 +136,8 @@ def train_peer(config_file: Path, out: Path, upcast: bool) -> None:
         counts.append(int((batch["labels"][:, 1:] != -100).sum()))
         seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated()
-    out.write_text(json.dumps({"losses": losses, "step_seconds": seconds, "peak_bytes": peak, "trained_tokens": counts}))
+    result = {"losses": losses, "step_seconds": seconds, "peak_bytes": peak, "trained_tokens": counts}
+    out.write_text(json.dumps(result))
 
 
 def save_order(config_file: Path) -> None:

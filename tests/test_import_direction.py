@@ -22,8 +22,9 @@ ORDER = [
     ["models"],
     ["data", "saved"],
     ["report"],  # reads only the files of a run, so a run may end by writing its report
+    ["export"],  # reads only saved runs, so a finished run can offer to merge itself
     ["train"],
-    ["export", "evaluate", "chat"],
+    ["evaluate", "chat"],
     ["demo"],
     ["cli", "__main__"],
 ]

@@ -1,7 +1,5 @@
 """`python -m halfbyte` is the `halfbyte` command."""
 
-import sys
-
 from halfbyte.cli import main
 
-sys.exit(main())
+main()

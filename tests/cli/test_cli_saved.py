@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from halfbyte.data.encode import INSTRUCTION
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from halfbyte import chat, evaluate, notices, saved
 from halfbyte.config import dump_config, load_config
+from halfbyte.data.encode import INSTRUCTION
 from halfbyte.errors import CheckpointError, DataError, ModelError
 
 TEXTS = ("The cat sat on the mat.", "Once upon a time there was a small, small house by the sea.")

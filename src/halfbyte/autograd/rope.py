@@ -50,9 +50,7 @@ class _QKNormRope(torch.autograd.Function):
         q, k, cos, sin = ctx.saved_tensors
         grad_q, grad_k = _writable(grad_q), _writable(grad_k)
         need_weight = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        dws = ops.qk_norm_rope_backward_(
-            grad_q, grad_k, q, k, *ctx.weights, cos, sin, ctx.eps, ctx.offset, need_weight
-        )
+        dws = ops.qk_norm_rope_backward_(grad_q, grad_k, q, k, *ctx.weights, cos, sin, ctx.eps, ctx.offset, need_weight)
         return grad_q, grad_k, *(dws or (None, None)), None, None, None, None
 
 

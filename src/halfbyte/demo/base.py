@@ -135,9 +135,7 @@ def token_rows(texts: corpus.Corpus, tokenizer: PreTrainedTokenizerFast, recipe:
     """What all steps read, int64 (steps * rows, row_tokens): documents ended by EOS, joined, cut and shuffled."""
     import torch
 
-    chats = [
-        f"{START}user\n{question}{END}\n{START}assistant\n{answer}{END}\n" for question, answer in texts.exchanges
-    ]
+    chats = [f"{START}user\n{question}{END}\n{START}assistant\n{answer}{END}\n" for question, answer in texts.exchanges]
     prose = _cut(tokenizer([text + END for text in texts.prose], verbose=False)["input_ids"], recipe.row_tokens)
     talk = _cut(tokenizer(chats, verbose=False)["input_ids"], recipe.row_tokens)
     needed = recipe.steps * recipe.rows

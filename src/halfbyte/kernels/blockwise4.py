@@ -113,5 +113,3 @@ def quantize(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, T
             BLOCKS=blocks, SIZE=blocksize, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return packed, absmax
-
-

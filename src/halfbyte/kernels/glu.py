@@ -117,9 +117,7 @@ def glu(gate: Tensor, up: Tensor, activation: reference.Activation) -> Tensor:
 
 
 @reference.glu_backward_.twin("cuda", "xpu")
-def glu_backward_(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: reference.Activation, need_output: bool
-) -> None:
+def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: reference.Activation, need_output: bool) -> None:
     reference.check_glu(gate, up, activation)
     check_same("glu_backward", "grad", grad, "gate", gate)
     if not gate.numel():

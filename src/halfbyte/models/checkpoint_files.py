@@ -40,8 +40,9 @@ def read_header(file: Path) -> dict[str, dict]:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > size - 8:
-            raise CheckpointError(f"{file} is truncated: its header needs {length} bytes, the file has {size}",
-                                  "re-download this file")
+            raise CheckpointError(
+                f"{file} is truncated: its header needs {length} bytes, the file has {size}", "re-download this file"
+            )
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
@@ -49,8 +50,9 @@ def read_header(file: Path) -> dict[str, dict]:
     header.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size:
-        raise CheckpointError(f"{file} is truncated: it should have {8 + length + end} bytes and has {size}",
-                              "re-download this file")
+        raise CheckpointError(
+            f"{file} is truncated: it should have {8 + length + end} bytes and has {size}", "re-download this file"
+        )
     return header
 
 

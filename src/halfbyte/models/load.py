@@ -41,12 +41,16 @@ def load_model_config(name_or_path: str, *, revision: str | None = None, trust_r
     try:
         config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read the model config of {name_or_path!r}: {error}",
-                         "give a folder with config.json, or a hub id you can reach") from error
+        raise ModelError(
+            f"cannot read the model config of {name_or_path!r}: {error}",
+            "give a folder with config.json, or a hub id you can reach",
+        ) from error
     own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
-        raise ModelError(f"{name_or_path} is a {config.model_type} model, which is not a causal language model",
-                         "give a decoder-only language model")
+        raise ModelError(
+            f"{name_or_path} is a {config.model_type} model, which is not a causal language model",
+            "give a decoder-only language model",
+        )
     return config
 
 
@@ -122,7 +126,9 @@ def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
     if entry.get("quant_method", "bitsandbytes") != "bitsandbytes" or not entry.get("load_in_4bit"):
         raise ModelError(
             f"{name} is stored as {entry.get('quant_method')}{' 8-bit' if entry.get('load_in_8bit') else ''}, "
-            "which halfbyte does not load yet", "use the 16-bit model, or a bitsandbytes 4-bit one")
+            "which halfbyte does not load yet",
+            "use the 16-bit model, or a bitsandbytes 4-bit one",
+        )
     if not load_in_4bit:
         raise ModelError(f"{name} holds 4-bit weights", "set load_in_4bit: true, or use the 16-bit model")
     quant_type = entry.get("bnb_4bit_quant_type", "fp4")
@@ -135,8 +141,10 @@ def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
 def _check_loaded(info: Any, name: str) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
-        raise CheckpointError(f"{name}: {len(missing)} tensors are missing from the checkpoint, first {missing[0]}",
-                              "re-download the checkpoint")
+        raise CheckpointError(
+            f"{name}: {len(missing)} tensors are missing from the checkpoint, first {missing[0]}",
+            "re-download the checkpoint",
+        )
     mismatched = sorted(str(key) for key in info["mismatched_keys"])
     if mismatched:
         raise CheckpointError(f"{name}: misshapen tensors: {mismatched[0]}", "check that config.json fits the weights")
@@ -174,11 +182,14 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load the tokenizer of {name_or_path!r}: {error}",
-                         "put tokenizer.json beside the weights") from error
+        raise ModelError(
+            f"cannot load the tokenizer of {name_or_path!r}: {error}", "put tokenizer.json beside the weights"
+        ) from error
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {name_or_path} has no EOS token: a model trained with it would never stop",
-                         'set "eos_token" in tokenizer_config.json')
+        raise ModelError(
+            f"the tokenizer of {name_or_path} has no EOS token: a model trained with it would never stop",
+            'set "eos_token" in tokenizer_config.json',
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
         said = f"the tokenizer has no pad token; padding with {tokenizer.eos_token!r}, which stays trained as EOS"
