@@ -4,7 +4,8 @@
 
 Stock TRL: SFTTrainer with PEFT LoRA r=16 in float32, its own defaults otherwise, 4 rows of at most 512 tokens a step.
 halfbyte: NF4 QLoRA r=16, packed rows of 512 tokens, 4 a step, in the dtype it picks for this CPU. Each trains in a
-process of its own. `--random` makes a random-weight model of the shape of FOLDER's config (speed does not depend on weights).
+process of its own. `--random` makes a random-weight model of the shape of FOLDER's config: speed does not depend on
+weights.
 """
 
 from __future__ import annotations
