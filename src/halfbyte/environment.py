@@ -78,7 +78,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
 def _kernels(device: torch.device) -> dict[str, Any]:
     """Whether the Triton kernels serve `device`, and why."""
     if device.type == "cpu":
-        return {"enabled": False, "reason": "on a CPU the PyTorch reference does the work"}
+        return {"enabled": False, "reason": "they are for GPUs; on a CPU the 4-bit ops run in C, the rest in PyTorch"}
     if find_spec("triton") is None:
         return {"enabled": False, "reason": "triton is not installed, so the PyTorch reference does the work"}
     return {"enabled": True, "reason": f"triton {_version('triton') or ''} drives {device.type}".replace("  ", " ")}

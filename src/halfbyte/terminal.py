@@ -178,7 +178,8 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
     lines: dict[str, RenderableType] = {"memory": _stack(console, parts, MEMORY_PARTS, scale, known)}
     if measured:
         lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
-    lines["total"] = _totals(total, sum(shown.values()) or None, flat)
+    # The plan is of what the run adds; on a CPU the process itself, its libraries, was there before.
+    lines["total"] = _totals(total, sum(shown.values()) - shown.get("base", 0), flat)
     console.print(_facts(lines))
 
 
@@ -201,7 +202,7 @@ def _stack(
     return Group(bar, Columns(legend, padding=(0, 2)))
 
 
-def _totals(total: float, peak: float | None, flat: Mapping[str, Any]) -> str:
+def _totals(total: float, peak: float, flat: Mapping[str, Any]) -> str:
     capacity = flat.get("capacity_bytes")
     words = [f"predicted {size(total)}"]
     if peak:

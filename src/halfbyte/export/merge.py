@@ -37,6 +37,7 @@ from .shards import check_shard
 from .verify import Verifier
 from .weights import MergedWeights, Target
 
+LOST_NOTEWORTHY = 0.1  # share of the update
 BASES = ("auto", "original", "dequantized")
 SIDE_FILES = ("generation_config.json", "tokenizer.model", "preprocessor_config.json", "processor_config.json", "*.py")
 
@@ -74,6 +75,7 @@ class MergeReport:
         targets = {
             name: asdict(each.trained) | {"from_unrounded": asdict(each.exact), "noise": asdict(each.noise)}
             | {"bound": each.bound, "kl_bound": each.kl_bound, "explained_by_rounding": each.explained}
+            | {"lost_update": each.lost, "adapter": asdict(each.adapter)}
             for name, each in self.targets.items()
         }  # fmt: skip
         return {
@@ -102,6 +104,11 @@ class MergeReport:
                 f"verified on {self.tokens} tokens: rounding moved logits by up to "
                 f"{written.exact.max_logit_difference:.3g} (passes up to {written.bound:.3g})"
             )
+            if written.lost > LOST_NOTEWORTHY:
+                lines.append(
+                    f"{written.lost:.0%} of the update is too small for {self.dtype} beside these weights and was rounded"
+                    " away: the adapter, or a longer training run, keeps it"
+                )
         else:
             lines.append("not verified")
         return "\n".join(lines)

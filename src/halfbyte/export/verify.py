@@ -54,8 +54,8 @@ class Verifier:
         self._config, self._adapter, self._weights, self._progress = config, adapter, weights, progress
         self._device = _device_for(weights)
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
-        self._trained = self._adapted(weights.trained_dtype, config.load_in_4bit)
-        self._unquantized: Tensor | None = None
+        self._trained, self._bare = self._adapted(weights.trained_dtype, config.load_in_4bit)
+        self._unquantized: tuple[Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -67,25 +67,28 @@ class Verifier:
         Raises:
             CheckpointError: the folder does not load, or rounding does not explain how its logits differ.
         """
-        exact = self._trained if target == "dequantized" else self._original()
+        exact, bare = (self._trained, self._bare) if target == "dequantized" else self._original()
         merged, *noisy = self._reloaded(folder, self._weights.rounded(target))
         fidelity = Fidelity(
             trained=distance(self._trained, merged),
             exact=distance(exact, merged),
             noise=most(distance(merged, each) for each in noisy),
+            adapter=distance(bare, exact),
+            lost=self._weights.lost(target),
             largest_logit=float(exact.abs().max()),
         )
         if not fidelity.explained:
             raise CheckpointError(_unexplained(fidelity, target), "nothing was kept; please report this with the run")
         return fidelity
 
-    def _original(self) -> Tensor:
-        """Logits of the base's stored weights with the adapter."""
+    def _original(self) -> tuple[Tensor, Tensor]:
+        """Logits of the base's stored weights with the adapter and without it."""
         if self._unquantized is None:
             self._unquantized = self._adapted(DTYPES[self._weights.base.dtype], load_in_4bit=False)
         return self._unquantized
 
-    def _adapted(self, dtype: torch.dtype, load_in_4bit: bool) -> Tensor:
+    def _adapted(self, dtype: torch.dtype, load_in_4bit: bool) -> tuple[Tensor, Tensor]:
+        """Logits of a base with the adapter, and without it."""
         from peft import PeftModel
 
         def load() -> nn.Module:
@@ -94,7 +97,8 @@ class Verifier:
             return PeftModel.from_pretrained(load_model(self._config.model_name_or_path, **keys), str(self._adapter))
 
         bits = "4-bit base" if load_in_4bit else "base"
-        return self._measure(f"measuring the {bits} with its adapter", load, [()])[0]
+        found = self._measure(f"measuring the {bits} with its adapter", load, [()], with_bare=True)
+        return found[0], found[1]
 
     def _reloaded(self, folder: Path, rounded: Collection[str]) -> list[Tensor]:
         noises = [(), *[rounded] * DRAWS]
@@ -120,13 +124,17 @@ class Verifier:
         return model
 
     def _measure(
-        self, description: str, load: Callable[[], nn.Module], noises: Sequence[Collection[str]]
+        self, description: str, load: Callable[[], Any], noises: Sequence[Collection[str]], *, with_bare: bool = False
     ) -> list[Tensor]:
-        """Logits of a model, once for each set of parameters to put noise on; the model is dropped."""
+        """Logits of a model, once for each set of parameters to put noise on, and last, if asked, without its
+        adapter; the model is dropped."""
         task = self._progress.add_task(description, total=None)
         with _no_loading_bars():
             model = load()
         found = [logits(model, self._ids, noise_on, seed) for seed, noise_on in enumerate(noises)]
+        if with_bare:
+            with model.disable_adapter():
+                found.append(logits(model, self._ids))
         del model
         gc.collect()  # modules and hooks refer to each other
         if self._device.type == "cuda":

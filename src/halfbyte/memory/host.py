@@ -1,10 +1,10 @@
 """Host memory that goes back when it is freed.
 
 glibc serves a freed size from its heap from then on (the mmap threshold grows up to 32 MiB), and a heap whose blocks
-die in another order than they came leaves holes. Measured on the 40M model at 4×512 tokens in fp32: the process grew by
-2,895 MB with kept activations and 1,088 MB with recomputed ones; with a fixed threshold by 1,133 and 297, which is what
-its live tensors add up to. The price is page faults: 33% more CPU time at 1×512 kept, 9% at 4×512 kept (one run each,
-on a busy machine). So this is for runs whose memory counts; `estimate` predicts a CPU's memory with it in force.
+die in another order than they came leaves holes. Measured on the 40M model at 4×512 tokens in fp32, activations kept:
+the process grew by 2,255 MB, with one arena by 2,515, with a fixed threshold by 1,127, which is what its live tensors add
+up to. The price is page faults: none to be seen in the CPU time of that comparison (17.7 s against 21.0), 33% at 1×512 in
+another, on a machine that was busy both times. Every CPU run calls it, and `estimate` counts on it.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
+from halfbyte.memory.host import return_large_blocks
 from halfbyte.models.load import load_model
 from halfbyte.notices import forget
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
@@ -112,6 +113,8 @@ def _run(job: Job, console: Console) -> RunResult:
 def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
     """Load the model, add the adapter, and set up recomputation; measures memory before and after loading."""
     config = job.config
+    if job.device.type == "cpu":
+        return_large_blocks()
     restart_peak(job.device)
     measured["base_bytes"] = memory_now(job.device)
     model = load_model(
