@@ -5,24 +5,24 @@ With u = x·Aᵀ [M, r], which forward saves, and v = s·dy·B [M, r]:
 
     dB = s·dyᵀ·u        dA = vᵀ·x        dx = v·A + dy·W        db = Σ dy over rows
 
-Projections i of the same x (q, k, v; gate, up) stack their A: u = x·[A₁; A₂; …]ᵀ, [dA₁; dA₂; …] = [v₁, v₂, …]ᵀ·x and the
-low-rank part of dx, [v₁, v₂, …]·[A₁; A₂; …], are one product each, x is saved once, and dx is one buffer.
+Projections i of one x (q, k, v; gate, up) stack their A: u = x·[A₁; A₂; …]ᵀ, [dA₁; dA₂; …] = [v₁, v₂, …]ᵀ·x and the
+low-rank part of dx, [v₁, v₂, …]·[A₁; A₂; …], are one product each; x is saved once, and dx is one buffer.
 
-Brackets. (x·Aᵀ)·Bᵀ takes M·r·(K+N) multiplications and any order that forms B·A or dyᵀ·x at least M·N·K besides: the
-products above are the cheapest for every M as long as r < N·K/(N+K), which is 819 for a k_proj of an 8B model.
+Brackets. (x·Aᵀ)·Bᵀ takes M·r·(K+N) multiplications; an order that forms B·A or dyᵀ·x takes at least M·N·K. The first is
+the cheapest at every M while r < N·K/(N+K), which is 819 for the narrowest projection (k) of an 8B model.
 
-Order of sums. The low-rank term is written first and the base product is accumulated onto it (GEMM's β = 1): the same
+Order of sums. The low-rank term is written first, and the base product accumulated onto it (the GEMM's β = 1): the same
 memory traffic as adding the small term to a finished y, but hidden behind arithmetic; and the large term is rounded
 once instead of twice. s is the GEMM's α. `benchmarks.lora` times this against its alternatives.
 
-Dropout. PEFT drops inputs of each adapter on their own: x in u and dA becomes x∘mᵢ/(1−p), with a bit mask mᵢ [M, K], and
-v·A becomes v·A∘mᵢ/(1−p). Then nothing can be stacked but the columns of u and v. Masks are saved, a byte a value: drawing
-them again would need the generator's state, which cannot be read while a CUDA graph is captured.
+Dropout. PEFT drops the inputs of each adapter anew: x in u and dA becomes x∘mᵢ/(1−p) with a mask mᵢ [M, K], and v·A
+becomes v·A∘mᵢ/(1−p), so only the columns of u and v can be stacked. Masks are saved, a byte a value: drawing them again
+would need the generator's state, which cannot be read while a CUDA graph is captured.
 
-Dequantized weights. Each lives for one product, and the next takes its memory: torch's caching allocator hands the freed
-block out again in stream order. So it is the scratch buffer: one for each device and stream, as large as the largest
-weight, in a graph's own pool while one is captured, and free for activations in between, which a buffer of our own would
-not be. W is never saved, and gets no gradient.
+Dequantized weights. Each lives for one product, and the next one takes its memory: torch's caching allocator hands the
+freed block out again in stream order. So the allocator is the scratch buffer: one for each device and stream, as large
+as the largest weight, from a graph's own pool while one is captured, and free for activations in between, which a
+buffer of our own would not be. W is never saved, and gets no gradient.
 
 Under torch.compile these are plain operations around the opaque `quantized_linear` (see `autograd.linear`).
 
@@ -98,8 +98,8 @@ def lora_qkv(
     check("lora_qkv", x, weights, biases, loras)
     if on_compiler():
         return composed(x, weights, biases, loras, dropout)
-    projections, biases, a, b = Projections.of(x, weights, biases, loras, dropout)
-    return _LoRA.apply(x, projections, *biases, *a, *b)
+    projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout)
+    return _LoRA.apply(x, projections, *cast_biases, *a, *b)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
@@ -168,20 +168,20 @@ def product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None)
 class State(NamedTuple):
     """What projections of one input keep for backward, over its n adapters; R is the sum of their ranks."""
 
-    a: Tensor | None  # [R, K] stacked, in the compute dtype
+    a: Tensor  # [R, K] stacked, in the compute dtype
     b: tuple[Tensor, ...]  # [Nᵢ, rᵢ] each
-    u: Tensor | None  # [M, R]
+    u: Tensor  # [M, R]
     masks: tuple[Tensor, ...]  # bool [M, K] each; none without dropout
 
-    def flat(self) -> tuple[Tensor | None, ...]:
+    def flat(self) -> tuple[Tensor, ...]:
         """For `save_for_backward`."""
         return self.a, self.u, *self.b, *self.masks
 
     @classmethod
-    def unflat(cls, tensors: Sequence[Tensor | None], adapters: int) -> State:
+    def unflat(cls, tensors: Sequence[Tensor], adapters: int) -> State:
         """The reverse of `flat`."""
         a, u, *rest = tensors
-        return cls(a, tuple(rest[:adapters]), u, tuple(rest[adapters:]))  # type: ignore[arg-type]
+        return cls(a, tuple(rest[:adapters]), u, tuple(rest[adapters:]))
 
     @property
     def ranks(self) -> list[int]:
@@ -223,10 +223,8 @@ class Projections:
     ) -> tuple[tuple[Tensor, ...], State]:
         """Outputs [*leading, Nᵢ] of x [M, K], and what backward needs beside x."""
         state = self._low_rank(x, a, b)
-        terms = {}
-        if state.u is not None:
-            pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
-            terms = {i: (u, b.t(), scaling) for (i, scaling), u, b in pairs}
+        pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
+        terms = {i: (u, b.t(), scaling) for (i, scaling), u, b in pairs}
         outputs = []
         for i, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
             output = x.new_empty(*leading, weight.shape[0])  # not a view, since autograd restricts those we return
@@ -236,17 +234,17 @@ class Projections:
 
     def _low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> State:
         if not a:
-            return State(None, (), None, ())
-        stacked, b = _cast(a, b, x.dtype)
+            return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ())
+        stacked, copies = _cast(a, b, x.dtype)
         if not self.dropout:
-            return State(stacked, b, product(x, stacked.t()), ())
+            return State(stacked, copies, product(x, stacked.t()), ())
         ranks, masks = [factor.shape[0] for factor in a], []
         u = x.new_empty(x.shape[0], sum(ranks))
         for factor, out in zip(stacked.split(ranks), u.split(ranks, dim=1), strict=True):
             dropped, mask = torch.native_dropout(x, self.dropout, True)
             product(dropped, factor.t(), out=out)
             masks.append(mask)
-        return State(stacked, b, u, tuple(masks))
+        return State(stacked, copies, u, tuple(masks))
 
     @staticmethod
     def _project(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, term: tuple | None) -> None:
@@ -261,32 +259,30 @@ class Projections:
             torch.addmm(bias, u, b, alpha=scaling, out=out)
         out.addmm_(x, dense(weight, x.dtype).t())
 
-    def low_rank_gradient(self, grads: Sequence[Tensor], state: State) -> Tensor | None:
+    def low_rank_gradient(self, grads: Sequence[Tensor], state: State) -> Tensor:
         """[v₁, v₂, …] [M, R]."""
-        if state.a is None:
-            return None
         v = state.a.new_empty(grads[0].shape[0], sum(state.ranks))
         for (i, scaling), b, out in zip(self.adapters, state.b, v.split(state.ranks, dim=1), strict=True):
             product(grads[i], b, scaling, out)
         return v
 
-    def input_gradient(self, grads: Sequence[Tensor], v: Tensor | None, state: State) -> Tensor:
+    def input_gradient(self, grads: Sequence[Tensor], v: Tensor, state: State) -> Tensor:
         """dx [M, K]: every projection is accumulated into one buffer, the low-rank terms first."""
-        dx = None
-        if v is not None and not state.masks:
-            dx = product(v, state.a)
-        elif v is not None:
-            factors = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
-            for part, a, mask in factors:
+        dx = v.new_empty(v.shape[0], state.a.shape[1])
+        written = bool(state.b)
+        if state.masks:
+            parts = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
+            for i, (part, a, mask) in enumerate(parts):
                 term = self._drop(product(part, a), mask)
-                dx = term if dx is None else dx.add_(term)
+                dx = dx.add_(term) if i else term
+        elif state.b:
+            product(v, state.a, out=dx)
         for grad, weight in zip(grads, self.weights, strict=True):
-            values = dense(weight, grad.dtype)
-            dx = product(grad, values) if dx is None else dx.addmm_(grad, values)
-            del values  # before the next one is dequantized
+            dx.addmm_(grad, dense(weight, grad.dtype), beta=int(written))
+            written = True
         return dx
 
-    def a_gradients(self, x: Tensor, v: Tensor | None, state: State, needed: Sequence[bool]) -> list[Tensor | None]:
+    def a_gradients(self, x: Tensor, v: Tensor, state: State, needed: Sequence[bool]) -> list[Tensor | None]:
         """dAᵢ [rᵢ, K] in the factors' own dtype; None where it is not needed."""
         if not any(needed):
             return [None] * len(needed)
@@ -352,8 +348,8 @@ class _LoRA(torch.autograd.Function):
         n, adapters = len(projections.weights), len(projections.adapters)
         need_biases, need_a, need_b = needs[2 : 2 + n], needs[2 + n : 2 + n + adapters], needs[2 + n + adapters :]
         rows, *saved = ctx.saved_tensors
-        state, grads = State.unflat(saved, adapters), [rows_of(grad) for grad in grads]
-        v = projections.low_rank_gradient(grads, state) if needs[0] or any(need_a) else None
+        state, grads = State.unflat(saved, adapters), tuple(rows_of(grad) for grad in grads)
+        v = projections.low_rank_gradient(grads, state)
         db = projections.b_gradients(grads, state, need_b)
         da = projections.a_gradients(rows, v, state, need_a)
         dx = projections.input_gradient(grads, v, state).view(ctx.shape) if needs[0] else None

@@ -1,12 +1,12 @@
 """down(activation(gate(x))·up(x)) of three projections with adapters, as one differentiable function.
 
-With g, u [M, I] the results of gate and up, h = a(g)·u [M, I], y = down(h) [M, H], and `autograd.lora` for a projection:
+g, u [M, I] are the results of gate and up, h = a(g)·u [M, I] and y = down(h) [M, H]; each projection as in `lora`:
 
-    dh = dy·W_d + v_d·A_d        (dg, du, h) from (dh, g, u)        dA_d = v_dᵀ·h        dx, dA, dB of gate and up from dg, du
+    dh = dy·W + v·A (down's)     dg, du, h ← dh, g, u, in place     dA = vᵀ·h (down's)     gate's and up's from dg, du
 
-Saved are x, g, u and the three x·Aᵀ and h·Aᵀ. h is a by-product of the pass that turns dh, g and u into their gradients,
-each in the place of what it came from, so a step holds two tensors [M, I] between forward and backward instead of the
-four that separate modules keep (g, u, a(g), h), and three at the peak of backward.
+Saved are x, g, u and the small x·Aᵀ and h·Aᵀ. h is a by-product of the pass that turns g and u into their gradients and
+takes the place of dh: between forward and backward there are two tensors [M, I] instead of the four that separate
+modules keep (g, u, a(g), h), and three at the peak of backward.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def lora_mlp(
     inner = x.new_empty((0, gate.shape[0]))
     check("lora_mlp (down)", inner, (down,), biases[2:], loras[2:])
     if on_compiler():
-        hidden = glu(*composed(x, (gate, up), biases[:2], loras[:2], dropout), activation)
-        return composed(hidden, (down,), biases[2:], loras[2:], dropout)[0]
+        gated, linear = composed(x, (gate, up), biases[:2], loras[:2], dropout)
+        return composed(glu(gated, linear, activation), (down,), biases[2:], loras[2:], dropout)[0]
     first, first_biases, first_a, first_b = Projections.of(x, (gate, up), biases[:2], loras[:2], dropout)
     second, second_biases, second_a, second_b = Projections.of(x, (down,), biases[2:], loras[2:], dropout)
     return _MLP.apply(
