@@ -1,4 +1,4 @@
-"""The fused LoRA functions on a GPU: fp32 sums of adapter gradients, CUDA graphs, and one dequantized weight at a time."""
+"""The fused LoRA functions on a GPU: fp32 sums of gradients, CUDA graphs, and one dequantized weight at a time."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_a_step_in_a_cuda_graph_equals_eager():
         for tensor in (x, *factors):
             tensor.mul_(0.9)
     graph.replay()
-    torch.testing.assert_close(captured, step(), atol=0, rtol=1e-2)
+    assert all(error(found, truth) < 5e-3 for found, truth in zip(captured, step(), strict=True))
 
 
 def test_one_dequantized_weight_at_a_time():
@@ -72,7 +72,9 @@ def test_one_dequantized_weight_at_a_time():
     weights, loras = zip(*(projection(4096, 4096) for _ in range(3)), strict=True)
     x = random(64, 4096).requires_grad_()
     outputs = lora_qkv(x, weights, (None,) * 3, loras)
-    seeds = [torch.ones_like(output) for output in outputs]
+    seeds = [random(*output.shape) for output in outputs]
+    torch.autograd.backward(outputs, seeds)  # cuBLAS allocates a workspace for the thread that runs backward
+    outputs = lora_qkv(x, weights, (None,) * 3, loras)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.backward(outputs, seeds)
