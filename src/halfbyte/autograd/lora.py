@@ -1,0 +1,357 @@
+"""y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ for projections of one input, W frozen and quantized, with hand-derived gradients.
+
+Shapes: M rows (tokens), K inputs, N outputs, r rank; x [M, K], W [N, K], A [r, K], B [N, r], y and dy = ∂L/∂y [M, N].
+With u = x·Aᵀ [M, r], which forward saves, and v = s·dy·B [M, r]:
+
+    dB = s·dyᵀ·u        dA = vᵀ·x        dx = v·A + dy·W        db = Σ dy over rows
+
+Projections i of one x (q, k, v; gate, up) stack their A: u = x·[A₁; A₂; …]ᵀ, [dA₁; dA₂; …] = [v₁, v₂, …]ᵀ·x and the
+low-rank part of dx, [v₁, v₂, …]·[A₁; A₂; …], are one product each; x is saved once, and dx is one buffer.
+
+Brackets. (x·Aᵀ)·Bᵀ takes M·r·(K+N) multiplications; an order that forms B·A or dyᵀ·x takes at least M·N·K. The first is
+the cheapest at every M while r < N·K/(N+K), which is 819 for the narrowest projection (k) of an 8B model.
+
+Order of sums. The low-rank term is written first, and the base product accumulated onto it (the GEMM's β = 1): the same
+memory traffic as adding the small term to a finished y, but hidden behind arithmetic; and the large term is rounded
+once instead of twice. s is the GEMM's α. `benchmarks.lora` times this against its alternatives.
+
+Dropout. PEFT drops the inputs of each adapter anew: x in u and dA becomes x∘mᵢ/(1−p) with a mask mᵢ [M, K], and v·A
+becomes v·A∘mᵢ/(1−p), so only the columns of u and v can be stacked. Masks are saved, a byte a value: drawing them again
+would need the generator's state, which cannot be read while a CUDA graph is captured.
+
+Dequantized weights. Each lives for one product, and the next one takes its memory: torch's caching allocator hands the
+freed block out again in stream order. So the allocator is the scratch buffer: one for each device and stream, as large
+as the largest weight, from a graph's own pool while one is captured, and free for activations in between, which a
+buffer of our own would not be. W is never saved, and gets no gradient.
+
+Under torch.compile these are plain operations around the opaque `quantized_linear` (see `autograd.linear`).
+
+Source: LoRA (Hu et al. 2021, arXiv:2106.09685, §4.1); rsLoRA (Kalajdzievski 2023, arXiv:2312.03732) is another s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..dispatch import on_compiler
+from ..errors import ModelError
+
+if TYPE_CHECKING:
+    from ..tensor import QuantizedTensor
+
+    Weight = Tensor | QuantizedTensor
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """The adapter of one projection.
+
+    Args:
+        a: [r, K], any float dtype; PEFT's lora_A.weight.
+        b: [N, r]; PEFT's lora_B.weight.
+        scaling: s; alpha / r, or alpha / √r in rsLoRA.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+def lora_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, lora: LoRA | None = None, dropout: float = 0.0
+) -> Tensor:
+    """One projection with its adapter: [..., K] → [..., N]. Arguments as in `lora_qkv`."""
+    return lora_qkv(x, (weight,), (bias,), (lora,), dropout)[0]
+
+
+def lora_qkv(
+    x: Tensor,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None],
+    loras: Sequence[LoRA | None],
+    dropout: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """Any number of projections of one input, each with its adapter: q, k and v, or gate and up.
+
+    Args:
+        x: [..., K] float. Products run in its dtype, or autocast's; fp32 adapters are cast to it once a call, and their
+            gradients come back in their own dtype.
+        weights: [Nᵢ, K] each, frozen; quantized or plain.
+        biases: [Nᵢ] or None.
+        loras: None where a projection has no adapter.
+        dropout: probability of dropping each adapter's inputs, drawn anew for each; 0 outside training.
+
+    Returns:
+        [..., Nᵢ] each, in the dtype of the products.
+
+    Raises:
+        ModelError: a shape that does not fit, by name, or a weight that wants a gradient.
+    """
+    x = to_compute_dtype(x)
+    check("lora_qkv", x, weights, biases, loras)
+    if on_compiler():
+        return composed(x, weights, biases, loras, dropout)
+    projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout)
+    return _LoRA.apply(x, projections, *cast_biases, *a, *b)
+
+
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """x in autocast's dtype where it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def check(op: str, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence) -> None:
+    """Raise a ModelError that names the argument which does not fit."""
+    if not len(weights) == len(biases) == len(loras):
+        raise ModelError(f"{op}: {len(weights)} weights, {len(biases)} biases and {len(loras)} loras")
+    if not x.is_floating_point() or x.dim() == 0:
+        raise ModelError(f"{op}: x is {x.dtype} {list(x.shape)}", "pass a float tensor [..., K]")
+    for i, (weight, bias, lora) in enumerate(zip(weights, biases, loras, strict=True)):
+        rows, columns = weight.shape
+        if columns != x.shape[-1]:
+            raise ModelError(f"{op}: weight {i} is {list(weight.shape)}, and x is {list(x.shape)}")
+        if weight.requires_grad:
+            raise ModelError(f"{op}: weight {i} requires a gradient", "freeze it, or run the module's own forward")
+        if bias is not None and tuple(bias.shape) != (rows,):
+            raise ModelError(f"{op}: bias {i} is {list(bias.shape)}, and weight {i} is {list(weight.shape)}")
+        if lora is None:
+            continue
+        rank = lora.a.shape[0]
+        if tuple(lora.a.shape) != (rank, columns) or tuple(lora.b.shape) != (rows, rank):
+            raise ModelError(
+                f"{op}: the adapter of weight {i} is A {list(lora.a.shape)}, B {list(lora.b.shape)}, and the weight"
+                f" {list(weight.shape)}",
+                "give A [r, K] and B [N, r]",
+            )
+
+
+def composed(
+    x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence[LoRA | None], dropout: float
+) -> tuple[Tensor, ...]:
+    """`lora_qkv` of operations that autograd and the compiler know; arguments checked, x in the compute dtype."""
+    results = []
+    for weight, bias, lora in zip(weights, biases, loras, strict=True):
+        weight = weight if is_quantized(weight) else weight.to(x.dtype)
+        result = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        if lora is not None:
+            u = F.linear(F.dropout(x, dropout), lora.a.to(x.dtype))
+            result = result + F.linear(u, lora.b.to(x.dtype)) * lora.scaling
+        results.append(result)
+    return tuple(results)
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether it is a QuantizedTensor, a type that lives a layer above this module."""
+    return hasattr(weight, "format")
+
+
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The values of a frozen weight; dropped by the caller as soon as its product is queued."""
+    return weight.dequantize(dtype) if is_quantized(weight) else weight.detach().to(dtype)  # type: ignore[call-arg]
+
+
+def product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """scale · a·b, into `out` where given. In place, because autocast leaves in-place products alone."""
+    if out is None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+    return out.addmm_(a, b, beta=0, alpha=scale)
+
+
+class State(NamedTuple):
+    """What projections of one input keep for backward, over its n adapters; R is the sum of their ranks."""
+
+    a: Tensor  # [R, K] stacked, in the compute dtype
+    b: tuple[Tensor, ...]  # [Nᵢ, rᵢ] each
+    u: Tensor  # [M, R]
+    masks: tuple[Tensor, ...]  # bool [M, K] each; none without dropout
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """For `save_for_backward`."""
+        return self.a, self.u, *self.b, *self.masks
+
+    @classmethod
+    def unflat(cls, tensors: Sequence[Tensor], adapters: int) -> State:
+        """The reverse of `flat`."""
+        a, u, *rest = tensors
+        return cls(a, tuple(rest[:adapters]), u, tuple(rest[adapters:]))
+
+    @property
+    def ranks(self) -> list[int]:
+        return [b.shape[1] for b in self.b]
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The products of one input, and their gradients; what autograd does not trace.
+
+    Args:
+        weights: [Nᵢ, K] each.
+        scalings: s of each; None where it has no adapter.
+        dropout: probability.
+        dtype: that of the factors' gradients.
+    """
+
+    weights: tuple[Weight, ...]
+    scalings: tuple[float | None, ...]
+    dropout: float
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence[LoRA | None], dropout: float):
+        """The projections, their biases in x's dtype, and the factors A and B of those that have an adapter."""
+        adapters = [lora for lora in loras if lora is not None]
+        scalings = tuple(None if lora is None else lora.scaling for lora in loras)
+        projections = cls(tuple(weights), scalings, dropout, adapters[0].a.dtype if adapters else x.dtype)
+        biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
+        return projections, biases, [lora.a for lora in adapters], [lora.b for lora in adapters]
+
+    @property
+    def adapters(self) -> list[tuple[int, float]]:
+        """(projection, s) of each adapter."""
+        return [(i, scaling) for i, scaling in enumerate(self.scalings) if scaling is not None]
+
+    def forward(
+        self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], State]:
+        """Outputs [*leading, Nᵢ] of x [M, K], and what backward needs beside x."""
+        state = self._low_rank(x, a, b)
+        pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
+        terms = {i: (u, b.t(), scaling) for (i, scaling), u, b in pairs}
+        outputs = []
+        for i, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
+            output = x.new_empty(*leading, weight.shape[0])  # not a view, since autograd restricts those we return
+            self._project(output.view(x.shape[0], weight.shape[0]), x, weight, bias, terms.get(i))
+            outputs.append(output)
+        return tuple(outputs), state
+
+    def _low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> State:
+        if not a:
+            return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ())
+        stacked, copies = _cast(a, b, x.dtype)
+        if not self.dropout:
+            return State(stacked, copies, product(x, stacked.t()), ())
+        ranks, masks = [factor.shape[0] for factor in a], []
+        u = x.new_empty(x.shape[0], sum(ranks))
+        for factor, out in zip(stacked.split(ranks), u.split(ranks, dim=1), strict=True):
+            dropped, mask = torch.native_dropout(x, self.dropout, True)
+            product(dropped, factor.t(), out=out)
+            masks.append(mask)
+        return State(stacked, copies, u, tuple(masks))
+
+    @staticmethod
+    def _project(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, term: tuple | None) -> None:
+        if term is None:
+            values = dense(weight, x.dtype).t()
+            torch.mm(x, values, out=out) if bias is None else torch.addmm(bias, x, values, out=out)
+            return
+        u, b, scaling = term
+        if bias is None:
+            product(u, b, scaling, out)
+        else:
+            torch.addmm(bias, u, b, alpha=scaling, out=out)
+        out.addmm_(x, dense(weight, x.dtype).t())
+
+    def low_rank_gradient(self, grads: Sequence[Tensor], state: State) -> Tensor:
+        """[v₁, v₂, …] [M, R]."""
+        v = state.a.new_empty(grads[0].shape[0], sum(state.ranks))
+        for (i, scaling), b, out in zip(self.adapters, state.b, v.split(state.ranks, dim=1), strict=True):
+            product(grads[i], b, scaling, out)
+        return v
+
+    def input_gradient(self, grads: Sequence[Tensor], v: Tensor, state: State) -> Tensor:
+        """dx [M, K]: every projection is accumulated into one buffer, the low-rank terms first."""
+        dx = v.new_empty(v.shape[0], state.a.shape[1])
+        written = bool(state.b)
+        if state.masks:
+            parts = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
+            for i, (part, a, mask) in enumerate(parts):
+                term = self._drop(product(part, a), mask)
+                dx = dx.add_(term) if i else term
+        elif state.b:
+            product(v, state.a, out=dx)
+        for grad, weight in zip(grads, self.weights, strict=True):
+            dx.addmm_(grad, dense(weight, grad.dtype), beta=int(written))
+            written = True
+        return dx
+
+    def a_gradients(self, x: Tensor, v: Tensor, state: State, needed: Sequence[bool]) -> list[Tensor | None]:
+        """dAᵢ [rᵢ, K] in the factors' own dtype; None where it is not needed."""
+        if not any(needed):
+            return [None] * len(needed)
+        parts = v.split(state.ranks, dim=1)
+        if state.masks:
+            pairs = zip(parts, state.masks, strict=True)
+            grads = [self._factor(part.t(), self._drop(x, mask)) for part, mask in pairs]
+        else:
+            grads = self._factor(v.t(), x).split(state.ranks)
+        return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+
+    def b_gradients(self, grads: Sequence[Tensor], state: State, needed: Sequence[bool]) -> list[Tensor | None]:
+        """dBᵢ [Nᵢ, rᵢ] likewise."""
+        if not any(needed):
+            return [None] * len(needed)
+        parts = zip(self.adapters, state.u.split(state.ranks, dim=1), needed, strict=True)
+        return [self._factor(grads[i].t(), u, scaling) if need else None for (i, scaling), u, need in parts]
+
+    def _factor(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        """scale · a·b, summed in fp32 and rounded to the gradients' dtype only, where the device's GEMM can do that."""
+        if a.is_cuda and self.dtype is torch.float32 and a.dtype in (torch.float16, torch.bfloat16):
+            grad = torch.mm(a, b, out_dtype=torch.float32)
+            return grad if scale == 1.0 else grad.mul_(scale)
+        return product(a, b, scale).to(self.dtype)
+
+    def _drop(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout) if self.dropout < 1 else 0.0)
+
+
+def _cast(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A stacked [R, K], and B, in `dtype`: one launch for all of them, or none where they can serve as they are."""
+    if len(a) == 1 and a[0].dtype is dtype and b[0].dtype is dtype:
+        return a[0].detach(), (b[0].detach(),)
+    ranks = [factor.shape[0] for factor in a]
+    stacked = a[0].new_empty((sum(ranks), a[0].shape[1]), dtype=dtype)
+    copies = tuple(factor.new_empty(factor.shape, dtype=dtype) for factor in b)
+    torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
+    return stacked, copies
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+class _LoRA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, projections, *tensors):
+        n, adapters = len(projections.weights), len(projections.adapters)
+        biases, a, b = tensors[:n], tensors[n : n + adapters], tensors[n + adapters :]
+        rows = rows_of(x)
+        outputs, state = projections.forward(rows, x.shape[:-1], biases, a, b)
+        need_a = any(ctx.needs_input_grad[2 + n : 2 + n + adapters])
+        ctx.save_for_backward(rows if need_a else None, *state.flat())
+        # An attribute: it holds frozen weights, which hooks that offload saved activations must not carry along.
+        ctx.projections, ctx.shape = projections, x.shape
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        projections, needs = ctx.projections, ctx.needs_input_grad
+        n, adapters = len(projections.weights), len(projections.adapters)
+        need_biases, need_a, need_b = needs[2 : 2 + n], needs[2 + n : 2 + n + adapters], needs[2 + n + adapters :]
+        rows, *saved = ctx.saved_tensors
+        state, grads = State.unflat(saved, adapters), tuple(rows_of(grad) for grad in grads)
+        v = projections.low_rank_gradient(grads, state)
+        db = projections.b_gradients(grads, state, need_b)
+        da = projections.a_gradients(rows, v, state, need_a)
+        dx = projections.input_gradient(grads, v, state).view(ctx.shape) if needs[0] else None
+        biases = [grad.sum(0) if need else None for grad, need in zip(grads, need_biases, strict=True)]
+        return dx, None, *biases, *da, *db

@@ -1,0 +1,114 @@
+"""down(activation(gate(x))·up(x)) of three projections with adapters, as one differentiable function.
+
+g, u [M, I] are the results of gate and up, h = a(g)·u [M, I] and y = down(h) [M, H]; each projection as in `lora`:
+
+    dh = dy·W + v·A (down's)     dg, du, h ← dh, g, u, in place     dA = vᵀ·h (down's)     gate's and up's from dg, du
+
+Saved are x, g, u and the small x·Aᵀ and h·Aᵀ. h is a by-product of the pass that turns g and u into their gradients and
+takes the place of dh: between forward and backward there are two tensors [M, I] instead of the four that separate
+modules keep (g, u, a(g), h), and three at the peak of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..dispatch import on_compiler
+from ..errors import ModelError
+from ..ops import glu as ops
+from .glu import glu
+from .lora import LoRA, Projections, State, check, composed, rows_of, to_compute_dtype
+
+if TYPE_CHECKING:
+    from .lora import Weight
+
+
+def lora_mlp(
+    x: Tensor,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    biases: Sequence[Tensor | None] = (None, None, None),
+    loras: Sequence[LoRA | None] = (None, None, None),
+    activation: ops.Activation = "silu",
+    dropout: float = 0.0,
+) -> Tensor:
+    """down(activation(gate(x)) · up(x)), each projection with its adapter.
+
+    A second backward through the same graph gets autograd's error about in-place changes: the first one leaves
+    gradients in the place of what was saved.
+
+    Args:
+        x: [..., H] float, as in `lora_qkv`.
+        gate, up: [I, H], frozen; quantized or plain.
+        down: [H, I].
+        biases, loras: of gate, up and down; None where there is none.
+        activation: "silu", "gelu" or "gelu_tanh" (Hugging Face's "gelu_pytorch_tanh").
+        dropout: as in `lora_qkv`.
+
+    Returns:
+        [..., H] in the dtype of the products.
+
+    Raises:
+        ModelError: a shape that does not fit, by name, a weight that wants a gradient, or an unknown activation.
+    """
+    x = to_compute_dtype(x)
+    if activation not in ops.ACTIVATIONS:
+        raise ModelError(f"lora_mlp: activation is {activation!r}", f"use one of {', '.join(ops.ACTIVATIONS)}")
+    check("lora_mlp (gate, up)", x, (gate, up), biases[:2], loras[:2])
+    inner = x.new_empty((0, gate.shape[0]))
+    check("lora_mlp (down)", inner, (down,), biases[2:], loras[2:])
+    if on_compiler():
+        gated, linear = composed(x, (gate, up), biases[:2], loras[:2], dropout)
+        return composed(glu(gated, linear, activation), (down,), biases[2:], loras[2:], dropout)[0]
+    first, first_biases, first_a, first_b = Projections.of(x, (gate, up), biases[:2], loras[:2], dropout)
+    second, second_biases, second_a, second_b = Projections.of(x, (down,), biases[2:], loras[2:], dropout)
+    return _MLP.apply(
+        x, first, second, activation, *first_biases, *second_biases, *first_a, *second_a, *first_b, *second_b
+    )
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, first, second, activation, *tensors):
+        n, m = len(first.adapters), len(second.adapters)
+        biases, a, b = tensors[:3], tensors[3 : 3 + n + m], tensors[3 + n + m :]
+        rows = rows_of(x)
+        (gate, up), first_state = first.forward(rows, rows.shape[:1], biases[:2], a[:n], b[:n])
+        hidden = ops.glu(gate, up, activation)
+        (output,), second_state = second.forward(hidden, x.shape[:-1], biases[2:], a[n:], b[n:])
+        need_rows = any(ctx.needs_input_grad[7 : 7 + n])
+        ctx.save_for_backward(rows if need_rows else None, gate, up, *first_state.flat(), *second_state.flat())
+        ctx.first, ctx.second, ctx.activation, ctx.shape = first, second, activation, x.shape
+        ctx.split = 3 + len(first_state.flat())
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        first, second, needs = ctx.first, ctx.second, ctx.needs_input_grad
+        n, m = len(first.adapters), len(second.adapters)
+        need_biases, need_a, need_b = needs[4:7], needs[7 : 7 + n + m], needs[7 + n + m :]
+        saved = ctx.saved_tensors
+        rows, gate, up = saved[:3]
+        first_state, second_state = State.unflat(saved[3 : ctx.split], n), State.unflat(saved[ctx.split :], m)
+        grad = rows_of(grad)
+        v = second.low_rank_gradient([grad], second_state)
+        db = second.b_gradients([grad], second_state, need_b[n:])
+        hidden = second.input_gradient([grad], v, second_state)
+        # From here on gate and up hold their gradients, and hidden, which was dh, holds h.
+        ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))
+        da = second.a_gradients(hidden, v, second_state, need_a[n:])
+        del hidden
+        grads = [gate, up]
+        v = first.low_rank_gradient(grads, first_state)
+        db = [*first.b_gradients(grads, first_state, need_b[:n]), *db]
+        da = [*first.a_gradients(rows, v, first_state, need_a[:n]), *da]
+        dx = first.input_gradient(grads, v, first_state).view(ctx.shape) if needs[0] else None
+        biases = [grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)]
+        return dx, None, None, None, *biases, *da, *db

@@ -1,0 +1,102 @@
+"""The fused LoRA functions under torch.compile(fullgraph=True): equal numbers, and no dequantized weight saved."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from peft_modules import MLP, QKV, assert_steps_close, model, seeds_for, step
+from torch._dynamo.backends.common import aot_autograd
+
+from halfbyte.formats import Blockwise4
+from halfbyte.tensor import QuantizedTensor
+
+HIDDEN, INNER = 64, 96
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+class Saved:
+    """A compiler backend that keeps the shapes of what the forward graph hands to the backward."""
+
+    def __init__(self):
+        self.shapes, self.graphs = [], 0
+        self.backend = aot_autograd(
+            fw_compiler=self._forward,
+            bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def _forward(self, graph, inputs):
+        self.graphs += 1
+        placeholders = {node for node in graph.graph.nodes if node.op == "placeholder"}
+        for node in graph.graph.output_node().args[0]:
+            value = getattr(node, "meta", {}).get("val")
+            if node not in placeholders and isinstance(value, torch.Tensor):
+                self.shapes.append(tuple(value.shape))
+        return make_boxed_func(graph.forward)
+
+
+def quantized(**keys):
+    """A model with adapters, and its weights in NF4, as modules hold them."""
+    module = model(8, dtype=torch.float32, hidden=HIDDEN, inner=INNER, **keys)
+    packed = {}
+    for name in (*QKV, *MLP):
+        weight = QuantizedTensor.quantize(module.adapter(name)[0], Blockwise4("nf4", 64, True))
+        packed[name] = torch.nn.Parameter(weight, requires_grad=False)
+    return module, packed
+
+
+@pytest.mark.parametrize("targets", [(*QKV, *MLP), ("q", "v", "down")], ids=len)
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_compiled_equals_eager_and_saves_no_weight(targets, autocast):
+    (module, packed), x, saved = quantized(targets=targets), torch.randn(2, 5, HIDDEN), Saved()
+    seeds = seeds_for(module, x)
+    compiled = torch.compile(lambda x: module.fused(x, packed), fullgraph=True, backend=saved.backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        expected = step(module, lambda x: module.fused(x, packed), x, seeds)
+        found = step(module, compiled, x, seeds)
+    assert_steps_close(found, expected, **({"atol": 0.15, "rtol": 0.03} if autocast else CLOSE))
+    weights = [(name.shape[0], name.shape[1]) for name in packed.values()]
+    assert saved.graphs == 1
+    assert saved.shapes
+    assert not [shape for shape in saved.shapes if shape in weights or shape[::-1] in weights]
+
+
+def test_plain_frozen_weights():
+    module, x = model(dtype=torch.float32, bias=True), torch.randn(2, 5, 24)
+    seeds = seeds_for(module, x)
+    compiled = torch.compile(module.fused, fullgraph=True, backend="aot_eager")
+    assert_steps_close(step(module, compiled, x, seeds), step(module, module, x, seeds), **CLOSE)
+
+
+def test_dropout_compiles():
+    module, x = model(dtype=torch.float32), torch.randn(2, 5, 24)
+    compiled = torch.compile(lambda x: module.fused(x, dropout=0.5), fullgraph=True, backend="aot_eager")
+    outputs, x_grad, grads = step(module, compiled, x, seeds_for(module, x))
+    assert not torch.allclose(outputs[0], module.fused(x)[0])
+    assert x_grad.isfinite().all()
+    assert all(grad.any() for grad in grads.values())
+
+
+def test_lengths_recompile_once():
+    module, packed = quantized()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: module.fused(x, packed), fullgraph=True, backend=counter)
+    for length in (5, 7, 9, 12):
+        x = torch.randn(2, length, HIDDEN)
+        seeds = seeds_for(module, x)
+        expected = step(module, lambda x: module.fused(x, packed), x, seeds)
+        assert_steps_close(step(module, compiled, x, seeds), expected, **CLOSE)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.slow
+def test_inductor():
+    (module, packed), x = quantized(), torch.randn(2, 5, HIDDEN)
+    seeds = seeds_for(module, x)
+    compiled = torch.compile(lambda x: module.fused(x, packed), fullgraph=True)
+    expected = step(module, lambda x: module.fused(x, packed), x, seeds)
+    assert_steps_close(step(module, compiled, x, seeds), expected, **CLOSE)
