@@ -107,11 +107,13 @@ def main() -> None:
         random_model(Path(given.model), given.work / "model")
         given.model = str(given.work / "model")
     results = {}
+    # Neither may see a GPU: TRL picks Triton kernels by what the machine has, not by where the model is.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads), "CUDA_VISIBLE_DEVICES": ""}
     for name in ("stock", "ours"):
         command = [sys.executable, "-m", "benchmarks.cpu_step", "--only", name, "--data", given.data]
         command += ["--model", given.model, "--work", str(given.work)]
         command += ["--threads", str(given.threads), "--steps", str(given.steps)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(given.threads)})
+        subprocess.run(command, check=True, env=environment)
         results[name] = json.loads((given.work / f"{name}.json").read_text())
     ratio = results["ours"]["tokens_per_second"] / results["stock"]["tokens_per_second"]
     print(json.dumps({**results, "ratio": ratio}, indent=1))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..ops.blockwise4 import NESTED_BLOCK, dequantize_blockwise4, quantize_blockwise4
 from ..ops.codebooks import codebook4, thresholds4
+from .launch import Launcher, ceil_div
 
 WORDS = 512  # 4-byte words a program decodes
 VALUES = 4096  # values a program encodes
@@ -47,6 +48,9 @@ def _dequantize(
     tl.store(out_ptr + element, values, mask=element < numel, cache_modifier=".cs")
 
 
+_dequantize_launcher = Launcher(_dequantize, enable_fp_fusion=False)
+
+
 @dequantize_blockwise4.twin("cuda", "xpu")
 def dequantize(
     packed: Tensor,
@@ -63,12 +67,13 @@ def dequantize(
     if packed.numel() % 4:  # a tensor whose size is no multiple of 8: small ones in practice
         packed = torch.nn.functional.pad(packed.view(-1), (0, -packed.numel() % 4))
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
-    _dequantize[(triton.cdiv(numel, 8 * WORDS),)](
-        packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook4(quant_type, packed.device),
-        out, numel,
-        WORDS=WORDS, WORDS_PER_BLOCK=blocksize // 8, NESTED=nested is not None, NESTED_BLOCK=NESTED_BLOCK,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    _dequantize_launcher(
+        ceil_div(numel, 8 * WORDS),
+        (packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook4(quant_type, packed.device), out),
+        (numel,),
+        (WORDS, blocksize // 8, nested is not None, NESTED_BLOCK),
+        warps=4,
+    )
     return out
 
 
@@ -99,17 +104,23 @@ def _quantize(
     tl.store(packed_ptr + byte, ((high << 4) | low).to(tl.uint8), mask=2 * byte < numel)
 
 
+_quantize_launcher = Launcher(_quantize, enable_fp_fusion=False)
+
+
 @quantize_blockwise4.twin("cuda", "xpu")
 def quantize(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, Tensor]:
     weight = weight.contiguous()
     numel = weight.numel()
-    absmax = torch.empty(triton.cdiv(numel, blocksize), dtype=torch.float32, device=weight.device)
+    absmax = torch.empty(ceil_div(numel, blocksize), dtype=torch.float32, device=weight.device)
     packed = torch.empty((numel + 1) // 2, 1, dtype=torch.uint8, device=weight.device)
     midpoints, code_of_rank = thresholds4(quant_type, weight.device)
     blocks = max(VALUES // blocksize, 1)
     if numel:
-        _quantize[(triton.cdiv(absmax.numel(), blocks),)](
-            weight, packed, absmax, midpoints, code_of_rank, numel, absmax.numel(),
-            BLOCKS=blocks, SIZE=blocksize, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        _quantize_launcher(
+            ceil_div(absmax.numel(), blocks),
+            (weight, packed, absmax, midpoints, code_of_rank),
+            (numel, absmax.numel()),
+            (blocks, blocksize),
+            warps=4,
+        )
     return packed, absmax

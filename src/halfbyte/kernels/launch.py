@@ -27,10 +27,14 @@ class Launcher:
     """A jitted kernel with a table of its compiled forms.
 
     Its parameters are pointers, then numbers, then constexprs, and it is called with one tuple of each.
+
+    Args:
+        function: the `triton.jit` function.
+        options: Triton's compile options, e.g. `enable_fp_fusion=False`.
     """
 
-    def __init__(self, function: Any):
-        self.function = function
+    def __init__(self, function: Any, **options: Any):
+        self.function, self.options = function, options
         self._compiled: dict[tuple, Any] = {}
 
     def __call__(
@@ -57,7 +61,7 @@ class Launcher:
         if compiled is not None and pointers % 16 == 0:
             compiled[(programs, 1, 1)](*tensors, *numbers, *constants, stream=driver.active.get_current_stream(device))
             return
-        compiled = self.function[(programs, 1, 1)](*tensors, *numbers, *constants, num_warps=warps)
+        compiled = self.function[(programs, 1, 1)](*tensors, *numbers, *constants, num_warps=warps, **self.options)
         if compiled is not None and pointers % 16 == 0:  # the interpreter compiles nothing
             if len(self._compiled) >= TABLE:
                 self._compiled.clear()
