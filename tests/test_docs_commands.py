@@ -61,8 +61,12 @@ def parse(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", [words for _, words in documented("halfbyte")], ids=" ".join)
 def test_documented_commands_parse(words):
+    from halfbyte.config import RunConfig
+
     if words[1:] and not {"--help", "--version"} & set(words):
         parse(words)
+    keys = {word.split("=")[0] for word in words if re.fullmatch(r"\w+=.*", word)}
+    assert keys <= set(RunConfig.model_fields)
 
 
 def test_wrong_commands_and_options_would_be_found():

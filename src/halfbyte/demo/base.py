@@ -40,6 +40,7 @@ CHAT_TEMPLATE = (
 
 
 PLAN_EVERY = 25  # steps between looks at the clock: a slow or busy machine gets a shorter schedule
+SHORTEST = 1 / 3  # share of the steps that is done in any case; a base that read less cannot be taught the answers
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def base_model(recipe: Recipe | None = None, *, seconds: float = 100.0, console:
 
     Args:
         recipe: what to build.
-        seconds: most time for pretraining. A machine too slow for `recipe.steps` gets a shorter schedule and a notice.
+        seconds: time for pretraining. A machine too slow for `recipe.steps` gets a shorter schedule and a notice.
         console: where progress is shown; none: silent.
 
     Raises:
@@ -182,7 +183,7 @@ def pretrain(
             done = len(losses)
             if done and done % PLAN_EVERY == 0:
                 affordable = int(seconds * done / (time.monotonic() - started))
-                steps = min(recipe.steps, max(done, affordable))
+                steps = min(recipe.steps, max(done, affordable, round(recipe.steps * SHORTEST)))
                 progress.update(bar, total=steps)
                 if done == steps:
                     break

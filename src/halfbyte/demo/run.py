@@ -39,7 +39,7 @@ lora_alpha: 32
 target_modules: all-linear
 per_device_train_batch_size: 1
 num_train_epochs: {epochs}
-learning_rate: 1.0e-2
+learning_rate: 5.0e-3
 logging_steps: 10
 eval_steps: 0.25
 save_steps: 0.5
