@@ -106,8 +106,8 @@ class MergeReport:
             )
             if written.lost > LOST_NOTEWORTHY:
                 lines.append(
-                    f"{written.lost:.0%} of the update is too small for {self.dtype} beside these weights and was rounded"
-                    " away: the adapter, or a longer training run, keeps it"
+                    f"{written.lost:.0%} of the update is too small for {self.dtype} beside these weights and was"
+                    " rounded away: the adapter, or a longer training run, keeps it"
                 )
         else:
             lines.append("not verified")
