@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.glu import glu
-from ..autograd.lora import lora_mlp
+from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.rope import qk_norm_rope, rope
 from .families import ACTIVATIONS, Family
