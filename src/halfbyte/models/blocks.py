@@ -108,9 +108,7 @@ def _queries_keys_values(self: Any, family: Family, hidden_states: Tensor) -> tu
     return project(hidden_states, self.qkv_proj)[0].split((queries, keys, keys), dim=-1)
 
 
-def _rotate(
-    self: Any, family: Family, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rotate(self: Any, family: Family, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """q and k [B, H, T, D] by position."""
     if not family.qk_norm:
         return rope(query, key, cos, sin)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..notices import notice
-from .attention import bind_attention, unbind_attention
+from .attention import backbone_forward, bind_attention, unbind_attention
 from .blocks import FAMILY, attention_forward, layer_forward, mlp_forward, norm_forward
 from .families import ACTIVATIONS, Family, family_of
 from .projections import read_projection
@@ -25,12 +25,16 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "DecoderLayer": layer_forward,
     "Attention": attention_forward,
     "MLP": mlp_forward,
+    "Model": backbone_forward,
+    "TextModel": backbone_forward,
 }
 SAID = {
     "RMSNorm": "RMSNorm",
     "DecoderLayer": "residual additions into the norms",
     "Attention": "RoPE",
     "MLP": "gated activation",
+    "Model": "attention metadata once a batch",
+    "TextModel": "attention metadata once a batch",
 }
 
 
@@ -71,16 +75,15 @@ def patch(model: nn.Module) -> PatchReport:
     Returns:
         What is fused and what not, with reasons; print it.
     """
-    layers = {id(module): found[0] for _, module, found in _known_modules(model) if found[1] == "DecoderLayer"}
+    layers = [family for _, (family, kind) in _known_modules(model) if kind == "DecoderLayer"]
     if not layers:
         reason = f"{_name(model)} is of no family that halfbyte knows"
         notice(f"unpatched: {reason}", f"nothing fused: {reason}; the model runs its own forwards")
         return PatchReport(None, unfused=Counter({(_name(model), reason): 1}))
-    report = PatchReport(next(iter(layers.values())).name)
-    for name, module, (family, kind) in _known_modules(model):
-        if kind in FORWARDS:
-            _bind(name, module, family, kind, report)
-    report.attention = bind_attention(model)
+    report = PatchReport(layers[0].name)
+    for module, (family, kind) in _known_modules(model):
+        if kind in FORWARDS and (hasattr(module, "layers") or not kind.endswith("Model")):  # not Gemma 3's multimodal
+            _bind(module, family, kind, report)
     for reason in {why for _, why in report.unfused}:
         parts = ", ".join(what for what, why in report.unfused if why == reason)
         notice(f"unfused: {reason}", f"not fused: {parts}: {reason}")
@@ -92,14 +95,14 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         if FAMILY in module.__dict__:
             del module.__dict__[FAMILY], module.__dict__["forward"]
-    unbind_attention(model)
+            unbind_attention(module)
 
 
-def _known_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Family, str]]]:
-    for name, module in model.named_modules():
+def _known_modules(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Family, str]]]:
+    for module in model.modules():
         found = family_of(type(module))
         if found:
-            yield name, module, found
+            yield module, found
 
 
 def _name(model: nn.Module) -> str:
@@ -107,7 +110,7 @@ def _name(model: nn.Module) -> str:
     return type(model if get_base_model is None else get_base_model()).__name__
 
 
-def _bind(name: str, module: nn.Module, family: Family, kind: str, report: PatchReport) -> None:
+def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> None:
     """Bind one module's forward, unless something stands in the way, and put it into the report."""
     obstacle = _obstacle(module, family, kind)
     if obstacle:
@@ -117,6 +120,8 @@ def _bind(name: str, module: nn.Module, family: Family, kind: str, report: Patch
         setattr(module, FAMILY, family)
         module.forward = MethodType(FORWARDS[kind], module)
     report.fused[SAID[kind]] += 1
+    if kind.endswith("Model"):
+        report.attention = bind_attention(module)
     for child_name, child in module.named_children():
         if child_name.endswith("_proj"):
             read = read_projection(child)

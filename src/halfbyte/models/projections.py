@@ -1,7 +1,7 @@
 """Linear layers as the fused functions of `autograd.lora` take them: frozen weight, bias and at most one plain LoRA.
 
-What an adapter is made of can change between calls (`set_adapter`, `disable_adapter`, `merge_adapter`), so it is
-read at every call, which is some attribute look-ups. Whatever is not plain LoRA on a frozen linear runs its own forward.
+What an adapter is made of can change between calls (`set_adapter`, `disable_adapter`, `merge_adapter`), so it is read
+at every call, which is some attribute look-ups. Whatever is not plain LoRA on a frozen linear runs its own forward.
 """
 
 from __future__ import annotations
