@@ -4,7 +4,8 @@ Registered with transformers as "halfbyte" (AttentionInterface and AttentionMask
 a model uses "sdpa". What the layers need to know is worked out once a batch, in the backbone's forward: where each
 document begins (from `position_ids` that restart, or as the caller's `cu_seq_lens_q`, which waits for nothing on the
 device). It reaches the layers as the keyword arguments that transformers' own flash attention reads, with `NO_MASK` in
-place of a mask: transformers passes masks of four dimensions on as they are, so it builds none, nor looks for documents.
+place of a mask: transformers passes masks of four dimensions on as they are, so it builds none and does not look for
+documents itself.
 
 Padding, key-value caches, float32 and dropout go to transformers' SDPA with its mask.
 
