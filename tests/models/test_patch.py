@@ -24,6 +24,9 @@ def check_equal(model: nn.Module, inputs: dict, tolerance: float = 1e-5) -> Patc
     return report
 
 
+REST = [name for name in FAMILIES if name != "Llama"]  # compiling takes seconds each
+
+
 def test_every_family_of_the_table_is_tested():
     assert {row.name for row in ROWS} == {name.removesuffix("Text") for name in FAMILIES}
 
@@ -179,3 +182,15 @@ def test_an_activation_without_a_kernel_keeps_the_models_own_mlp():
     model.config.hidden_act = "relu"
     report = check_equal(model, batch())
     assert report.unfused["gated activation", "there is no fused relu"] == 2
+
+
+@pytest.mark.parametrize("family", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def test_compiles_without_a_graph_break(family):
+    model, inputs = tiny(family), batch()
+    expected = loss_and_gradients(model, inputs)
+    halfbyte.patch(model)
+    torch._dynamo.reset()
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs, use_cache=False).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same((expected[0], gradients), expected)
