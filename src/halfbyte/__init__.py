@@ -15,6 +15,8 @@ _PUBLIC = {
     "load_model": "halfbyte.models.load",
     "load_tokenizer": "halfbyte.models.load",
     "add_adapter": "halfbyte.adapters",
+    "patch": "halfbyte.models.patch",
+    "unpatch": "halfbyte.models.patch",
     "HalfbyteConfig": "halfbyte.models.quantizer",
     "QuantizedTensor": "halfbyte.tensor",
     "Linear4bit": "halfbyte.layers",
@@ -31,7 +33,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
     module = import_module(_PUBLIC[name])
-    return module if _PUBLIC[name].rsplit(".", 1)[1] == name else getattr(module, name)
+    return getattr(module, name, module)  # `functional` is the module itself
 
 
 def __dir__() -> list[str]:

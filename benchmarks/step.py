@@ -1,0 +1,206 @@
+"""One QLoRA training step against its floor and its peers, on one CUDA device.
+
+    python -m benchmarks.step --model llama-3.1-8b --batch 4 --length 2048 [--checkpointing] [--graph]
+        [--peers unsloth,bitsandbytes] [--peer-path DIR] [--json FILE]
+
+NF4 with nested scales, rank 16 on the seven linears, fused AdamW, random weights and tokens. The floor is what the step
+cannot do without: every GEMM (forward, and the gradient of its input) and the attention, each timed alone at its exact
+shape in a CUDA graph, added up; under checkpointing the layers' forward counts twice. Peers run the same step in
+processes of their own (`benchmarks.step_peers`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.common import graph_us, write_result
+from benchmarks.step_model import MODELS, build, model_config, random_batch, timed
+
+SETS = 3  # of operands in a graph, so that the cache does not help
+
+
+def floor(name: str, rows: int, length: int, checkpointing: bool) -> dict[str, Any]:
+    """Times in ms of what a step consists of: GEMMs by shape, the head, attention; and their sum."""
+    config = model_config(name)
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    linears = {
+        (queries, hidden): 1, (keys, hidden): 2, (hidden, queries): 1, (inner, hidden): 2, (hidden, inner): 1,
+    }  # fmt: skip
+    forward = backward = flops = 0.0
+    parts = {}
+    for (outputs, inputs), count in linears.items():
+        there, back = gemm_ms(rows * length, outputs, inputs)
+        parts[f"{outputs}x{inputs}"] = {"count": count * layers, "forward_ms": there, "input_gradient_ms": back}
+        forward, backward = forward + count * layers * there, backward + count * layers * back
+        flops += 4 * rows * length * outputs * inputs * count * layers
+    there, back = attention_ms(rows, length, config)
+    parts["attention"] = {"count": layers, "forward_ms": there, "backward_ms": back}
+    forward, backward = forward + layers * there, backward + layers * back
+    flops += 7 * rows * length**2 * queries * layers  # causal: half of 4·T²·D forward, 2.5 times that backward
+    there, back = gemm_ms(rows * length, config.vocab_size, hidden)
+    parts["head"] = {"count": 1, "forward_ms": there, "input_gradient_ms": back}
+    flops += 4 * rows * length * config.vocab_size * hidden
+    total = forward * (2 if checkpointing else 1) + backward + there + back
+    return {"ms": total, "tflop": flops / 1e12, "parts": parts}
+
+
+def gemm_ms(tokens: int, outputs: int, inputs: int) -> tuple[float, float]:
+    """x·Wᵀ, and dy·W."""
+
+    def random(*shape: int) -> list[Tensor]:
+        return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
+
+    xs, grads, weights = random(tokens, inputs), random(tokens, outputs), random(outputs, inputs)
+    there = [lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)]
+    back = [lambda g=g, w=w: g @ w for g, w in zip(grads, weights, strict=True)]
+    return graph_us(there) / 1e3, graph_us(back) / 1e3
+
+
+def attention_ms(rows: int, length: int, config: Any) -> tuple[float, float]:
+    """Causal attention, forward and backward, in the layout that models make; cuDNN's where it can."""
+
+    def random(heads: int) -> Tensor:
+        made = torch.randn(rows, length, heads, config.head_dim, device="cuda", dtype=torch.bfloat16)
+        return made.transpose(1, 2).requires_grad_()
+
+    heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+    sets = [tuple(random(count) for count in heads) for _ in range(SETS)]
+    grad = random(heads[0]).detach()
+
+    def attend(inputs: tuple[Tensor, ...], train: bool) -> None:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=heads[0] != heads[1])
+        if train:
+            torch.autograd.grad(out, inputs, grad)
+
+    there, both = (graph_us([lambda s=s, t=t: attend(s, t) for s in sets]) / 1e3 for t in (False, True))
+    return there, both - there
+
+
+class Training:
+    """A model, its optimizer and one batch; `step` trains once and returns the mean loss."""
+
+    def __init__(self, name: str, rows: int, length: int, device: str, checkpointing: bool):
+        import halfbyte
+        from halfbyte.models.head import causal_lm_loss
+
+        self.loss = causal_lm_loss
+        self.model = build(name, device)
+        if checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.report = halfbyte.patch(self.model)
+        self.batch = random_batch(name, rows, length, device)
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.initial = [parameter.detach().clone() for parameter in self.trained]
+        self.restart()
+
+    def restart(self) -> None:
+        """Adapters and optimizer as at the beginning."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.trained, self.initial)
+        capturable = self.trained[0].is_cuda
+        self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True, capturable=capturable)
+
+    def step(self, batch: Any) -> Tensor:
+        loss_sum, tokens = self.loss(self.model, batch)
+        loss = loss_sum / tokens
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def ours(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Our step, launched from Python and, with --graph, as a CUDA graph from the same start."""
+    training = Training(given.model, given.batch, given.length, "cuda", given.checkpointing)
+    print(training.report)
+    tokens = given.batch * given.length
+    results = {"halfbyte": timed(lambda: training.step(training.batch), tokens)}
+    if given.graph:
+        from halfbyte.train.graph import GraphedStep
+
+        training.restart()
+        gc.collect()
+        torch.cuda.empty_cache()
+        graphed = GraphedStep(training.step, training.optimizer)
+        results["halfbyte, graph"] = timed(lambda: graphed(training.batch), tokens)
+        check_losses(results["halfbyte"]["losses"], results["halfbyte, graph"]["losses"])
+    return results
+
+
+def check_losses(eager: list[float], graphed: list[float]) -> None:
+    """Stop where a replay does not train: losses must fall, and be the eager ones up to rounding."""
+    apart = max(abs(a / b - 1) for a, b in zip(eager, graphed, strict=True))
+    print(f"losses {eager[0]:.5f} → {eager[-1]:.5f}; graphed → {graphed[-1]:.5f}, at most {apart:.1e} apart")
+    if apart > 5e-3 or graphed[-1] >= graphed[0]:
+        raise SystemExit(f"the graph trains differently: {graphed} instead of {eager}")
+
+
+def peer(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """A peer's numbers, or why there are none."""
+    command = [sys.executable, "-m", "benchmarks.step_peers", name, given.model, str(given.batch), str(given.length)]
+    command += ["--checkpointing"] if given.checkpointing else []
+    environment = dict(os.environ)
+    if name == "unsloth" and given.peer_path:
+        environment["PYTHONPATH"] = os.pathsep.join([given.peer_path, environment.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        return {"error": (done.stderr or done.stdout).strip()[-600:]}
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--graph", action="store_true", help="also as a CUDA graph")
+    parser.add_argument("--peers", default="", help="unsloth,bitsandbytes")
+    parser.add_argument("--peer-path", help="folder with Unsloth and what it needs, for its process only")
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    least = floor(given.model, given.batch, given.length, given.checkpointing)
+    gc.collect()
+    torch.cuda.empty_cache()
+    runs = ours(given)
+    gc.collect()
+    torch.cuda.empty_cache()
+    runs |= {name: peer(name, given) for name in given.peers.split(",") if name}
+    show(given, least, runs)
+    shape = {key: getattr(given, key) for key in ("model", "batch", "length", "checkpointing")}
+    write_result(given.json, {**shape, "floor": least, "runs": runs})
+
+
+def show(given: argparse.Namespace, least: dict[str, Any], runs: dict[str, dict[str, Any]]) -> None:
+    """One line a run, beside the floor."""
+    kept = "checkpointed" if given.checkpointing else "activations kept"
+    shape = f"{given.model} {given.batch}×{given.length}, {kept}"
+    print(f"{shape}: floor {least['ms']:.1f} ms, {least['tflop']:.0f} TFLOP")
+    for name, run in runs.items():
+        if "error" in run:
+            print(f"  {name:16} failed: {run['error']}")
+            continue
+        of_floor, rate = least["ms"] / run["ms"], least["tflop"] / run["ms"] * 1e3
+        speed = run["tokens_per_second"] / 1e3
+        print(
+            f"  {name:16} {run['ms']:8.1f} ms  {of_floor:.3f} of the floor  {speed:7.2f}k tok/s"
+            f"  {rate:4.0f} TFLOP/s  {run['peak_gib']:5.1f} GiB  first step {run['first_step_seconds']:.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What our step and its peers share: shapes, random weights quantized on the device layer by layer, batches, timing.
+
+Imports halfbyte only where a model of ours is built: a peer's process may hold other versions of everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WARMUP, STEPS = 4, 10
+RANK = 16
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": ("Llama", dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False,
+    )),
+    "qwen3-0.6b": ("Qwen3", dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )),
+    "tiny": ("Llama", dict(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=1024, max_position_embeddings=8192, tie_word_embeddings=False,
+    )),
+}  # fmt: skip
+
+
+def model_config(name: str) -> Any:
+    """The transformers config of a benchmark model."""
+    import transformers
+
+    family, keys = MODELS[name]
+    return getattr(transformers, f"{family}Config")(**keys, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+
+
+def empty_model(name: str) -> nn.Module:
+    """A model without memory behind its weights (device meta)."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config(name), dtype=torch.bfloat16).requires_grad_(False)
+
+
+def random_weight(shape: torch.Size, device: str) -> Tensor:
+    """bf16; a norm's weight is one."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+
+
+def fill(model: Any, device: str, quantize: Any) -> None:
+    """Give an empty model random weights; `quantize` turns each linear but the head into what takes its place."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and name in TARGETS:
+                child.weight = nn.Parameter(random_weight(child.weight.shape, device), requires_grad=False)
+                setattr(module, name, quantize(child))
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = nn.Parameter(random_weight(parameter.shape, device), requires_grad=False)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+
+
+def build(name: str, device: str) -> Any:
+    """A PeftModel as `halfbyte train` makes it: NF4 with nested scales, float32 factors of rank 16 on seven linears."""
+    from halfbyte.adapters import add_adapter
+    from halfbyte.config import RunConfig
+    from halfbyte.formats import Blockwise4
+    from halfbyte.layers import Linear4bit
+
+    torch.manual_seed(0)
+    model = empty_model(name)
+    format_ = Blockwise4("nf4", 64, True)
+    fill(model, device, lambda linear: Linear4bit.from_linear(linear, format_))
+    config = RunConfig(
+        model_name_or_path=name, dataset="random", r=RANK, lora_alpha=RANK, lora_dropout=0.0, target_modules=TARGETS
+    )
+    return add_adapter(model, config).train()
+
+
+def random_batch(name: str, rows: int, length: int, device: str) -> dict[str, Tensor]:
+    """Random tokens, all trained."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, model_config(name).vocab_size, (rows, length), generator=generator).to(device)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def timed(step: Callable[[], Tensor], tokens: int) -> dict[str, Any]:
+    """First step, then the median of `STEPS` after the warm-up; losses of all."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    losses = [step()]
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    losses += [step() for _ in range(WARMUP)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        losses.append(step())
+        event.record()
+    torch.cuda.synchronize()
+    milliseconds = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    return {
+        "ms": milliseconds,
+        "tokens_per_second": tokens / milliseconds * 1e3,
+        "first_step_seconds": first,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "losses": [float(loss) for loss in losses],
+    }

@@ -1,0 +1,127 @@
+"""A peer's QLoRA step in a process of its own: `python -m benchmarks.step_peers PEER MODEL BATCH LENGTH`.
+
+Same shapes, quantization, rank, optimizer and tokens as `benchmarks.step`; prints one line that begins with RESULT.
+bitsandbytes is Hugging Face's modules with PEFT after its `prepare_model_for_kbit_training`; Unsloth loads a checkpoint
+that a process before it writes, since it must be imported before transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    from benchmarks.step_model import RANK, TARGETS, empty_model, fill, random_batch, timed
+
+    def quantize(linear: Any) -> Any:
+        rows, columns = linear.weight.shape
+        made = Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
+        packed = Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True)
+        made.weight = packed.to("cuda")
+        return made
+
+    torch.manual_seed(0)
+    model = empty_model(given.model)
+    fill(model, "cuda", quantize)
+    model.is_loaded_in_4bit = True
+    model = prepare_model_for_kbit_training(model, given.checkpointing, {"use_reentrant": False})
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM"))
+    model.train()
+    batch = random_batch(given.model, given.batch, given.length, "cuda")
+
+    def loss_of() -> Any:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(**batch, use_cache=False).loss
+
+    return timed(training_step(model, loss_of), given.batch * given.length)
+
+
+def unsloth(given: argparse.Namespace) -> dict[str, Any]:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    folder = Path(tempfile.gettempdir()) / f"step-{given.model}"
+    if not folder.exists():
+        command = [sys.executable, "-m", "benchmarks.step_peers", "checkpoint", given.model, "0", "0"]
+        subprocess.run(command, check=True)
+    from unsloth import FastLanguageModel  # isort: skip (before anything that imports transformers)
+    import torch
+
+    from benchmarks.step_model import RANK, TARGETS, random_batch, timed
+
+    mode = "unsloth" if given.checkpointing else False
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=given.length, dtype=torch.bfloat16, load_in_4bit=True, local_files_only=True,
+        use_exact_model_name=True, use_gradient_checkpointing=mode,
+    )  # fmt: skip
+    model = FastLanguageModel.get_peft_model(
+        model, r=RANK, lora_alpha=RANK, lora_dropout=0.0, bias="none", target_modules=TARGETS,
+        use_gradient_checkpointing=mode,
+    )  # fmt: skip
+    FastLanguageModel.for_training(model)
+    batch = random_batch(given.model, given.batch, given.length, "cuda")
+    return timed(training_step(model, lambda: model(**batch).loss), given.batch * given.length)
+
+
+def training_step(model: Any, loss_of: Any) -> Any:
+    """A function that trains once with the fused AdamW and returns the loss."""
+    import torch
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0, fused=True)
+
+    def step() -> Any:
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def checkpoint(given: argparse.Namespace) -> None:
+    """A random checkpoint in bf16, and a tokenizer of bytes, which Unsloth insists on."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from benchmarks.step_model import model_config
+
+    folder = Path(tempfile.gettempdir()) / f"step-{given.model}"
+    special = ["<bos>", "<eos>", "<pad>", "<unk>"]
+    pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), special, strict=True))
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(model_config(given.model), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("peer", choices=["bitsandbytes", "unsloth", "checkpoint"])
+    parser.add_argument("model")
+    parser.add_argument("batch", type=int)
+    parser.add_argument("length", type=int)
+    parser.add_argument("--checkpointing", action="store_true")
+    given = parser.parse_args()
+    if given.peer == "checkpoint":
+        return checkpoint(given)
+    result = {"bitsandbytes": bitsandbytes, "unsloth": unsloth}[given.peer](given)
+    print("RESULT", json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The forwards that `halfbyte.patch` binds to a model's modules: one decoder block for all families, minus their rows.
+
+Each takes what transformers' forward of that module takes and returns the same. A key-value cache belongs to generation
+and is left to transformers' own forward, as is anything else that training does not need.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..autograd.glu import glu
+from ..autograd.lora_mlp import lora_mlp
+from ..autograd.norms import add_rms_norm, rms_norm
+from ..autograd.rope import qk_norm_rope, rope
+from .families import ACTIVATIONS, Family
+from .projections import dropout_of, project, read_together
+
+FAMILY = "_halfbyte_family"  # the attribute that marks a patched module and holds its row
+
+# transformers 5.17 checkpoints a layer in __call__, 5.23 around the class's forward, which a bound one replaces.
+CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
+
+
+def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """RMSNorm."""
+    return rms_norm(hidden_states, self.weight, epsilon(self), getattr(self, FAMILY).norm_offset)
+
+
+def epsilon(norm: Any) -> float:
+    """What a norm adds to the mean square: Llama's and Gemma's classes name it differently."""
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def _add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), in one kernel where the norm is a patched one that nobody watches."""
+    family = getattr(norm, FAMILY, None)
+    if family is not None and not norm._forward_hooks and not norm._forward_pre_hooks:
+        return add_rms_norm(x, residual, norm.weight, epsilon(norm), family.norm_offset)
+    total = x if residual is None else residual + x
+    return norm(total), total
+
+
+def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer; under gradient checkpointing, recomputed in backward."""
+    if args or kwargs.get("past_key_values") is not None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    if CHECKPOINTS_FORWARD and self.gradient_checkpointing and self.training:
+        return self._gradient_checkpointing_func(partial(_block, self, **kwargs), hidden_states)
+    return _block(self, hidden_states, **kwargs)
+
+
+def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    family: Family = getattr(self, FAMILY)
+    normed, residual = _add_norm(self.input_layernorm, hidden_states, None)
+    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+    if family.residual_dropout and self.resid_attn_dropout.p:
+        attended = self.resid_attn_dropout(attended)
+    if family.sandwich:
+        attended = self.post_attention_layernorm(attended)
+        normed, residual = _add_norm(self.pre_feedforward_layernorm, attended, residual)
+        return residual + self.post_feedforward_layernorm(self.mlp(normed))
+    normed, residual = _add_norm(self.post_attention_layernorm, attended, residual)
+    out = self.mlp(normed)
+    if family.residual_dropout and self.resid_mlp_dropout.p:
+        out = self.resid_mlp_dropout(out)
+    return residual + out
+
+
+def attention_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Projections with their adapters, RoPE (and the norms of q and k), transformers' attention, output projection."""
+    family: Family = getattr(self, FAMILY)
+    if past_key_values is not None:
+        own = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+        return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
+    query, key, value = (
+        part.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        for part in _queries_keys_values(self, family, hidden_states)
+    )
+    query, key = _rotate(self, family, query, key, *position_embeddings)
+    if family.window:
+        kwargs["sliding_window"] = getattr(self.config if family.window == "config" else self, "sliding_window", None)
+    if family.softcap:
+        kwargs["softcap"] = self.attn_logit_softcapping
+    eager = sys.modules[type(self).__module__].eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    return project(out.reshape(*hidden_states.shape[:-1], -1), self.o_proj)[0], weights
+
+
+def _queries_keys_values(self: Any, family: Family, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    if not family.fused:
+        return project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    queries, keys = self.config.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+    return project(hidden_states, self.qkv_proj)[0].split((queries, keys, keys), dim=-1)
+
+
+def _rotate(self: Any, family: Family, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k [B, H, T, D] by position."""
+    if not family.qk_norm:
+        return rope(query, key, cos, sin)
+    norms = (self.q_norm, self.k_norm)
+    if all(hasattr(norm, FAMILY) and not norm._forward_hooks for norm in norms):
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        return qk_norm_rope(query, key, *weights, cos, sin, epsilon(self.q_norm), family.norm_offset)
+    return rope(self.q_norm(query), self.k_norm(key), cos, sin)
+
+
+def mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """The gated MLP, in one function with its adapters where they are plain."""
+    family: Family = getattr(self, FAMILY)
+    activation = ACTIVATIONS[getattr(self.config, family.activation)]
+    if family.fused:
+        gate, up = project(hidden_states, self.gate_up_proj)[0].chunk(2, dim=-1)
+        return project(glu(gate, up, activation), self.down_proj)[0]
+    read = read_together((self.gate_proj, self.up_proj, self.down_proj))
+    if read is None:
+        gate, up = project(hidden_states, self.gate_proj, self.up_proj)
+        return project(glu(gate, up, activation), self.down_proj)[0]
+    (gate, up, down), biases, loras, _ = zip(*read, strict=True)
+    return lora_mlp(hidden_states, gate, up, down, biases, loras, activation, dropout_of(read))

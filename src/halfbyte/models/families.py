@@ -1,0 +1,67 @@
+"""What tells the model families apart that `halfbyte.patch` knows: one row each, no code.
+
+They share one block: norm, attention, norm, gated MLP, with the residual stream around both halves. A row says where a
+family departs from Llama. The names of submodules are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row.
+
+    Args:
+        name: prefix of the class names, as in LlamaDecoderLayer.
+        package: folder under `transformers.models`.
+        norm_offset: RMSNorm multiplies by 1 + weight.
+        sandwich: norms follow attention and MLP too, before their results join the residual stream.
+        qk_norm: q and k are normalised over each head before RoPE.
+        fused: q, k and v are one linear (qkv_proj), and gate and up another (gate_up_proj).
+        residual_dropout: dropout on what joins the residual stream.
+        window: where an attention layer's sliding window is written: in the config, or in the module, by layer.
+        softcap: attention scores are capped (attn_logit_softcapping).
+        activation: the config's key for the MLP's activation.
+    """
+
+    name: str
+    package: str
+    norm_offset: bool = False
+    sandwich: bool = False
+    qk_norm: bool = False
+    fused: bool = False
+    residual_dropout: bool = False
+    window: Literal["config", "module"] | None = None
+    softcap: bool = False
+    activation: str = "hidden_act"
+
+
+FAMILIES = (
+    Family("Llama", "llama"),
+    Family("Mistral", "mistral", window="config"),
+    Family("Qwen2", "qwen2", window="module"),
+    Family("Qwen3", "qwen3", window="module", qk_norm=True),
+    Family("Gemma", "gemma", norm_offset=True),
+    Family("Gemma2", "gemma2", norm_offset=True, sandwich=True, window="module", softcap=True,
+           activation="hidden_activation"),
+    Family("Gemma3", "gemma3", norm_offset=True, sandwich=True, window="module", qk_norm=True,
+           activation="hidden_activation"),
+    Family("Phi3", "phi3", fused=True, residual_dropout=True, window="config"),
+)  # fmt: skip
+
+# transformers' names of activations, and those of `halfbyte.ops.glu`.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def family_of(cls: type) -> tuple[Family, str] | None:
+    """The family a module's class belongs to, and the rest of its name: LlamaRMSNorm → (Llama's row, "RMSNorm").
+
+    Only transformers' own classes count: one derived from them may compute something else.
+    """
+    for family in FAMILIES:
+        if cls.__module__ == f"transformers.models.{family.package}.modeling_{family.package}":
+            return family, cls.__name__.removeprefix(family.name)
+    return None

@@ -1,0 +1,139 @@
+"""`halfbyte.patch`: fused forwards for a stock Hugging Face or PEFT model, bound to its module instances, reversible.
+
+Classes stay as they are, so other models of the process do not notice, and `unpatch` only deletes what was bound. The
+weights, the state dict and the adapters are the model's own throughout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from ..notices import notice
+from .attention import backbone_forward, bind_attention, unbind_attention
+from .blocks import FAMILY, attention_forward, layer_forward, mlp_forward, norm_forward
+from .families import ACTIVATIONS, Family, family_of
+from .projections import read_projection
+
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "RMSNorm": norm_forward,
+    "DecoderLayer": layer_forward,
+    "Attention": attention_forward,
+    "MLP": mlp_forward,
+    "Model": backbone_forward,
+    "TextModel": backbone_forward,
+}
+SAID = {
+    "RMSNorm": "RMSNorm",
+    "DecoderLayer": "residual additions into the norms",
+    "Attention": "RoPE",
+    "MLP": "gated activation",
+    "Model": "attention metadata once a batch",
+    "TextModel": "attention metadata once a batch",
+}
+
+
+@dataclass
+class PatchReport:
+    """What `patch` fused, and what it left as it was.
+
+    Attributes:
+        family: the model's family as in `models.families`, None where it is not known.
+        fused: operation → number of modules.
+        unfused: (what, why) → number of modules.
+        attention: how attention is computed, in words.
+    """
+
+    family: str | None
+    fused: Counter[str] = field(default_factory=Counter)
+    unfused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    attention: str = "transformers' own"
+
+    def __str__(self) -> str:
+        lines = [f"{self.family or 'unknown family'}: {'patched' if self.fused else 'nothing fused'}"]
+        lines += [f"  fused      {count:4} × {what}" for what, count in self.fused.items()]
+        lines += [f"  not fused  {count:4} × {what}: {why}" for (what, why), count in self.unfused.items()]
+        return "\n".join([*lines, f"  attention  {self.attention}"])
+
+
+def patch(model: nn.Module) -> PatchReport:
+    """Bind fused forwards to the modules of `model`: norms, residual additions, RoPE, gated MLPs, LoRA projections.
+
+    Loss and gradients stay those of the stock model up to rounding; with a key-value cache (generation), transformers'
+    own forwards run. A projection is fused as long as one plain LoRA adapter on a frozen weight is active, which is
+    looked at in every call. Patching again is harmless: it reports the model as it is now.
+
+    Args:
+        model: a causal LM of transformers of a family in `models.families`, or a `peft.PeftModel` around one; anything
+            else is left as it is, and the report says so.
+
+    Returns:
+        What is fused and what not, with reasons; print it.
+    """
+    layers = [family for _, (family, kind) in _known_modules(model) if kind == "DecoderLayer"]
+    if not layers:
+        reason = f"{_name(model)} is of no family that halfbyte knows"
+        notice(f"unpatched: {reason}", f"nothing fused: {reason}; the model runs its own forwards")
+        return PatchReport(None, unfused=Counter({(_name(model), reason): 1}))
+    report = PatchReport(layers[0].name)
+    for module, (family, kind) in _known_modules(model):
+        if kind in FORWARDS and (hasattr(module, "layers") or not kind.endswith("Model")):  # not Gemma 3's multimodal
+            _bind(module, family, kind, report)
+    for reason in {why for _, why in report.unfused}:
+        parts = ", ".join(what for what, why in report.unfused if why == reason)
+        notice(f"unfused: {reason}", f"not fused: {parts}: {reason}")
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`: every module runs its class's forward again. Harmless on a model that is not patched."""
+    for module in model.modules():
+        if FAMILY in module.__dict__:
+            del module.__dict__[FAMILY], module.__dict__["forward"]
+            unbind_attention(module)
+
+
+def _known_modules(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Family, str]]]:
+    for module in model.modules():
+        found = family_of(type(module))
+        if found:
+            yield module, found
+
+
+def _name(model: nn.Module) -> str:
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    return type(model if get_base_model is None else get_base_model()).__name__
+
+
+def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> None:
+    """Bind one module's forward, unless something stands in the way, and put it into the report."""
+    obstacle = _obstacle(module, family, kind)
+    if obstacle:
+        report.unfused[SAID[kind], obstacle] += 1
+        return
+    if FAMILY not in module.__dict__:
+        setattr(module, FAMILY, family)
+        module.forward = MethodType(FORWARDS[kind], module)
+    report.fused[SAID[kind]] += 1
+    if kind.endswith("Model"):
+        report.attention = bind_attention(module)
+    for child_name, child in module.named_children():
+        if child_name.endswith("_proj"):
+            read = read_projection(child)
+            if isinstance(read, str):
+                report.unfused[child_name, read] += 1
+            elif read.lora is not None:
+                report.fused[f"LoRA of {child_name}"] += 1
+
+
+def _obstacle(module: Any, family: Family, kind: str) -> str | None:
+    if FAMILY not in module.__dict__ and "forward" in module.__dict__:
+        return "something else has replaced its forward"
+    if kind == "MLP" and getattr(module.config, family.activation) not in ACTIVATIONS:
+        return f"there is no fused {getattr(module.config, family.activation)}"
+    return None

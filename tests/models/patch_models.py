@@ -1,0 +1,72 @@
+"""Tiny models of every family that `halfbyte.patch` knows, batches for them, and how results are compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from halfbyte.models.head import causal_lm_loss
+
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": 8},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Gemma": {},
+    "Gemma2": {"final_logit_softcapping": 0.5, "sliding_window": 8, "attn_logit_softcapping": 2.0},
+    "Gemma3Text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Phi3": {"resid_pdrop": 0.0, "partial_rotary_factor": 0.5},
+}
+
+
+def tiny(family: str, *, adapter: bool = True, shape: dict | None = None, **lora) -> nn.Module:
+    """A random model of a family whose norms, biases and adapters all matter."""
+    config = getattr(transformers, f"{family}Config")(**SHAPE | FAMILIES[family] | (shape or {}))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    if adapter:
+        model = get_peft_model(model, LoraConfig(r=4, **{"target_modules": "all-linear"} | lora))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def batch(packed: bool = False) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, 101, (3, 18))
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+    if packed:
+        lengths = [(18,), (5, 13), (3, 1, 14)]
+        inputs["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        inputs["labels"][inputs["position_ids"] == 0] = -100
+    return inputs
+
+
+def loss_and_gradients(model: nn.Module, inputs: dict) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss, tokens = causal_lm_loss(model, inputs)
+    (loss / tokens).backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: tuple, expected: tuple, tolerance: float = 1e-5) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        error = (found[1][name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+        assert error < tolerance, f"{name}: {error:.2e}"

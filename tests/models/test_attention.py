@@ -1,0 +1,121 @@
+"""Attention without a mask: what reaches the kernels, and that it equals transformers' SDPA with its dense mask.
+
+The kernels themselves need a CUDA device; here a loop over documents stands in for variable-length attention.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from patch_models import assert_same, batch, loss_and_gradients, tiny
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+import halfbyte
+from halfbyte.models import attention
+
+
+def loop_over_documents(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
+    assert torch.equal(bounds_q, bounds_k)
+    assert longest_q == longest_k == int(bounds_q.diff().max())
+    outputs = []
+    for begin, end in zip(bounds_q[:-1].tolist(), bounds_q[1:].tolist(), strict=True):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        ages = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        mask = (ages >= 0) & (ages <= (window_size[0] if window_size[0] >= 0 else end))
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The path of a CUDA device on a CPU: float32 allowed, a loop in place of the kernel; records its bounds."""
+    calls = []
+
+    def varlen(*args, **options):
+        calls.append(args[3])
+        return loop_over_documents(*args, **options)
+
+    monkeypatch.setattr(attention, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(attention, "_varlen", lambda: (varlen, frozenset({"enable_gqa"})))
+    AttentionInterface.register(attention.NAME, attention.attend)
+    AttentionMaskInterface.register(attention.NAME, sdpa_mask)
+    return calls
+
+
+def patched(model):
+    halfbyte.patch(model)
+    model.config._attn_implementation = attention.NAME
+    return model
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma3Text", "Phi3"])
+def test_no_mask_equals_the_dense_mask(on_cpu, monkeypatch, family, packed):
+    model, inputs = tiny(family), batch(packed)
+    expected = loss_and_gradients(model, inputs)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", None)  # nothing falls back
+    assert_same(loss_and_gradients(patched(model), inputs), expected)
+    windows = family in ("Mistral", "Gemma3Text")
+    assert bool(on_cpu) == (packed or windows)
+    assert len({id(bounds) for bounds in on_cpu[-2:]}) <= 1  # once a batch, not once a layer
+
+
+def test_bounds_that_the_caller_gives_are_taken(on_cpu):
+    model, inputs = tiny("Llama"), batch(packed=True)
+    expected = loss_and_gradients(model, inputs)
+    inputs |= attention.documents(inputs["position_ids"])
+    assert_same(loss_and_gradients(patched(model), inputs), expected)
+    assert on_cpu[-1] is inputs["cu_seq_lens_q"]
+
+
+def test_padding_and_generation_keep_transformers_mask(on_cpu):
+    model, inputs = tiny("Llama"), batch()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, :5] = 0
+    inputs["labels"][1, :6] = -100
+    expected = loss_and_gradients(model, inputs)
+    prompt = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": 6, "do_sample": False}
+    generated = model.eval().generate(**prompt, **options)
+    patched(model)
+    assert torch.equal(model.generate(**prompt, **options), generated)
+    assert_same(loss_and_gradients(model.train(), inputs), expected)
+    assert not on_cpu
+
+
+def test_documents():
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    found = attention.documents(positions)
+    assert found["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 10]
+    assert found["cu_seq_lens_q"].dtype == torch.int32
+    assert found["max_length_k"] == 4
+    assert attention.documents(torch.arange(5).expand(2, 5)) is None
+
+
+def test_a_cpu_keeps_transformers_attention():
+    model = tiny("Llama")
+    assert halfbyte.patch(model).attention == "transformers' sdpa (on cpu)"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_training_makes_no_cache_unless_asked():
+    model, inputs = tiny("Llama"), batch()
+    halfbyte.patch(model)
+    assert model(**inputs).past_key_values is None
+    assert model(**inputs, use_cache=True).past_key_values is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Phi3"])
+def test_on_the_gpu_loss_and_gradients_equal_the_stock_models(family, packed):
+    shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny(family, shape=shape).to("cuda", torch.bfloat16)
+    inputs = {key: value.cuda() for key, value in batch(packed).items()}
+    expected = loss_and_gradients(model, inputs)
+    report = halfbyte.patch(model)
+    assert ("flex" if family == "Gemma2" else "halfbyte") in report.attention
+    assert_same(loss_and_gradients(model, inputs), expected, tolerance=0.05)
+    assert transformers.AttentionInterface()[model.config._attn_implementation] is not None

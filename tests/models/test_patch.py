@@ -1,0 +1,196 @@
+"""halfbyte.patch against stock transformers + PEFT: losses, every adapter gradient, and the way back."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from patch_models import FAMILIES, assert_same, batch, loss_and_gradients, tiny
+from peft import LoraConfig
+from torch import nn
+
+import halfbyte
+from halfbyte.formats import Blockwise4
+from halfbyte.layers import Linear4bit
+from halfbyte.models.families import FAMILIES as ROWS
+from halfbyte.models.patch import PatchReport
+
+
+def check_equal(model: nn.Module, inputs: dict, tolerance: float = 1e-5) -> PatchReport:
+    expected = loss_and_gradients(model, inputs)
+    assert expected[1]
+    report = halfbyte.patch(model)
+    assert_same(loss_and_gradients(model, inputs), expected, tolerance)
+    return report
+
+
+REST = [name for name in FAMILIES if name != "Llama"]  # compiling takes seconds each
+
+
+def test_every_family_of_the_table_is_tested():
+    assert {row.name for row in ROWS} == {name.removesuffix("Text") for name in FAMILIES}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_the_stock_models(family, packed, checkpointing):
+    model = tiny(family)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    report = check_equal(model, batch(packed))
+    assert not report.unfused
+    assert report.fused["RoPE"] == report.fused["LoRA of o_proj"] == report.fused["gated activation"] == 2
+
+
+def test_the_bound_forwards_run_also_when_layers_are_recomputed(monkeypatch):
+    from halfbyte.models import blocks
+
+    calls = []
+    lora_mlp = blocks.lora_mlp
+    monkeypatch.setattr(blocks, "lora_mlp", lambda *args: calls.append(1) or lora_mlp(*args))
+    model = tiny("Llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    halfbyte.patch(model)
+    loss_and_gradients(model, batch())
+    assert len(calls) == 2 + 4  # two layers in the probe of the head; forward and recomputation of each
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Phi3"])
+def test_a_padded_batch_gives_the_stock_models_loss(family):
+    inputs = batch()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, 11:] = 0
+    inputs["labels"][1, 11:] = -100
+    check_equal(tiny(family), inputs)
+
+
+def test_linears_without_adapter_and_quantized_weights():
+    model = tiny("Llama", target_modules=["q_proj", "v_proj", "up_proj"])
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and "lora" not in name and name not in ("lm_head", "default"):
+                setattr(module, name, Linear4bit.from_linear(child, Blockwise4("nf4", 32, True)))
+    report = check_equal(model, batch())
+    assert {what for what in report.fused if "LoRA" in what} == {f"LoRA of {name}_proj" for name in ("q", "v", "up")}
+
+
+@pytest.mark.parametrize(
+    ("lora", "reason"),
+    [
+        ({"use_dora": True}, "its LoRA is a variant (DoraLinearVariant)"),
+        ({"lora_bias": True, "target_modules": ["q_proj", "k_proj", "v_proj"]}, "its lora_B has a bias"),
+        ({"bias": "all", "target_modules": ["q_proj"]}, "its own weights are trained"),
+    ],
+)
+def test_what_is_not_plain_lora_runs_pefts_forward_and_is_reported(lora, reason):
+    report = check_equal(tiny("Qwen2", **lora), batch())
+    assert ("q_proj", reason) in report.unfused
+    assert report.fused["RoPE"] == 2
+
+
+def test_rank_stabilised_scaling_and_patterns():
+    check_equal(tiny("Llama", use_rslora=True, rank_pattern={"k_proj": 2}, alpha_pattern={"up_proj": 3}), batch())
+
+
+def test_modules_trained_whole():
+    model = tiny("Llama", modules_to_save=["norm", "post_attention_layernorm"], target_modules=["q_proj", "down_proj"])
+    check_equal(model, batch())
+
+
+def test_a_model_without_adapters_trains_whole():
+    check_equal(tiny("Qwen3", adapter=False), batch())
+
+
+def test_adapters_that_change_after_patching_are_followed():
+    model, inputs = tiny("Llama"), batch()
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "gate_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B.other" in name:
+            nn.init.normal_(parameter, std=0.1)
+    stock = copy.deepcopy(model)
+    halfbyte.patch(model)
+    for change in (
+        lambda m: m.set_adapter("other"),
+        lambda m: m.base_model.set_adapter(["default", "other"]),
+        lambda m: m.base_model.disable_adapter_layers(),
+        lambda m: m.base_model.enable_adapter_layers(),
+        lambda m: m.merge_adapter(["default"]),
+    ):
+        change(stock), change(model)
+        with torch.no_grad():
+            assert model(**inputs).loss.item() == pytest.approx(stock(**inputs).loss.item(), rel=1e-5)
+
+
+def test_hooks_see_what_they_would_see_on_the_stock_model():
+    model, inputs = tiny("Llama"), batch()
+    seen = {"stock": [], "patched": []}
+    stock = copy.deepcopy(model)
+    halfbyte.patch(model)
+    for key, one in (("stock", stock), ("patched", model)):
+        for name in ("self_attn.q_proj", "mlp.gate_proj", "input_layernorm", "mlp", "self_attn.o_proj"):
+            module = one.get_submodule(f"base_model.model.model.layers.1.{name}")
+            module.register_forward_hook(lambda _m, _i, out, key=key: seen[key].append(out))
+    assert_same(loss_and_gradients(model, inputs), loss_and_gradients(stock, inputs))
+    assert len(seen["stock"]) == 2 * 5  # the probe of the head and the step
+    for found, expected in zip(seen["patched"], seen["stock"], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_patching_again_is_harmless_and_unpatching_restores_every_instance():
+    model = tiny("Gemma3Text")
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    attention = model.config._attn_implementation
+    reports = [halfbyte.patch(model), halfbyte.patch(model)]
+    assert reports[0] == reports[1]
+    assert "Gemma3: patched" in str(reports[0])
+    assert any("forward" in module.__dict__ for module in model.modules())
+    other = tiny("Gemma3Text")
+    assert not any("forward" in module.__dict__ for module in other.modules())  # instances, not classes
+    halfbyte.unpatch(model)
+    halfbyte.unpatch(model)
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3"])
+def test_generation_with_a_cache_is_unchanged(family):
+    model = tiny(family).eval()
+    prompt = torch.randint(1, 101, (2, 7))
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    expected = model.generate(input_ids=prompt, **options)
+    halfbyte.patch(model)
+    assert torch.equal(model.generate(input_ids=prompt, **options), expected)
+
+
+def test_an_unknown_model_is_left_alone_and_said():
+    config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    report = halfbyte.patch(model)
+    assert (report.family, len(report.fused)) == (None, 0)
+    assert "GPT2LMHeadModel is of no family that halfbyte knows" in str(report)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_an_activation_without_a_kernel_keeps_the_models_own_mlp():
+    model = tiny("Llama", adapter=False)
+    for module in model.modules():
+        if type(module).__name__ == "LlamaMLP":
+            module.act_fn = nn.ReLU()
+    model.config.hidden_act = "relu"
+    report = check_equal(model, batch())
+    assert report.unfused["gated activation", "there is no fused relu"] == 2
+
+
+@pytest.mark.parametrize("family", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def test_compiles_without_a_graph_break(family):
+    model, inputs = tiny(family), batch()
+    expected = loss_and_gradients(model, inputs)
+    halfbyte.patch(model)
+    torch._dynamo.reset()
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs, use_cache=False).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same((expected[0], gradients), expected)
