@@ -92,18 +92,26 @@ def _metadata(backbone: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str
         notice(f"attention-{reason}", f"attention is transformers' SDPA, with a dense mask for packed rows: {reason}")
         return {}
     rows, length = inputs.shape[:2]
-    packed: dict[str, Any] | None = {}
-    if kwargs.get("cu_seq_lens_q") is None:
-        position_ids = kwargs.get("position_ids")
-        packed = None
-        if position_ids is not None:
-            if on_compiler():  # the number of documents would be a value that the compiler cannot know
-                return {}
-            packed = documents(position_ids.expand(rows, -1))
-        if packed is None:
-            window = getattr(backbone.config, "sliding_window", None)
-            packed = _whole_rows(rows, length, inputs.device) if window is not None and window < length else {}
-    return {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=inputs.device), **packed}
+    return _where_documents_begin(backbone, rows, length, inputs.device, kwargs)
+
+
+def _where_documents_begin(
+    backbone: Any, rows: int, length: int, device: torch.device, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    no_mask = {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=device)}
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return no_mask
+    position_ids = kwargs.get("position_ids")
+    if position_ids is not None:
+        if on_compiler():  # the number of documents would be a value that the compiler cannot know
+            return {}
+        packed = documents(position_ids.expand(rows, -1))
+        if packed is not None:
+            return no_mask | packed
+    window = getattr(backbone.config, "sliding_window", None)
+    if window is not None and window < length:
+        return no_mask | _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+    return no_mask
 
 
 def documents(position_ids: Tensor) -> dict[str, Any] | None:
@@ -123,10 +131,6 @@ def documents(position_ids: Tensor) -> dict[str, Any] | None:
         return None
     bounds = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=positions.numel())
     return _lengths(bounds.to(torch.int32).to(position_ids.device, non_blocking=True), int(bounds.diff().max()))
-
-
-def _whole_rows(rows: int, length: int, device: torch.device) -> dict[str, Any]:
-    return _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
 
 
 def _lengths(bounds: Tensor, longest: int) -> dict[str, Any]:
@@ -164,8 +168,8 @@ def attend(
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if cu_seq_lens_q is None:
         return _causal(query, key, value, scaling).transpose(1, 2), None
-    flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = _varying(*flat, cu_seq_lens_q, max_length_q or length, scaling, window)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = _varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window)
     return out.unflatten(0, (rows, length)), None
 
 

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -37,7 +37,7 @@ def epsilon(norm: Any) -> float:
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
-def _add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _add_norm(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), in one kernel where the norm is a patched one that nobody watches."""
     family = getattr(norm, FAMILY, None)
     if family is not None and not norm._forward_hooks and not norm._forward_pre_hooks:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..ops.glu import Activation
+
 
 @dataclass(frozen=True)
 class Family:
@@ -53,7 +55,7 @@ FAMILIES = (
 )  # fmt: skip
 
 # transformers' names of activations, and those of `halfbyte.ops.glu`.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def family_of(cls: type) -> tuple[Family, str] | None:

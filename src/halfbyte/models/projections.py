@@ -81,14 +81,16 @@ def _read_adapted(module: BaseTunerLayer) -> Projection | str:
 
 def read_together(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """The projections of several linears that one function may compute, or None; says once what stands in the way."""
-    read = [read_projection(module) for module in modules]
-    for module, projection in zip(modules, read, strict=True):
-        if isinstance(projection, str):
+    plain = []
+    for module in modules:
+        read = read_projection(module)
+        if isinstance(read, str):
             if not on_compiler():
-                notice(f"unfused: {projection}", f"a {type(module).__name__} runs its own forward: {projection}")
+                notice(f"unfused: {read}", f"a {type(module).__name__} runs its own forward: {read}")
             return None
-    dropouts = {projection.dropout for projection in read if projection.lora is not None}
-    return read if len(dropouts) < 2 and any(projection.lora is not None for projection in read) else None
+        plain.append(read)
+    dropouts = {projection.dropout for projection in plain if projection.lora is not None}
+    return plain if len(dropouts) == 1 else None  # none where no adapter is there to fuse
 
 
 def dropout_of(projections: Sequence[Projection]) -> float:
