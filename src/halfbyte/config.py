@@ -47,6 +47,7 @@ class ModelSection(BaseModel):
         "auto", description="dtype of computation and of unquantized weights; auto: what the hardware is fast in"
     )
     attn_implementation: str | None = Field(None, description="transformers attention implementation; default: sdpa")
+    use_kernels: bool = Field(True, description="fused kernels on GPUs; false: transformers' own forwards")
     device: str | None = Field(
         None,
         pattern=r"^(cpu|cuda|xpu)(:\d+)?$",

@@ -125,7 +125,6 @@ NOT_BUILT = {
     "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_muon": "remove it; see optim",
     "activation_offloading": "set activation_checkpointing: true",
-    "use_kernels": "remove it; the result is the same",
     "use_liger_kernel": "remove it; the result is the same",
     "enable_liger_kernel": "remove it; the result is the same",
     "lora_mlp_kernel": "remove it; the result is the same",

@@ -46,18 +46,13 @@ def bind_attention(backbone: Any) -> str:
         return "halfbyte: cuDNN for whole rows, variable lengths for packed ones; no mask"
     if device != "cuda":
         return f"transformers' {implementation} (on {device})"
-    if getattr(backbone.config, "attn_logit_softcapping", None) and implementation in ("eager", "sdpa"):
-        notice("attention-softcap", "attention scores are capped, which only flex attention fuses: it is used")
-        chosen = "flex_attention"
-    elif implementation == "sdpa":
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
-        chosen = NAME
-    else:
+    if implementation != "sdpa":  # Gemma 2, whose scores are capped, is eager in transformers
         return f"transformers' {implementation}, as the model was loaded with"
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     setattr(backbone, PREVIOUS, implementation)
-    backbone.config._attn_implementation = chosen
-    return bind_attention(backbone) if chosen == NAME else "flex attention, whose block mask is built once a batch"
+    backbone.config._attn_implementation = NAME
+    return bind_attention(backbone)
 
 
 def unbind_attention(backbone: Any) -> None:

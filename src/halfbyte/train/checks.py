@@ -47,6 +47,24 @@ def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": int(count)}
 
 
+@torch.no_grad()
+def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float) -> dict[str, Any]:
+    """The loss through the fused kernels against `reference`, that of transformers' own forwards.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute(model, dtype):
+        loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
+    loss = float(loss_sum / count)
+    if not abs(loss - reference) <= ROUNDING * abs(reference):
+        raise TrainingError(
+            f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
+            "set use_kernels: false, and please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
+
+
 def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Take the adapter off and let plain PEFT put the saved one on the same base: logits must not change.
 

@@ -20,8 +20,9 @@ from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
-from halfbyte.memory.host import return_large_blocks
+from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.models.load import load_model
+from halfbyte.models.patch import patch, unpatch
 from halfbyte.notices import forget
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
@@ -92,10 +93,15 @@ def _run(job: Job, console: Console) -> RunResult:
     prompts = samples.pick_prompts(job.config, job.tokenizer, rows, templated=templated)
     with no_input_casts(model, job.compute_dtype):
         results = {"first_step": checks.loss_check(model, ids, job.compute_dtype)}
+        if job.config.use_kernels and job.device.type != "cpu":
+            console.print(str(patch(model)), highlight=False)
+            loss = results["first_step"]["loss"]
+            results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
         before = _answers(job, model, prompts)
         _train(job, trainer, console)
         after = _answers(job, model, prompts)
         measured["peak_bytes"] = peak_memory(job.device)
+        unpatch(model)
         results |= _save(job, model, ids)
     write_memory(job, measured)
     write_json(job.output / "checks.json", results)
@@ -113,7 +119,7 @@ def _run(job: Job, console: Console) -> RunResult:
 def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
     """Load the model, add the adapter, and set up recomputation; measures memory before and after loading."""
     config = job.config
-    if job.device.type == "cpu":
+    if job.device.type == "cpu" and job.plan.total * HEAP_WASTE > job.plan.capacity_bytes:
         return_large_blocks()
     restart_peak(job.device)
     measured["base_bytes"] = memory_now(job.device)
