@@ -46,7 +46,9 @@ def bind_attention(backbone: Any) -> str:
         return "halfbyte: cuDNN for whole rows, variable lengths for packed ones; no mask"
     if device != "cuda":
         return f"transformers' {implementation} (on {device})"
-    if implementation != "sdpa":  # Gemma 2, whose scores are capped, is eager in transformers
+    if getattr(backbone.config, "attn_logit_softcapping", None):
+        return f"transformers' {implementation}: no fused attention caps its scores"
+    if implementation != "sdpa":
         return f"transformers' {implementation}, as the model was loaded with"
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -98,6 +98,10 @@ def load_model(
     if stored is not None:
         quantization = None
         config.quantization_config = _prequantized(stored, name_or_path, load_in_4bit)
+    if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        attn_implementation = (
+            "eager"  # Gemma 2: transformers' SDPA would leave the scores uncapped, silently before 5.23
+        )
     options: dict[str, Any] = {"quantization_config": quantization} if quantization else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
