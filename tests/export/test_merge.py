@@ -53,6 +53,23 @@ def test_merged_weights_are_pefts_rounded_once(tmp_path, base, kind, target):
     assert changed
 
 
+def test_an_update_below_the_resolution_of_bf16_is_explained_and_said(tmp_path, base):
+    """After a few steps ΔW is under half a unit of a bf16 base, which rounds most of it away, in every weight alike."""
+    run = save_run(tmp_path / "run", base, scale=2e-4, load_in_4bit=False)
+    report = merge(run, tmp_path / "merged")
+    written = report.targets["original"]
+    assert 0.3 < written.lost < 1
+    assert written.explained
+    assert "rounded away" in str(report)
+
+
+def test_an_update_that_was_not_applied_is_not_explained_by_resolution(tmp_path, base, monkeypatch):
+    run = save_run(tmp_path / "run", base, load_in_4bit=False)
+    monkeypatch.setattr("halfbyte.export.adapter.AdapterLayers.merged", lambda self, name, weight: weight)
+    with pytest.raises(CheckpointError, match="computes something else"):
+        merge(run, tmp_path / "merged")
+
+
 @pytest.mark.parametrize("base_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "keys", [{}, {"load_in_4bit": False}, {"bnb_4bit_quant_type": "fp4", "bnb_4bit_blocksize": 32}]
