@@ -76,7 +76,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfbyte"
 
 
-def base_model(recipe: Recipe | None = None, *, seconds: float = 100.0, console: Console | None = None) -> Path:
+def base_model(recipe: Recipe | None = None, *, seconds: float = 75.0, console: Console | None = None) -> Path:
     """A folder with the base's checkpoint and tokenizer: from the cache, or built now.
 
     Args:

@@ -54,7 +54,7 @@ def main(
     *,
     recipe: Recipe | None = None,
     epochs: int = 20,
-    seconds: float = 100.0,
+    seconds: float = 75.0,
     console: Console | None = None,
 ) -> Path:
     """Build or fetch the base, fine-tune it in 4 bits on the instructions, and show loss and answers before and after.

@@ -99,9 +99,7 @@ def load_model(
         quantization = None
         config.quantization_config = _prequantized(stored, name_or_path, load_in_4bit)
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        attn_implementation = (
-            "eager"  # Gemma 2: transformers' SDPA would leave the scores uncapped, silently before 5.23
-        )
+        attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
     options: dict[str, Any] = {"quantization_config": quantization} if quantization else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

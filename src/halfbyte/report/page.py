@@ -117,7 +117,9 @@ def _memory_remark(run: Run) -> str:
     predicted = as_plan(run.memory or {}).get("total")
     if not predicted or run.peak_bytes is None:
         return ""
-    off = (run.peak_bytes - predicted) / predicted
+    # The plan is of what the run adds; on a CPU the process itself was there before.
+    added = run.peak_bytes - ((run.memory or {}).get("measured") or {}).get("base_bytes", 0)
+    off = (added - predicted) / predicted
     return f"{abs(off):.1%} {'above' if off > 0 else 'below'} the predicted {size(predicted)}"
 
 
