@@ -57,7 +57,7 @@ def read_header(file: Path) -> dict[str, dict]:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Check all safetensors files of a local checkpoint.
+    """Check all safetensors files of a local checkpoint; a `folder` that is none (a hub id) has nothing to check.
 
     Raises:
         CheckpointError: naming the file that is missing or damaged.

@@ -30,17 +30,14 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 
 def load_model_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a model, after a look at its files: damage is found here, before any long work.
+    """The transformers config of a model.
 
     Raises:
-        CheckpointError: a weight file is missing or truncated.
         ModelError: there is no such model, or it is not a causal language model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     _check_folder(name_or_path)
-    if Path(name_or_path).is_dir():
-        check_checkpoint(Path(name_or_path))
     try:
         config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -93,6 +90,7 @@ def load_model(
 
     target = torch.device(device) if device is not None else best_device()
     config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    check_checkpoint(Path(name_or_path))
     quantization = HalfbyteConfig(quant_type, blocksize, double_quant) if load_in_4bit else None
     stored = getattr(config, "quantization_config", None)
     if stored is not None:

@@ -21,6 +21,7 @@ from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import best_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
+from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.notices import notice, said
 from halfbyte.terminal import print_data, print_header, print_memory
@@ -85,6 +86,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     print_header(console, facts, config)
     where: dict[str, Any] = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
     model_config = load_model_config(config.model_name_or_path, **where)
+    check_checkpoint(Path(config.model_name_or_path))  # damaged files are found before the data is tokenized
     tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
     data = prepare(config, tokenizer)
     print_data(console, data.report)
