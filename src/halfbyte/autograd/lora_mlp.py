@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..ops import glu as ops
-from ..ops.lora_glu import MAX_RANK, Factors, lora_glu, lora_glu_backward_
+from ..ops.lora_glu import MAX_RANK_BYTES, Factors, lora_glu, lora_glu_backward_
 from .glu import glu
 from .lora import LoRA, Projections, State, cast, check, composed, rows_of, to_compute_dtype
 
@@ -77,15 +77,20 @@ def lora_mlp(
     )
 
 
-def _in_one_pass(x: Tensor, first: Projections, second: Projections) -> bool:
+def _in_one_pass(x: Tensor, first: Projections, second: Projections, a: Sequence[Tensor]) -> bool:
     """Whether the low-rank products around the unit are taken in its pass: there is a kernel, and it computes this."""
-    adapters = len(first.adapters) + len(second.adapters)
-    return x.device.type in ("cuda", "xpu") and adapters == 3 and not first.dropout and not second.dropout
+    plain = len(a) == 3 and not first.dropout and not second.dropout
+    return (
+        plain
+        and x.device.type in ("cuda", "xpu")
+        and max(factor.shape[0] for factor in a) * x.element_size() <= MAX_RANK_BYTES
+    )
 
 
 def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:
     (_, gate_scale), (_, up_scale) = first.adapters
-    return Factors(*first_state.b, a_down, gate_scale, up_scale)
+    b_gate, b_up = first_state.b
+    return Factors(b_gate, b_up, a_down, gate_scale, up_scale)
 
 
 class _MLP(torch.autograd.Function):
@@ -95,7 +100,7 @@ class _MLP(torch.autograd.Function):
         biases, a, b = tensors[:3], tensors[3 : 3 + n + m], tensors[3 + n + m :]
         rows = rows_of(x)
         first_state = first.low_rank(rows, a[:n], b[:n])
-        ctx.in_one_pass = _in_one_pass(x, first, second) and max(factor.shape[0] for factor in a) <= MAX_RANK
+        ctx.in_one_pass = _in_one_pass(x, first, second, a)
         gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state)
         if ctx.in_one_pass:
             a_down, b_down = cast(a[n:], b[n:], x.dtype)

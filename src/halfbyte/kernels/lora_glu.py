@@ -1,12 +1,12 @@
 """Triton twins of `halfbyte.ops.lora_glu`: one pass over the tensors [M, I], the low-rank products on tensor cores.
 
 A program takes a block of columns and walks down a part of the rows, so that the adapters' factors of its columns are
-read once, and sums over rows (dB, dA) stay in registers. Sums over columns (u_d, v) are a partial result of each block of
-columns, sums over rows one of each part; a reduction adds them up, in the same order in every run. The partial results
-of v have the dtype of v: one rounding more, where PEFT's backward rounds s·dy.
+read once, and sums over rows (dB, dA) stay in registers. Sums over columns (u_d, v) are a partial result of each block
+of columns, sums over rows one of each part; a reduction adds them up, in the same order in every run. The partial
+results of v have the dtype of v: one rounding more, where PEFT's backward rounds s·dy.
 
-Measured on an H200 at [8192, 14336], r = 16: 256 µs forward (three tensors at the copy's bandwidth: 168) and 460 backward
-(five: 280), where the unit, three or five products of their own and the terms added by GEMMs take 389 and 707.
+Measured on an H200 at [8192, 14336], r = 16: 256 µs forward (three tensors at the copy's bandwidth: 168) and 460
+backward (five: 280), where the unit, products of their own and terms added by GEMMs take 389 and 707.
 """
 
 from __future__ import annotations

@@ -26,9 +26,7 @@ from ..dispatch import op
 from ..errors import ModelError
 from .glu import Activation, activation_and_derivative, check_glu
 
-MAX_RANK = (
-    64  # of one adapter, for the kernels: beyond it, the low-rank products are arithmetic and GEMMs do them better
-)
+MAX_RANK_BYTES = 128  # of a row of factors: the kernels' shared memory; wider ranks are better off with GEMMs, too
 
 
 class Factors(NamedTuple):
