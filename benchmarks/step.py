@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -35,9 +36,8 @@ def floor(name: str, rows: int, length: int, checkpointing: bool) -> dict[str, A
     config = model_config(name)
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    linears = {
-        (queries, hidden): 1, (keys, hidden): 2, (hidden, queries): 1, (inner, hidden): 2, (hidden, inner): 1,
-    }  # fmt: skip
+    linears = Counter([(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)])
+    linears.update([(inner, hidden), (inner, hidden), (hidden, inner)])  # q and o of one shape count twice, too
     forward = backward = flops = 0.0
     parts = {}
     for (outputs, inputs), count in linears.items():

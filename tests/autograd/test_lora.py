@@ -7,6 +7,7 @@ import torch
 from peft_modules import MLP, QKV, assert_steps_close, model, seeds_for, step
 from torch.utils.checkpoint import checkpoint
 
+from halfbyte.autograd import lora_mlp as lora_mlp_module
 from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
 from halfbyte.errors import ModelError
@@ -45,6 +46,13 @@ def test_ranks(r, x):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_activations(activation, x):
     compare(model(activation=activation), x)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_low_rank_products_in_the_unit_s_pass(activation, x, monkeypatch):
+    """What accelerators run, with the reference in the kernel's place."""
+    monkeypatch.setattr(lora_mlp_module, "_in_one_pass", lambda *_: True)
+    compare(model(ranks={"gate": 2, "up": 5, "down": 3}, activation=activation, bias=True), x)
 
 
 @pytest.mark.parametrize(

@@ -222,20 +222,29 @@ class Projections:
         self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], State]:
         """Outputs [*leading, Nᵢ] of x [M, K], and what backward needs beside x."""
-        state = self._low_rank(x, a, b)
-        pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
-        terms = {i: (u, b.t(), scaling) for (i, scaling), u, b in pairs}
+        state = self.low_rank(x, a, b)
+        return self.outputs(x, leading, biases, state), state
+
+    def outputs(
+        self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], state: State | None
+    ) -> tuple[Tensor, ...]:
+        """[*leading, Nᵢ]; without a state, of the frozen weights alone."""
+        terms = {}
+        if state is not None:
+            pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
+            terms = {i: (u, b.t(), scaling) for (i, scaling), u, b in pairs}
         outputs = []
         for i, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
             output = x.new_empty(*leading, weight.shape[0])  # not a view, since autograd restricts those we return
             self._project(output.view(x.shape[0], weight.shape[0]), x, weight, bias, terms.get(i))
             outputs.append(output)
-        return tuple(outputs), state
+        return tuple(outputs)
 
-    def _low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> State:
+    def low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> State:
+        """What backward needs beside x [M, K]."""
         if not a:
             return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ())
-        stacked, copies = _cast(a, b, x.dtype)
+        stacked, copies = cast(a, b, x.dtype)
         if not self.dropout:
             return State(stacked, copies, product(x, stacked.t()), ())
         ranks, masks = [factor.shape[0] for factor in a], []
@@ -266,11 +275,13 @@ class Projections:
             product(grads[i], b, scaling, out)
         return v
 
-    def input_gradient(self, grads: Sequence[Tensor], v: Tensor, state: State) -> Tensor:
-        """dx [M, K]: every projection is accumulated into one buffer, the low-rank terms first."""
-        dx = v.new_empty(v.shape[0], state.a.shape[1])
-        written = bool(state.b)
-        if state.masks:
+    def input_gradient(self, grads: Sequence[Tensor], v: Tensor | None, state: State) -> Tensor:
+        """dx [M, K]: every projection is accumulated into one buffer, the low-rank terms first; without v, none."""
+        dx = grads[0].new_empty(grads[0].shape[0], self.weights[0].shape[1])
+        written = bool(state.b) and v is not None
+        if v is None:
+            pass
+        elif state.masks:
             parts = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
             for i, (part, a, mask) in enumerate(parts):
                 term = self._drop(product(part, a), mask)
@@ -312,7 +323,7 @@ class Projections:
         return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout) if self.dropout < 1 else 0.0)
 
 
-def _cast(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+def cast(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A stacked [R, K], and B, in `dtype`: one launch for all of them, or none where they can serve as they are."""
     if len(a) == 1 and a[0].dtype is dtype and b[0].dtype is dtype:
         return a[0].detach(), (b[0].detach(),)

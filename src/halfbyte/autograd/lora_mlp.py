@@ -4,6 +4,9 @@ g, u [M, I] are the results of gate and up, h = a(g)·u [M, I] and y = down(h) [
 
     dh = dy·W + v·A (down's)     dg, du, h ← dh, g, u, in place     dA = vᵀ·h (down's)     gate's and up's from dg, du
 
+On accelerators, with plain adapters on all three, the low-rank products around the unit are taken in its own pass
+(`ops.lora_glu`), and g and u are saved without their low-rank terms.
+
 Saved are x, g, u and the small x·Aᵀ and h·Aᵀ. h is a by-product of the pass that turns g and u into their gradients and
 takes the place of dh: between forward and backward there are two tensors [M, I] instead of the four that separate
 modules keep (g, u, a(g), h), and three at the peak of backward.
@@ -21,8 +24,9 @@ from torch.autograd.function import once_differentiable
 from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..ops import glu as ops
+from ..ops.lora_glu import MAX_RANK_BYTES, Factors, lora_glu, lora_glu_backward_
 from .glu import glu
-from .lora import LoRA, Projections, State, check, composed, rows_of, to_compute_dtype
+from .lora import LoRA, Projections, State, cast, check, composed, rows_of, to_compute_dtype
 
 if TYPE_CHECKING:
     from .lora import Weight
@@ -73,15 +77,39 @@ def lora_mlp(
     )
 
 
+def _in_one_pass(x: Tensor, first: Projections, second: Projections, a: Sequence[Tensor]) -> bool:
+    """Whether the low-rank products around the unit are taken in its pass: there is a kernel, and it computes this."""
+    plain = len(a) == 3 and not first.dropout and not second.dropout
+    return (
+        plain
+        and x.device.type in ("cuda", "xpu")
+        and max(factor.shape[0] for factor in a) * x.element_size() <= MAX_RANK_BYTES
+    )
+
+
+def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:
+    (_, gate_scale), (_, up_scale) = first.adapters
+    b_gate, b_up = first_state.b
+    return Factors(b_gate, b_up, a_down, gate_scale, up_scale)
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, second, activation, *tensors):
         n, m = len(first.adapters), len(second.adapters)
         biases, a, b = tensors[:3], tensors[3 : 3 + n + m], tensors[3 + n + m :]
         rows = rows_of(x)
-        (gate, up), first_state = first.forward(rows, rows.shape[:1], biases[:2], a[:n], b[:n])
-        hidden = ops.glu(gate, up, activation)
-        (output,), second_state = second.forward(hidden, x.shape[:-1], biases[2:], a[n:], b[n:])
+        first_state = first.low_rank(rows, a[:n], b[:n])
+        ctx.in_one_pass = _in_one_pass(x, first, second, a)
+        gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state)
+        if ctx.in_one_pass:
+            a_down, b_down = cast(a[n:], b[n:], x.dtype)
+            hidden, low = lora_glu(gate, up, first_state.u, _factors(first, first_state, a_down), activation)
+            second_state = State(a_down, b_down, low, ())
+        else:
+            hidden = ops.glu(gate, up, activation)
+            second_state = second.low_rank(hidden, a[n:], b[n:])
+        (output,) = second.outputs(hidden, x.shape[:-1], biases[2:], second_state)
         need_rows = any(ctx.needs_input_grad[7 : 7 + n])
         ctx.save_for_backward(rows if need_rows else None, gate, up, *first_state.flat(), *second_state.flat())
         ctx.first, ctx.second, ctx.activation, ctx.shape = first, second, activation, x.shape
@@ -98,17 +126,30 @@ class _MLP(torch.autograd.Function):
         rows, gate, up = saved[:3]
         first_state, second_state = State.unflat(saved[3 : ctx.split], n), State.unflat(saved[ctx.split :], m)
         grad = rows_of(grad)
-        v = second.low_rank_gradient([grad], second_state)
-        db = second.b_gradients([grad], second_state, need_b[n:])
-        hidden = second.input_gradient([grad], v, second_state)
-        # From here on gate and up hold their gradients, and hidden, which was dh, holds h.
-        ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))
-        da = second.a_gradients(hidden, v, second_state, need_a[n:])
-        del hidden
-        grads = [gate, up]
-        v = first.low_rank_gradient(grads, first_state)
-        db = [*first.b_gradients(grads, first_state, need_b[:n]), *db]
-        da = [*first.a_gradients(rows, v, first_state, need_a[:n]), *da]
-        dx = first.input_gradient(grads, v, first_state).view(ctx.shape) if needs[0] else None
+        v_down = second.low_rank_gradient([grad], second_state)
+        db_down = second.b_gradients([grad], second_state, need_b[n:])
+        # From here on gate and up hold their gradients.
+        if ctx.in_one_pass:
+            v, db, da_down = _backward_in_one_pass(ctx, grad, gate, up, v_down, first_state, second_state)
+        else:
+            hidden = second.input_gradient([grad], v_down, second_state)
+            ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))  # hidden, which was dh, holds h
+            da_down = second.a_gradients(hidden, v_down, second_state, need_a[n:])
+            del hidden
+            v = first.low_rank_gradient([gate, up], first_state)
+            db = first.b_gradients([gate, up], first_state, need_b[:n])
+        da = first.a_gradients(rows, v, first_state, need_a[:n])
+        dx = first.input_gradient([gate, up], v, first_state).view(ctx.shape) if needs[0] else None
         biases = [grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)]
-        return dx, None, None, None, *biases, *da, *db
+        return dx, None, None, None, *biases, *da, *da_down, *db, *db_down
+
+
+def _backward_in_one_pass(
+    ctx, grad: Tensor, gate: Tensor, up: Tensor, v_down: Tensor, first_state: State, second_state: State
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """v, and the gradients of gate's and up's B and of down's A; gate and up become their gradients."""
+    dh = ctx.second.input_gradient([grad], None, second_state)
+    factors = _factors(ctx.first, first_state, second_state.a)
+    found = lora_glu_backward_(dh, gate, up, first_state.u, v_down, factors, ctx.activation)
+    b_gate, b_up, a_down = (factor.to(ctx.first.dtype) for factor in found[1:])
+    return found.v, [b_gate, b_up], [a_down]

@@ -44,7 +44,7 @@ def _sigmoids(x):
 
 
 @triton.jit
-def _activation(g, ACTIVATION: tl.constexpr):
+def activation_and_derivative(g, ACTIVATION: tl.constexpr):
     """a(g) and a′(g); what a caller does not use is not computed."""
     if ACTIVATION == "gelu":
         p = 0.5 * (1.0 + tl.erf(g * SQRT_HALF))
@@ -67,7 +67,7 @@ def _glu(
     mask = col < width
     g = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     u = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    activated, _ = _activation(g, ACTIVATION)
+    activated, _ = activation_and_derivative(g, ACTIVATION)
     tl.store(out_ptr + row * width + col, (activated * u).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -84,7 +84,7 @@ def _glu_backward(
     dh = tl.load(grads, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gates, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(ups, mask=mask, other=0.0).to(tl.float32)
-    activated, derivative = _activation(g, ACTIVATION)
+    activated, derivative = activation_and_derivative(g, ACTIVATION)
     tl.store(gates, (dh * u * derivative).to(gate_ptr.dtype.element_ty), mask=mask)
     tl.store(ups, (dh * activated).to(up_ptr.dtype.element_ty), mask=mask)
     if OUTPUT:

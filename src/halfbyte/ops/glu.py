@@ -47,7 +47,7 @@ def activate(gate: Tensor, activation: Activation) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="none" if activation == "gelu" else "tanh")
 
 
-def _activation_and_derivative(gate: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def activation_and_derivative(gate: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     if activation == "gelu":
         cdf = 0.5 * (1.0 + torch.erf(gate * math.sqrt(0.5)))
         density = torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
@@ -85,7 +85,7 @@ def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation
     check_glu(gate, up, activation)
     check_same("glu_backward", "grad", grad, "gate", gate)
     exact = torch.promote_types(gate.dtype, torch.float32)
-    activated, derivative = _activation_and_derivative(gate.to(exact), activation)
+    activated, derivative = activation_and_derivative(gate.to(exact), activation)
     output = activated * up if need_output else None  # before up is overwritten
     gate.copy_(grad.to(exact) * up * derivative)
     up.copy_(grad * activated)

@@ -1,0 +1,187 @@
+"""Triton twins of `halfbyte.ops.lora_glu`: one pass over the tensors [M, I], the low-rank products on tensor cores.
+
+A program takes a block of columns and walks down a part of the rows, so that the adapters' factors of its columns are
+read once, and sums over rows (dB, dA) stay in registers. Sums over columns (u_d, v) are a partial result of each block
+of columns, sums over rows one of each part; a reduction adds them up, in the same order in every run. The partial
+results of v have the dtype of v: one rounding more, where PEFT's backward rounds s·dy.
+
+Measured on an H200 at [8192, 14336], r = 16: 256 µs forward (three tensors at the copy's bandwidth: 168) and 460
+backward (five: 280), where the unit, products of their own and terms added by GEMMs take 389 and 707.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops import lora_glu as reference
+from ..ops.glu import Activation
+from ..ops.lora_glu import Factors, Gradients
+from .glu import activation_and_derivative
+from .launch import Launcher, ceil_div, power_of_2, put_back
+
+WARPS = 4
+FORWARD = (64, 128, 2)  # rows and columns of a tile, pipeline stages: what a sweep on an H200 found best, as below
+BACKWARD = (64, 64, 3)
+PARTS = (1024, 512, 256)  # rows that a program walks down: the most that leaves `PROGRAMS` of them
+PROGRAMS = 1024
+
+
+@triton.jit
+def _load(ptr, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
+    """[index, RANK] of a factor, zero beyond its size and rank."""
+    r = tl.arange(0, RANK)
+    mask = (index < size)[:, None] & (r < rank)[None, :]
+    return tl.load(ptr + index.to(tl.int64)[:, None] * step + r[None, :] * rank_step, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(ptr, values, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
+    r = tl.arange(0, RANK)
+    mask = (index < size)[:, None] & (r < rank)[None, :]
+    tl.store(ptr + index.to(tl.int64)[:, None] * step + r[None, :] * rank_step, values, mask=mask)
+
+
+@triton.jit
+def _lora_glu(
+    gate_ptr, up_ptr, low_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, out_ptr, partial_ptr,
+    rows, width, gate_scale, up_scale,
+    R_GATE: tl.constexpr, R_UP: tl.constexpr, R_DOWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, COLUMNS)
+    block = tl.program_id(0) % blocks
+    part = tl.program_id(0) // blocks
+    col = block * COLUMNS + tl.arange(0, COLUMNS)
+    b_gate = tl.trans(_load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK))
+    b_up = tl.trans(_load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK))
+    a_down = _load(a_down_ptr, col, width, 1, R_DOWN, width, RANK)
+    for step in tl.range(0, PART // ROWS, num_stages=STAGES):
+        row = part * PART + step * ROWS + tl.arange(0, ROWS)
+        element = row.to(tl.int64)[:, None] * width + col[None, :]
+        mask = (row < rows)[:, None] & (col < width)[None, :]
+        u_gate = _load(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        u_up = _load(low_ptr + R_GATE, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+        g = tl.load(gate_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        g += gate_scale * tl.dot(u_gate, b_gate, input_precision=PRECISION)
+        u += up_scale * tl.dot(u_up, b_up, input_precision=PRECISION)
+        activated, _ = activation_and_derivative(g, ACTIVATION)
+        h = (activated * u).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + element, h, mask=mask)
+        u_down = tl.dot(h, a_down, input_precision=PRECISION)
+        _store(partial_ptr + block.to(tl.int64) * rows * R_DOWN, u_down, row, rows, R_DOWN, R_DOWN, 1, RANK)
+
+
+@triton.jit
+def _lora_glu_backward(
+    grad_ptr, gate_ptr, up_ptr, low_ptr, v_down_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, v_ptr, factor_ptr,
+    rows, width, gate_scale, up_scale,
+    R_GATE: tl.constexpr, R_UP: tl.constexpr, R_DOWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, COLUMNS)
+    block = tl.program_id(0) % blocks
+    part = tl.program_id(0) // blocks
+    col = block * COLUMNS + tl.arange(0, COLUMNS)
+    b_gate = _load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK)
+    b_up = _load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK)
+    a_down = tl.trans(_load(a_down_ptr, col, width, 1, R_DOWN, width, RANK))
+    d_gate = tl.zeros((COLUMNS, RANK), tl.float32)
+    d_up = tl.zeros((COLUMNS, RANK), tl.float32)
+    d_down = tl.zeros((COLUMNS, RANK), tl.float32)
+    dtype = gate_ptr.dtype.element_ty
+    v_row = v_ptr + block.to(tl.int64) * rows * (R_GATE + R_UP)
+    for step in tl.range(0, PART // ROWS, num_stages=STAGES):
+        row = part * PART + step * ROWS + tl.arange(0, ROWS)
+        element = row.to(tl.int64)[:, None] * width + col[None, :]
+        mask = (row < rows)[:, None] & (col < width)[None, :]
+        u_gate = _load(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        u_up = _load(low_ptr + R_GATE, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+        v_down = _load(v_down_ptr, row, rows, R_DOWN, R_DOWN, 1, RANK)
+        dh = tl.load(grad_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(gate_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        g += gate_scale * tl.dot(u_gate, tl.trans(b_gate), input_precision=PRECISION)
+        u += up_scale * tl.dot(u_up, tl.trans(b_up), input_precision=PRECISION)
+        dh += tl.dot(v_down, a_down, input_precision=PRECISION)
+        activated, derivative = activation_and_derivative(g, ACTIVATION)
+        d_down = tl.dot(tl.trans((activated * u).to(dtype)), v_down, d_down, input_precision=PRECISION)
+        dg = (dh * u * derivative).to(dtype)
+        tl.store(gate_ptr + element, dg, mask=mask)
+        d_gate = tl.dot(tl.trans(dg), u_gate, d_gate, input_precision=PRECISION)
+        v = gate_scale * tl.dot(dg, b_gate, input_precision=PRECISION)
+        _store(v_row, v, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        du = (dh * activated).to(dtype)
+        tl.store(up_ptr + element, du, mask=mask)
+        d_up = tl.dot(tl.trans(du), u_up, d_up, input_precision=PRECISION)
+        v = up_scale * tl.dot(du, b_up, input_precision=PRECISION)
+        _store(v_row + R_GATE, v, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+    factor = factor_ptr + part.to(tl.int64) * (R_GATE + R_UP + R_DOWN) * width
+    _store(factor, gate_scale * d_gate, col, width, 1, R_GATE, width, RANK)
+    factor += R_GATE * width
+    _store(factor, up_scale * d_up, col, width, 1, R_UP, width, RANK)
+    factor += R_UP * width
+    _store(factor, d_down, col, width, 1, R_DOWN, width, RANK)
+
+
+_forward_launcher = Launcher(_lora_glu)
+_backward_launcher = Launcher(_lora_glu_backward)
+
+
+def _grid(rows: int, width: int, columns: int) -> tuple[int, int]:
+    """Blocks of columns, and rows in a part."""
+    blocks = ceil_div(width, columns)
+    enough = (part for part in PARTS if blocks * ceil_div(rows, part) >= PROGRAMS)
+    return blocks, next(enough, PARTS[-1])
+
+
+def _constants(factors: Factors, tile: tuple[int, int, int], part: int, activation: str, dtype: torch.dtype) -> tuple:
+    ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
+    precision = "ieee" if dtype is torch.float32 else "tf32"
+    tile_rows, columns, stages = tile
+    return (*ranks, max(power_of_2(max(ranks)), 16), tile_rows, columns, part, stages, activation, precision)
+
+
+@reference.lora_glu.twin("cuda", "xpu")
+def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation) -> tuple[Tensor, Tensor]:
+    reference.check_lora_glu(gate, up, low, factors, activation)
+    rows, width = gate.shape
+    blocks, part = _grid(rows, width, FORWARD[1])
+    out = torch.empty_like(gate)
+    partial = torch.empty(blocks, rows, factors.a_down.shape[0], dtype=torch.float32, device=gate.device)
+    if gate.numel():
+        _forward_launcher(
+            blocks * ceil_div(rows, part),
+            (gate, up, low, factors.b_gate, factors.b_up, factors.a_down, out, partial),
+            (rows, width, factors.gate_scale, factors.up_scale),
+            _constants(factors, FORWARD, part, activation, gate.dtype),
+            WARPS,
+        )
+    return out, partial.sum(0).to(gate.dtype)
+
+
+@reference.lora_glu_backward_.twin("cuda", "xpu")
+def lora_glu_backward_(
+    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
+) -> Gradients:
+    reference.check_lora_glu(gate, up, low, factors, activation)
+    reference.check_gradients(grad, v_down, gate, factors)
+    rows, width = gate.shape
+    blocks, part = _grid(rows, width, BACKWARD[1])
+    ranks = [factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]]
+    v = torch.empty(blocks, rows, ranks[0] + ranks[1], dtype=gate.dtype, device=gate.device)
+    sums = torch.empty(ceil_div(rows, part), sum(ranks), width, dtype=torch.float32, device=gate.device)
+    if gate.numel():
+        _backward_launcher(
+            blocks * ceil_div(rows, part),
+            (grad, gate, up, low, v_down, factors.b_gate, factors.b_up, factors.a_down, v, sums),
+            (rows, width, factors.gate_scale, factors.up_scale),
+            _constants(factors, BACKWARD, part, activation, gate.dtype),
+            WARPS,
+        )
+        put_back((gate, up), (gate, up))
+    b_gate, b_up, a_down = sums.sum(0).split(ranks)
+    return Gradients(v.sum(0, dtype=torch.float32).to(gate.dtype), b_gate.t(), b_up.t(), a_down)
