@@ -43,7 +43,7 @@ class _QuantizedWeight:
     ) -> None:
         name = f"{prefix}weight"
         entries = _entries(state_dict, name)
-        if entries.keys() > {""} or ("" in entries and entries[""].dtype not in (*FLOATS, torch.float64)):
+        if entries.keys() - {""} or ("" in entries and entries[""].dtype not in (*FLOATS, torch.float64)):
             cls = recognize(entries, prefer=type(self.weight.format))
             format_, parts, shape, dtype = cls.from_state(entries, name)
             loaded = QuantizedTensor(format_, parts, shape, dtype)
