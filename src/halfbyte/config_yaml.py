@@ -93,6 +93,15 @@ def read_mapping(path: Path | str, text_keys: Collection[str] = ()) -> dict[str,
         loader.dispose()
 
 
+def read_patterns(path: str) -> dict[str, Any]:
+    """The whole of a YAML file that holds one mapping, such as patterns of module names.
+
+    Raises:
+        ConfigError: see `read_mapping`.
+    """
+    return {key: found.value for key, found in read_mapping(path).items()}
+
+
 def _located(loader: _Loader, root: yaml.MappingNode, path: Path, text_keys: Collection[str]) -> dict[str, Located]:
     found: dict[str, Located] = {}
     loader.flatten_mapping(root)

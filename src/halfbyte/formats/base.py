@@ -192,5 +192,13 @@ def entry_name(name: str, suffix: str) -> str:
     return f"{name}.{suffix}" if suffix else name
 
 
+def parameter_of_entry(entry: str, suffix: str) -> str | None:
+    """The parameter (`weight` of a module) whose entry with this suffix is `entry`; None when it cannot be one."""
+    if suffix.startswith("../"):
+        module, dot, last = entry.rpartition(".")
+        return f"{module}{dot}weight" if last == suffix[3:] else None
+    return entry.removesuffix(f".{suffix}") if entry.endswith(f".{suffix}") else None
+
+
 def _meta_key(format_name: str) -> str:
     return f"quant_state.halfbyte__{format_name}"

@@ -14,6 +14,7 @@ in a checkpoint. For a parameter `weight`:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -168,6 +169,13 @@ class Blockwise4(Format):
                 message = f"{name}.quant_map is not the {format_.quant_type} codebook"
                 raise CheckpointError(message, "re-quantize the model")
         return format_, parts, shape, dtype
+
+    @classmethod
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Blockwise4 | None:
+        if entry.get("quant_method", "bitsandbytes") != "bitsandbytes" or not entry.get("load_in_4bit"):
+            return None
+        nested = bool(entry.get("bnb_4bit_use_double_quant"))
+        return cls(entry.get("bnb_4bit_quant_type", "fp4"), nested=nested)
 
     def _check_parts(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
         if min(shape, default=0) < 0:
