@@ -181,6 +181,17 @@ def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ..
         )
 
 
+def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, nn.Linear]:
+    """Name → module of the linear layers that may be quantized: all but `skip_modules`, by default the output head and
+    what is tied to it, and what the model keeps in fp32."""
+    skip = HfQuantizer.get_modules_to_not_convert(model, skip_modules, model._keep_in_fp32_modules)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and should_convert_module(name, skip)
+    }
+
+
 @register_quantizer(QUANT_METHOD)
 class HalfbyteQuantizer(HfQuantizer):
     """Replaces `nn.Linear` by `QuantizedLinear` and fills it while loading."""
@@ -219,14 +230,7 @@ class HalfbyteQuantizer(HfQuantizer):
         return {"": best_device()} if device_map is None else device_map
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        skip = self.get_modules_to_not_convert(
-            model, self.quantization_config.llm_int8_skip_modules, model._keep_in_fp32_modules
-        )
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear and should_convert_module(name, skip)
-        }
+        linears = quantizable(model, self.quantization_config.llm_int8_skip_modules)
         if not linears:
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear layers to quantize", "load it with load_in_4bit: false"
