@@ -144,3 +144,8 @@ def dump_value(key: str, value: Any) -> str:
     """`key: value` on one line; lists and mappings in brackets. `read_mapping` gives the equal value back."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False)
     return f"{key}: {text.removesuffix('...' + chr(10)).strip(chr(10))}"
+
+
+def dump_mapping(mapping: dict[str, Any]) -> str:
+    """`key: value` lines, in order; `read_mapping` gives the equal mapping back."""
+    return yaml.dump(mapping, Dumper=_Dumper, allow_unicode=True, width=10**9, sort_keys=False)

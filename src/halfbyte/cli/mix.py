@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..config_yaml import dump_value
+from ..config_yaml import dump_mapping
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,4 +71,4 @@ def explain(mixture: Mixture) -> str:
 
 def as_yaml(mixture: Mixture) -> str:
     """The mapping that `quantization:` takes, one layer a line."""
-    return "".join(f"{dump_value(pattern, name)}\n" for pattern, name in mixture.patterns().items())
+    return dump_mapping(mixture.patterns())
