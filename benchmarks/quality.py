@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common import write_result
 from halfbyte import load_model, load_tokenizer
-from halfbyte.layers import Linear4bit
+from halfbyte.layers import QuantizedLinear
 from halfbyte.models.head import causal_lm_loss
 
 STORED = {
@@ -51,7 +51,7 @@ def weight_error(model, reference: dict[str, torch.Tensor]) -> tuple[float, floa
     """Bits per weight of the quantized layers, and their signal-to-noise ratio in dB."""
     stored = signal = noise = weights = 0.0
     for name, module in model.named_modules():
-        if isinstance(module, Linear4bit):
+        if isinstance(module, QuantizedLinear):
             exact = reference[f"{name}.weight"].to(module.weight.device).float()
             stored, weights = stored + 8 * module.weight.nbytes, weights + exact.numel()
             signal += float(exact.square().sum())

@@ -336,3 +336,54 @@ class TestNames:
             "adamw_torch_8bit", "galore_adamw_8bit", "galore_adamw_8bit_layerwise",
         }  # fmt: skip
         assert set(BITSANDBYTES_OPTIMIZERS) < set(OPTIMIZERS)
+
+
+# ---- quantization
+
+
+def run_keys(**keys):
+    return {"model_name_or_path": "m", "dataset": "d.jsonl", **keys}
+
+
+def test_quantization_is_a_name_a_mapping_or_a_file(tmp_path):
+    assert load_config(None, run_keys()).quantization is None
+    assert load_config(None, run_keys(quantization="kbit4")).quantization == "kbit4"
+    patterns = {"*.down_proj": "kbit5", "*": "nf4"}
+    assert load_config(None, run_keys(quantization=patterns)).quantization == patterns
+    (tmp_path / "mixed.yaml").write_text('"*.down_proj": kbit5\n"*": nf4\n')
+    config = load_config(None, run_keys(quantization=str(tmp_path / "mixed.yaml")))
+    assert config.quantization == patterns  # the resolved configuration stands alone
+    assert list(config.quantization) == list(patterns)
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "run.yaml") == config
+
+
+def test_quantized():
+    assert load_config(None, run_keys()).quantized
+    assert load_config(None, run_keys(quantization={"*": "nf4"})).quantized
+    assert not load_config(None, run_keys(load_in_4bit=False)).quantized
+    assert not load_config(None, run_keys(quantization="16bit", use_peft=False)).quantized
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"quantization": "kbit4", "load_in_4bit": False}, "load_in_4bit: false contradicts quantization: kbit4"),
+        ({"quantization": "kbit4", "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type: fp4 contradicts .*kbit4"),
+        ({"quantization": "kbit4", "bnb_4bit_blocksize": 128}, "bnb_4bit_blocksize: 128 has no meaning .*kbit4"),
+        ({"quantization": {"*": "kbit4"}, "bnb_4bit_use_double_quant": False}, "bnb_4bit_use_double_quant: false"),
+        ({"quantization": "kbit4", "use_peft": False}, "quantization: kbit4 with use_peft: false"),
+        ({"load_in_4bit": False, "skip_quant_last_layers": 2}, "skip_quant_last_layers has no meaning"),
+        ({"quantization": {}}, "quantization must name at least one"),
+        ({"quantization": "missing.yaml"}, "no such file: missing.yaml"),
+        ({"skip_quant_first_layers": -1}, "skip_quant_first_layers must be a whole number from 0"),
+    ],
+)
+def test_quantization_that_contradicts_is_refused(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, run_keys(**keys))
+
+
+def test_quantization_with_the_options_of_its_formats():
+    load_config(None, run_keys(quantization="fp4", bnb_4bit_quant_type="fp4", bnb_4bit_blocksize=128))
+    load_config(None, run_keys(quantization={"*.up_proj": "nf4", "*": "kbit3"}, bnb_4bit_use_double_quant=False))

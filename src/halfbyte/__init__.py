@@ -21,6 +21,7 @@ _PUBLIC = {
     "QuantizedTensor": "halfbyte.tensor",
     "Linear4bit": "halfbyte.layers",
     "LinearNF4": "halfbyte.layers",
+    "QuantizedLinear": "halfbyte.layers",
     "LinearFP4": "halfbyte.layers",
     "Embedding4bit": "halfbyte.layers",
     "functional": "halfbyte.functional",

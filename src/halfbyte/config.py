@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from .config_aliases import HINTS
 from .config_foreign import Ignored, Mapped, Refused, foreign_names, translate
-from .config_yaml import Located, dump_value, parse_scalar, read_mapping
+from .config_yaml import Located, dump_value, parse_scalar, read_mapping, read_patterns
 from .errors import ConfigError
 from .notices import notice
 
@@ -33,6 +33,8 @@ BITSANDBYTES_OPTIMIZERS = (
     "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
 )  # fmt: skip
 OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
+
+SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -62,6 +64,14 @@ class QuantizationSection(BaseModel):
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type")
     bnb_4bit_use_double_quant: bool = Field(True, description="quantize the block scales too")
     bnb_4bit_blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(64, description="weights per scale")
+
+    quantization: str | dict[str, str] | None = Field(
+        None,
+        description="one format for all layers, a mapping from module pattern to format or 16bit, or a YAML file with "
+        "that mapping; default: the keys above",
+    )
+    skip_quant_first_layers: Annotated[int, Field(ge=0)] = Field(0, description="first decoder layers kept in 16 bits")
+    skip_quant_last_layers: Annotated[int, Field(ge=0)] = Field(0, description="last decoder layers kept in 16 bits")
 
 
 class AdapterSection(BaseModel):
@@ -174,13 +184,23 @@ class RunConfig(ModelSection, QuantizationSection, AdapterSection, DataSection, 
     def _paths_as_text(cls, value: Any) -> Any:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
+    @property
+    def quantized(self) -> bool:
+        """Whether any weight is stored in fewer than 16 bits."""
+        return self.load_in_4bit and self.quantization != SIXTEEN
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _patterns_from_file(cls, value: Any) -> Any:
+        return read_patterns(value) if isinstance(value, str) and value.endswith((".yaml", ".yml")) else value
+
     @field_validator("report_to", mode="before")
     @classmethod
     def _report_to_list(cls, value: Any) -> Any:
         """transformers also takes one name, and `none`."""
         return ([] if value == "none" else [value]) if isinstance(value, str) else value
 
-    @field_validator("target_modules", "dataset", "eval_dataset")
+    @field_validator("target_modules", "dataset", "eval_dataset", "quantization")
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
         if value is not None and not value:
@@ -227,12 +247,15 @@ class RunConfig(ModelSection, QuantizationSection, AdapterSection, DataSection, 
 
 def _contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(key, what is wrong, fix) for each pair of keys that cannot both hold."""
+    yield from _quantization_contradictions(config)
     if not config.use_peft:
-        if config.load_in_4bit:
+        if config.quantized:
+            key = "quantization" if config.quantization else "load_in_4bit"
             yield (
-                "load_in_4bit",
-                "load_in_4bit: true with use_peft: false: quantized weights cannot be trained",
-                "set load_in_4bit: false for full fine-tuning, or use_peft: true for QLoRA",
+                key,
+                f"{dump_value(key, getattr(config, key))} with use_peft: false: quantized weights cannot be trained",
+                f"set {key}: {'16bit' if config.quantization else 'false'} for full fine-tuning, "
+                "or use_peft: true for QLoRA",
             )
         for key in ("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"):
             if getattr(config, key):
@@ -247,6 +270,28 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             f"optim: {config.optim} needs the package bitsandbytes, which is not installed",
             "pip install bitsandbytes, or set optim: adamw_torch_fused",
         )
+
+
+def _quantization_contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """`quantization` against the keys that choose between 16 bits, NF4 and FP4."""
+    chosen = dump_value("quantization", config.quantization)
+    skips = [key for key in ("skip_quant_first_layers", "skip_quant_last_layers") if getattr(config, key)]
+    if skips and not config.quantized:
+        yield skips[0], f"{skips[0]} has no meaning when every layer is kept in 16 bits", f"remove {skips[0]}"
+    if config.quantization is None:
+        return
+    if not config.load_in_4bit:
+        yield "quantization", f"load_in_4bit: false contradicts {chosen}", "remove one of the two"
+    whole = isinstance(config.quantization, str)
+    names = {config.quantization} if isinstance(config.quantization, str) else set(config.quantization.values())
+    if config.bnb_4bit_quant_type != "nf4" and not (whole and config.quantization == config.bnb_4bit_quant_type):
+        said = dump_value("bnb_4bit_quant_type", config.bnb_4bit_quant_type)
+        yield "quantization", f"{said} contradicts {chosen}", "remove bnb_4bit_quant_type"
+    for key in ("bnb_4bit_blocksize", "bnb_4bit_use_double_quant"):
+        value = getattr(config, key)
+        if value != QuantizationSection.model_fields[key].default and not names & {"nf4", "fp4"}:
+            said = dump_value(key, value)
+            yield "quantization", f"{said} has no meaning with {chosen}: it is of nf4 and fp4", f"remove {key}"
 
 
 def load_config(

@@ -93,6 +93,15 @@ def read_mapping(path: Path | str, text_keys: Collection[str] = ()) -> dict[str,
         loader.dispose()
 
 
+def read_patterns(path: str) -> dict[str, Any]:
+    """The whole of a YAML file that holds one mapping, such as patterns of module names.
+
+    Raises:
+        ConfigError: see `read_mapping`.
+    """
+    return {key: found.value for key, found in read_mapping(path).items()}
+
+
 def _located(loader: _Loader, root: yaml.MappingNode, path: Path, text_keys: Collection[str]) -> dict[str, Located]:
     found: dict[str, Located] = {}
     loader.flatten_mapping(root)
@@ -135,3 +144,8 @@ def dump_value(key: str, value: Any) -> str:
     """`key: value` on one line; lists and mappings in brackets. `read_mapping` gives the equal value back."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False)
     return f"{key}: {text.removesuffix('...' + chr(10)).strip(chr(10))}"
+
+
+def dump_mapping(mapping: dict[str, Any]) -> str:
+    """`key: value` lines, in order; `read_mapping` gives the equal mapping back."""
+    return yaml.dump(mapping, Dumper=_Dumper, allow_unicode=True, width=10**9, sort_keys=False)

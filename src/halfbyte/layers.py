@@ -1,18 +1,19 @@
 """Drop-in modules: `nn.Linear` and `nn.Embedding` whose frozen weight is a `QuantizedTensor`.
 
-Their state dicts are those of bitsandbytes' modules of the same names, in both directions; a full-precision weight in a
-state dict is quantized as it is loaded.
+Their state dicts are what the format writes (`Format.to_state`), for NF4 and FP4 those of bitsandbytes' modules of the
+same names, in both directions; a full-precision weight in a state dict is quantized as it is loaded.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError
-from .formats import Blockwise4, Format
+from .formats import FORMATS, Blockwise4, Format, recognize
+from .formats.base import FLOATS, entry_name
 from .tensor import QuantizedTensor
 
 
@@ -35,18 +36,19 @@ class _QuantizedWeight:
             destination[f"{prefix}weight"] = weight
             return
         for suffix, value in weight.format.to_state(weight.parts, tuple(weight.shape), weight.dtype).items():
-            destination[f"{prefix}weight.{suffix}".rstrip(".")] = value
+            destination[entry_name(f"{prefix}weight", suffix)] = value
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         name = f"{prefix}weight"
-        mine = [key for key in state_dict if key == name or key.startswith(f"{name}.")]
-        entries = {key.removeprefix(name).lstrip("."): state_dict[key] for key in mine}
-        if set(entries) > {""}:
-            format_, parts, shape, dtype = type(self.weight.format).from_state(entries, name)
+        entries = _entries(state_dict, name)
+        if entries.keys() - {""} or ("" in entries and entries[""].dtype not in (*FLOATS, torch.float64)):
+            cls = recognize(entries, prefer=type(self.weight.format))
+            format_, parts, shape, dtype = cls.from_state(entries, name)
             loaded = QuantizedTensor(format_, parts, shape, dtype)
-            state_dict = {key: value for key, value in state_dict.items() if not key.startswith(f"{name}.")}
+            used = {entry_name(name, suffix) for suffix in entries}
+            state_dict = {key: value for key, value in state_dict.items() if key not in used}
         elif "" in entries:
             loaded = QuantizedTensor.quantize(entries[""].to(self.weight.dtype), self.weight.format)
         else:
@@ -64,19 +66,67 @@ class _QuantizedWeight:
             {**state_dict, name: self.weight.detach()},
             prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs,
         )  # fmt: skip
-        for key in [f"{name}.{suffix}" for suffix in entries if suffix]:
-            if key in unexpected_keys:
-                unexpected_keys.remove(key)
 
 
-class Linear4bit(_QuantizedWeight, nn.Linear):
-    """`nn.Linear` with a frozen 4-bit weight.
+def _entries(state_dict: dict[str, Any], name: str) -> dict[str, Tensor]:
+    """Suffix → entry, of all entries that may belong to the quantized parameter `name`."""
+    entries = {key.removeprefix(name).lstrip("."): key for key in state_dict if f"{key}.".startswith(f"{name}.")}
+    beside = {suffix for cls in FORMATS.values() for suffix in cls.state_suffixes() if suffix.startswith("../")}
+    entries |= {suffix: entry_name(name, suffix) for suffix in beside if entry_name(name, suffix) in state_dict}
+    return {suffix: state_dict[key] for suffix, key in entries.items()}
+
+
+class QuantizedLinear(_QuantizedWeight, nn.Linear):
+    """`nn.Linear` with a frozen weight in any format.
 
     The product runs in the input's dtype (or autocast's). A new module holds quantized random weights; use
-    `from_linear` or `load_state_dict` for real ones.
+    `from_linear` or `load_state_dict` for real ones. A state dict in another format changes the module's.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `nn.Linear`; dtype is that of the dequantized weight.
+        format: how the weight is stored.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        format: Format,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.weight = quantized_parameter(self.weight, format)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, format: Format) -> Self:
+        """The same layer with its weight in `format`; the bias is shared."""
+        module = cls.unfilled(linear)
+        module.weight = quantized_parameter(linear.weight, format)
+        return module
+
+    @classmethod
+    def unfilled(cls, linear: nn.Linear) -> Self:
+        """The same layer, its weight not quantized yet: a loader sets it."""
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.in_features, module.out_features = linear.in_features, linear.out_features
+        module.weight, module.bias = linear.weight, linear.bias
+        module.weight.requires_grad_(False)
+        return module.train(linear.training)
+
+    def extra_repr(self) -> str:
+        spec = self.weight.format.spec if isinstance(self.weight, QuantizedTensor) else "none yet"
+        return f"{super().extra_repr()}, format={spec}"
+
+
+class Linear4bit(QuantizedLinear):
+    """`QuantizedLinear` in NF4 or FP4.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in `QuantizedLinear`.
         quant_type: "nf4" or "fp4".
         blocksize: weights per scale.
         compress_statistics: quantize the scales too (double quantization).
@@ -94,30 +144,8 @@ class Linear4bit(_QuantizedWeight, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         format_ = Blockwise4(quant_type, blocksize, compress_statistics)  # type: ignore[arg-type]
-        self.weight = quantized_parameter(self.weight, format_)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, format: Format) -> Linear4bit:
-        """The same layer with its weight in `format`; the bias is shared."""
-        module = cls.unfilled(linear)
-        module.weight = quantized_parameter(linear.weight, format)
-        return module
-
-    @classmethod
-    def unfilled(cls, linear: nn.Linear) -> Linear4bit:
-        """The same layer, its weight not quantized yet: a loader sets it."""
-        module = cls.__new__(cls)
-        nn.Module.__init__(module)
-        module.in_features, module.out_features = linear.in_features, linear.out_features
-        module.weight, module.bias = linear.weight, linear.bias
-        module.weight.requires_grad_(False)
-        return module.train(linear.training)
-
-    def extra_repr(self) -> str:
-        spec = self.weight.format.spec if isinstance(self.weight, QuantizedTensor) else "none yet"
-        return f"{super().extra_repr()}, format={spec}"
+        super().__init__(in_features, out_features, bias, format=format_, device=device, dtype=dtype)
 
 
 class LinearNF4(Linear4bit):

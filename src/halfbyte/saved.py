@@ -78,18 +78,21 @@ def _base_of(adapter: Path) -> str:
 
 def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "none") -> RunConfig:
     """The configuration to load `place` with: the run's own, or the model as it is stored, and then `overrides`."""
-    defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": _is_4bit(place.base)}
+    overrides = list(overrides)
+    named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
+    quantized = named or _is_quantized(place.base)
+    defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": quantized}
     config = load_config(place.resolved, overrides, defaults)
     if place.base and not place.adapter:
         config.model_name_or_path = place.base
     return config
 
 
-def _is_4bit(model: str) -> bool:
+def _is_quantized(model: str) -> bool:
     """Whether a model folder holds weights that were quantized before."""
     path = Path(model) / "config.json"
     stored = json.loads(path.read_text(encoding="utf-8")) if model and path.is_file() else {}
-    return bool(stored.get("quantization_config", {}).get("load_in_4bit"))
+    return "quantization_config" in stored
 
 
 def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> Saved:
@@ -131,7 +134,10 @@ def tokenizer_keys(config: RunConfig) -> dict[str, Any]:
 def model_keys(config: RunConfig) -> dict[str, Any]:
     """Arguments of `load_model`."""
     return {
-        "load_in_4bit": config.load_in_4bit,
+        "load_in_4bit": config.quantized,
+        "quantization": config.quantization,
+        "skip_quant_first_layers": config.skip_quant_first_layers,
+        "skip_quant_last_layers": config.skip_quant_last_layers,
         "quant_type": config.bnb_4bit_quant_type,
         "blocksize": config.bnb_4bit_blocksize,
         "double_quant": config.bnb_4bit_use_double_quant,

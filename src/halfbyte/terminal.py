@@ -23,6 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .config import SIXTEEN
+
 if TYPE_CHECKING:
     from .config import RunConfig
 
@@ -80,9 +82,18 @@ def method(config: RunConfig | Mapping[str, Any]) -> str:
     if not keys.get("use_peft", True):
         return "full fine-tuning"
     adapter = f"{'DoRA' if keys.get('use_dora') else 'LoRA'} r={keys.get('r', '?')}"
-    if not keys.get("load_in_4bit", True):
-        return f"16-bit + {adapter}"
-    return f"4-bit {str(keys.get('bnb_4bit_quant_type', 'nf4')).upper()} + {adapter}"
+    return f"{storage(keys)} + {adapter}"
+
+
+def storage(keys: Mapping[str, Any]) -> str:
+    """How the frozen weights of a run are stored, in a few words: '16-bit', '4-bit NF4', 'kbit5', 'mixed (3)'."""
+    chosen = keys.get("quantization")
+    if not keys.get("load_in_4bit", True) or chosen == SIXTEEN:
+        return "16-bit"
+    if isinstance(chosen, Mapping):
+        formats = sorted(set(chosen.values()))
+        return " and ".join(formats) if len(formats) < 3 else f"mixed ({len(formats)})"
+    return chosen or f"4-bit {str(keys.get('bnb_4bit_quant_type', 'nf4')).upper()}"
 
 
 def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
@@ -345,11 +356,11 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | No
     parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS if name != "runtime"}
     total, capacity = flat.get("total") or sum(parts.values()), flat.get("capacity_bytes")
     largest = max(parts, key=lambda name: parts[name])
-    # Weights already in 4 bits shrink no further, unless they alone fill the device: look at what else can.
+    # Weights already quantized shrink no further, unless they alone fill the device: look at what else can.
     if (
         largest == "weights"
         and config is not None
-        and config.load_in_4bit
+        and config.quantized
         and parts["weights"] < 0.9 * (capacity or math.inf)
     ):
         largest = max((name for name in parts if name != "weights"), key=lambda name: parts[name])
@@ -386,8 +397,8 @@ def _key_of_state(largest: str, config: RunConfig | None) -> str:
     """The key for what stays in memory between steps: weights, adapters, their gradients and optimizer state."""
     if config is not None and not config.use_peft:
         return "use_peft: true with load_in_4bit: true (trains an adapter in place of every weight)"
-    if largest == "weights" and config is not None and config.load_in_4bit:
-        return "model_name_or_path: a smaller model (these weights fill the device in 4 bits already)"
+    if largest == "weights" and config is not None and config.quantized:
+        return "model_name_or_path: a smaller model (these weights fill the device quantized already)"
     if largest == "weights":
         return "load_in_4bit: true (stores the frozen weights in a quarter of the space)"
     rank = f"r: {max(config.r // 2, 1)}" if config else "r: half of what it is"

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from halfbyte.formats import FORMATS
-from halfbyte.layers import Linear4bit
+from halfbyte.layers import QuantizedLinear
 from halfbyte.tensor import QuantizedTensor
 
 EXAMPLES = [example for cls in FORMATS.values() for example in cls.examples()]
@@ -24,7 +24,7 @@ def linear(format, rows=33, columns=70, *, bias=True, dtype=torch.float32, seed=
         layer.weight.copy_(weight_of((rows, columns), dtype, seed))
         if bias:
             layer.bias.copy_(weight_of((rows,), dtype, seed + 1))
-    return Linear4bit.from_linear(layer, format)
+    return QuantizedLinear.from_linear(layer, format)
 
 
 def plain(layer, dtype=None):

@@ -14,7 +14,7 @@ from torch import nn
 from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
-from halfbyte.layers import Linear4bit
+from halfbyte.layers import Linear4bit, QuantizedLinear
 from halfbyte.memory.estimate import GIB, estimate
 from halfbyte.memory.replay import Ledger
 from halfbyte.memory.shapes import ModelShapes
@@ -120,7 +120,7 @@ def test_a_replayed_step_allocates_what_a_real_one_does(family, dtype, checkpoin
     ledger = Ledger()
     ledger.ignore(iter((*model.parameters(), *model.buffers())))
     for module in model.modules():
-        if isinstance(module, Linear4bit):
+        if isinstance(module, QuantizedLinear):
             ledger.ignore(iter(module.weight.parts.values()))
     ledger.ignore(p.grad for p in model.parameters() if p.grad is not None)
     base = model.get_base_model()

@@ -12,7 +12,7 @@ from torch import nn
 from halfbyte import notices
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4
-from halfbyte.layers import Linear4bit
+from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model, load_model_config, load_tokenizer
 from halfbyte.tensor import QuantizedTensor
 
@@ -36,7 +36,7 @@ def original(folder, dtype=torch.float32):
 
 
 def quantized_linears(model):
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def weights_on_disk(folder):
@@ -224,7 +224,7 @@ def test_other_quantized_checkpoints_are_refused_by_name(damaged, entry, named):
 
 
 def test_a_4bit_checkpoint_is_not_loaded_in_16_bits(bitsandbytes_checkpoint):
-    with pytest.raises(ModelError, match="holds 4-bit weights"):
+    with pytest.raises(ModelError, match="holds quantized weights"):
         load_model(str(bitsandbytes_checkpoint), load_in_4bit=False, device="cpu")
 
 

@@ -10,7 +10,7 @@ import transformers
 
 from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
-from halfbyte.layers import Linear4bit
+from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model
 from halfbyte.models.quantizer import HalfbyteConfig
 from halfbyte.tensor import QuantizedTensor
@@ -19,7 +19,7 @@ TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
 
 
 def linears(model):
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def from_pretrained(folder, config, **keys):

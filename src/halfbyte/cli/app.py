@@ -132,6 +132,22 @@ def merge(
 
 
 @app.command()
+def mix(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a 16-bit model's folder or hub id")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="calibration text: a dataset's file, folder or hub id")],
+    bits: Annotated[float, typer.Option(min=1.0, max=16.0, help="Mean bits per weight, scales included.")] = 4.5,
+    formats: Annotated[str | None, typer.Option(help="Candidates, with commas between; default: all.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of DATA to measure on.")] = 8192,
+) -> None:
+    """Choose each layer's format within a memory budget."""
+    from .mix import as_yaml, explain, mix_formats
+
+    mixture = mix_formats(model, data, bits, formats, tokens)
+    typer.echo(explain(mixture), err=True)
+    typer.echo(as_yaml(mixture), nl=False)
+
+
+@app.command()
 def env() -> None:
     """Print versions and hardware."""
     from .env import print_environment

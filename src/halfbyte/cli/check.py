@@ -118,8 +118,8 @@ def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
     while (rows := rows // 2) >= 1:  # the same result, from smaller pieces
         steps = -(-config.gradient_accumulation_steps * config.per_device_train_batch_size // rows)
         yield {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
-    if config.use_peft and not config.load_in_4bit:
-        yield {"load_in_4bit": True}
+    if config.use_peft and not config.quantized:
+        yield {"load_in_4bit": True, "quantization": None}
     if not config.use_peft:
         yield {"use_peft": True}
     length = config.max_length

@@ -21,7 +21,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from halfbyte.adapters import load_adapter_weights
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, HalfbyteError
-from halfbyte.layers import Linear4bit
+from halfbyte.formats import Format
+from halfbyte.formats.choice import configured
 from halfbyte.models.load import load_model_config
 from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
 
@@ -39,7 +40,7 @@ class AdapterLayers:
     Attributes:
         layers: parameter name → the PEFT layer over it.
         whole: parameter name → the trained tensor that replaces it (modules_to_save).
-        quantized: names of the parameters that `load_model` stores in 4 bits.
+        quantized: parameter name → the format that `load_model` stores it in.
         shapes: parameter name → shape.
         tied: parameter name → name of the parameter it shares its weight with.
 
@@ -56,7 +57,7 @@ class AdapterLayers:
         transforms = get_model_conversion_mapping(model)
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        self.quantized = _quantized_names(config) if config.load_in_4bit else frozenset()
+        self.quantized = _formats(config) if config.quantized else {}
         root = _with_adapter(model, folder, device).get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
         self.whole: dict[str, Tensor] = {}
@@ -109,10 +110,11 @@ def meta_model(config: RunConfig) -> Any:
         return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
 
 
-def _quantized_names(config: RunConfig) -> frozenset[str]:
-    model = meta_model(config)
-    HalfbyteQuantizer(HalfbyteConfig(), pre_quantized=False).preprocess_model(model)
-    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit))
+def _formats(config: RunConfig) -> dict[str, Format]:
+    quantization = HalfbyteConfig()
+    quantization.choice = configured(config)
+    HalfbyteQuantizer(quantization, pre_quantized=False).preprocess_model(meta_model(config))
+    return {f"{name}.weight": format_ for name, format_ in quantization.formats.items()}
 
 
 def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftModel:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import Blockwise4
-from halfbyte.formats.blockwise4 import PART_OF_KEY, STATE_KEYS, read_quant_state
+from halfbyte.formats import FORMATS, Blockwise4, recognize
+from halfbyte.formats.base import parameter_of_entry
 from halfbyte.models.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
+from halfbyte.tensor import QuantizedTensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-QUANTIZED_SUFFIXES = (*filter(None, PART_OF_KEY), "quant_map", *STATE_KEYS.values())
 HUB_FILES = ["*.safetensors", INDEX, "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -33,9 +33,9 @@ class Stored:
     Attributes:
         name: its name in the checkpoint.
         file: the shard it lies in.
-        dtype: dtype of its values, in safetensors' spelling; of a 4-bit weight, that of the dequantized values.
+        dtype: dtype of its values, in safetensors' spelling; of a quantized weight, that of the dequantized values.
         shape: of its values.
-        parts: a weight that bitsandbytes quantized: suffix → name of the entry; empty for others.
+        parts: of a quantized weight: suffix → name of the entry; empty for others.
     """
 
     name: str
@@ -65,37 +65,46 @@ class BaseCheckpoint:
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights are stored in 4 bits."""
+        """Whether the weights are stored quantized."""
         return "quantization_config" in self.config
 
     @cached_property
     def weights(self) -> list[Stored]:
         """Every weight, in the order of the shards."""
-        packed = {name.removesuffix(f".{key}") for key in STATE_KEYS.values() for name in self._file_of if key in name}
-        of_packed = {f"{name}.{suffix}" for name in packed for suffix in QUANTIZED_SUFFIXES}
+        parts = self._quantized_parts() if self.quantized else {}
+        of_parts = {entry for entries in parts.values() for entry in entries.values()}
         found = []
         for file, header in self.headers.items():
             for name, entry in header.items():
-                if name in packed:
-                    found.append(self._packed(name, file))
-                elif name not in of_packed:
+                if name not in of_parts:
                     found.append(Stored(name, file, entry["dtype"], tuple(entry["shape"])))
+            found += [self._packed(name, file, own) for name, own in parts.items() if self._file_of[own[""]] == file]
         return found
 
-    def _packed(self, name: str, file: str) -> Stored:
-        entries = {suffix: f"{name}.{suffix}".rstrip(".") for suffix in ("", *QUANTIZED_SUFFIXES)}
-        parts = {suffix: entry for suffix, entry in entries.items() if entry in self._file_of}
-        state = {suffix: self._tensor(parts[suffix]) for suffix in STATE_KEYS.values() if suffix in parts}
-        meta = read_quant_state(state, name)
-        return Stored(name, file, NAMES[getattr(torch, meta["dtype"])], tuple(meta["shape"]), parts)
+    def _quantized_parts(self) -> dict[str, dict[str, str]]:
+        """Quantized weight → suffix → entry."""
+        suffixes = {suffix for cls in FORMATS.values() for suffix in cls.state_suffixes()} - {""}
+        found: dict[str, dict[str, str]] = {}
+        for entry in self._file_of:
+            for suffix in suffixes:
+                name = parameter_of_entry(entry, suffix)
+                if name in self._file_of:
+                    found.setdefault(name, {"": name})[suffix] = entry
+        return found
+
+    def _packed(self, name: str, file: str, parts: Mapping[str, str]) -> Stored:
+        values = self._quantized(name, parts)
+        return Stored(name, file, NAMES[values.dtype], tuple(values.shape), parts)
+
+    def _quantized(self, name: str, parts: Mapping[str, str]) -> QuantizedTensor:
+        state = {suffix: self._tensor(entry) for suffix, entry in parts.items()}
+        return QuantizedTensor(*recognize(state, prefer=Blockwise4).from_state(state, name))
 
     def read(self, stored: Stored) -> Tensor:
-        """The values on the CPU: as they are stored, or, of a 4-bit weight, dequantized in fp32."""
+        """The values on the CPU: as they are stored, or, of a quantized weight, dequantized in fp32."""
         if not stored.parts:
             return self._tensor(stored.name)
-        state = {suffix: self._tensor(entry) for suffix, entry in stored.parts.items()}
-        format_, parts, shape, _ = Blockwise4.from_state(state, stored.name)
-        return format_.dequantize(parts, shape, torch.float32)
+        return self._quantized(stored.name, stored.parts).dequantize(torch.float32)
 
     def _tensor(self, name: str) -> Tensor:
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:

@@ -223,10 +223,10 @@ def _targets(config: RunConfig, base: BaseCheckpoint, wanted: str) -> tuple[tupl
     if base.quantized:
         if wanted == "original":
             raise ConfigError(
-                f"base: original: {base.folder} itself is stored in 4 bits", "use base: dequantized, or auto"
+                f"base: original: {base.folder} itself is stored quantized", "use base: dequantized, or auto"
             )
-        return ("dequantized",), "dequantized", "the base checkpoint itself is stored in 4 bits"
-    if not config.load_in_4bit:
+        return ("dequantized",), "dequantized", "the base checkpoint itself is stored quantized"
+    if not config.quantized:
         return ("original",), "original", "the adapter was trained on 16-bit weights, so both bases are the same"
     if wanted == "original":
         return ("original", "dequantized"), "original", "as asked"

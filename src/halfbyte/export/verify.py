@@ -54,7 +54,7 @@ class Verifier:
         self._config, self._adapter, self._weights, self._progress = config, adapter, weights, progress
         self._device = _device_for(weights)
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
-        self._trained, self._bare = self._adapted(weights.trained_dtype, config.load_in_4bit)
+        self._trained, self._bare = self._adapted(weights.trained_dtype, config.quantized)
         self._unquantized: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -96,7 +96,7 @@ class Verifier:
             keys["attn_implementation"] = None  # flash attention does not compute in fp32
             return PeftModel.from_pretrained(load_model(self._config.model_name_or_path, **keys), str(self._adapter))
 
-        bits = "4-bit base" if load_in_4bit else "base"
+        bits = "quantized base" if load_in_4bit else "base"
         found = self._measure(f"measuring the {bits} with its adapter", load, [()], with_bare=True)
         return found[0], found[1]
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
 from halfbyte.files import write_json
-from halfbyte.formats import Blockwise4
 from halfbyte.models.checkpoint_files import INDEX
 from halfbyte.models.load import resolve_dtype
 from halfbyte.tensor import QuantizedTensor
@@ -51,9 +50,7 @@ class MergedWeights:
 
     def __init__(self, config: RunConfig, base: BaseCheckpoint, adapter: AdapterLayers):
         self.base, self.adapter = base, adapter
-        self._format = Blockwise4(
-            config.bnb_4bit_quant_type, config.bnb_4bit_blocksize, config.bnb_4bit_use_double_quant
-        )
+        self._formats = {} if base.quantized else adapter.quantized
         self.trained_dtype = resolve_dtype(config.dtype, adapter.device)
         self.untied = False
         self.updates: dict[Target, list[float]] = {}
@@ -87,7 +84,7 @@ class MergedWeights:
             self._add(name, stored.source, name)
 
     def _check(self, pieces: set[str]) -> None:
-        if beyond := sorted(pieces & (self.adapter.changed | self.adapter.quantized)):
+        if beyond := sorted(pieces & (self.adapter.changed | self._formats.keys())):
             raise CheckpointError(f"{beyond[0]} is put together from several tensors, and cannot be merged")
         outputs = {output.parameter: output for shard in self.shards.values() for output in shard}
         for name in sorted(self.adapter.changed):
@@ -119,7 +116,7 @@ class MergedWeights:
         return (
             output.parameter in self.adapter.changed
             or bool(output.source.parts)
-            or (target == "dequantized" and output.parameter in self.adapter.quantized)
+            or (target == "dequantized" and output.parameter in self._formats)
         )
 
     def write(self, folder: Path, target: Target, advance: Callable[[int], None]) -> dict[str, dict[str, int]]:
@@ -156,9 +153,10 @@ class MergedWeights:
         if not self._is_computed(output, target):
             return weight if dtype == output.source.dtype else weight.to(DTYPES[dtype])
         weight = weight.to(self.adapter.device)
-        if target == "dequantized" and name in self.adapter.quantized and not output.source.parts:
+        if target == "dequantized" and name in self._formats:
             # transformers casts to the dtype of the run before it quantizes
-            weight = QuantizedTensor.quantize(weight.to(self.trained_dtype), self._format).dequantize(torch.float32)
+            weight = weight.to(self.trained_dtype)
+            weight = QuantizedTensor.quantize(weight, self._formats[name]).dequantize(torch.float32)
         if name not in self.adapter.changed:
             return self._finite(weight, weight.to(DTYPES[dtype]), output)
         before = weight.float()

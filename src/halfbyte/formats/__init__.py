@@ -1,11 +1,14 @@
 """Stored formats. Adding one: a module here with a `Format` subclass, and its import below."""
 
+import difflib
 import functools
+from collections.abc import Iterable
 
+from ..errors import ModelError
 from .base import FORMATS, Format
 from .blockwise4 import Blockwise4
 
-__all__ = ["FORMATS", "Blockwise4", "Format", "from_spec"]
+__all__ = ["FORMATS", "Blockwise4", "Format", "from_spec", "named", "names", "recognize"]
 
 
 @functools.cache
@@ -13,3 +16,40 @@ def from_spec(spec: str) -> Format:
     """The format whose `spec` is this string, e.g. "blockwise4:nf4:64:nested"."""
     name, _, options = spec.partition(":")
     return FORMATS[name].parse(options)
+
+
+def names() -> dict[str, str]:
+    """User-facing name → spec, of every format."""
+    return {name: spec for cls in FORMATS.values() for name, spec in cls.names.items()}
+
+
+def named(name: str) -> Format:
+    """The format that a user calls `name`: one of `names()`, or a whole spec.
+
+    Raises:
+        ModelError: there is no such format, or it has no such options.
+    """
+    known = names()
+    if name in known:
+        return from_spec(known[name])
+    if name.partition(":")[0] in FORMATS:
+        try:
+            return from_spec(name)
+        except (ModelError, ValueError, KeyError, TypeError, IndexError) as error:
+            reason = error.message if isinstance(error, ModelError) else str(error)
+            example = FORMATS[name.partition(":")[0]].examples()[0].spec
+            raise ModelError(f"no format is spelled {name!r}: {reason}", f"write it like {example}") from error
+    near = difflib.get_close_matches(name, known, 3, 0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ModelError(f"there is no format {name!r}", f"{hint}formats: {', '.join(sorted(known))}")
+
+
+def recognize(suffixes: Iterable[str], prefer: type[Format]) -> type[Format]:
+    """The format whose checkpoint entries have these suffixes; some may be missing. `prefer` wins a tie."""
+    found = frozenset(suffixes)
+
+    def fit(cls: type[Format]) -> tuple[int, bool]:
+        known = cls.state_suffixes()
+        return len(found & known) - len(found - known), cls is prefer
+
+    return max(FORMATS.values(), key=fit)

@@ -7,13 +7,15 @@ loading, sharding and compiling derive everything from that list.
 from __future__ import annotations
 
 import abc
+import functools
+import json
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import CheckpointError, ModelError
 
 Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -22,9 +24,15 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Format(abc.ABC):
-    """A way to store a floating-point tensor in fewer bits. Subclasses are frozen dataclasses of their options."""
+    """A way to store a floating-point tensor in fewer bits. Subclasses are frozen dataclasses of their options.
+
+    Attributes:
+        name: what `spec` starts with.
+        names: what users call the format in `quantization:`, e.g. "nf4" → the spec that it means.
+    """
 
     name: ClassVar[str]
+    names: ClassVar[dict[str, str]]
 
     @property
     @abc.abstractmethod
@@ -61,18 +69,61 @@ class Format(abc.ABC):
         """`dtype` [rows, width]: chosen rows of a two-dimensional table. Formats override it to decode only those."""
         return self.dequantize(parts, shape, dtype)[rows]
 
-    @abc.abstractmethod
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Checkpoint entries: suffix after the parameter's name ("" for the codes themselves) → tensor."""
+        """Checkpoint entries: suffix after the parameter's name ("" for the codes themselves) → tensor.
+
+        A suffix "../SCB" is the entry `SCB` beside the parameter `weight`. Unless a format overrides this for another
+        tool's layout, the first part is the codes, the others go by their names, and `quant_state.halfbyte__<name>`
+        holds JSON: spec, shape, dtype.
+        """
+        codes, *others = parts
+        meta = {"spec": self.spec, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+        state = {"": parts[codes], **{name: parts[name] for name in others}}
+        return state | {_meta_key(self.name): json_entry(meta)}
 
     @classmethod
-    @abc.abstractmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
         """The reverse of `to_state`: format, parts, shape and dtype.
 
         Raises:
             CheckpointError: an entry of parameter `name` is missing, misshapen or contradicts another.
         """
+        key = _meta_key(cls.name)
+        meta = read_json_entry(state, key, name)
+        try:
+            head, _, options = meta["spec"].partition(":")
+            if head != cls.name:
+                raise ValueError(f"{head!r} is not {cls.name!r}")
+            format_ = cls.parse(options)
+            shape, dtype = tuple(int(size) for size in meta["shape"]), getattr(torch, meta["dtype"])
+            if min(shape, default=0) < 0 or dtype not in FLOATS:
+                raise ValueError(f"a {dtype} weight of shape {shape}")
+            specs = format_.part_specs(shape)
+        except (KeyError, ModelError, AttributeError, TypeError, ValueError) as error:
+            message = f"{name}.{key} is not usable: {error!r}"
+            raise CheckpointError(message, "re-download the checkpoint") from error
+        suffixes = {part: "" if not at else part for at, part in enumerate(specs)}
+        parts = {part: state[suffix] for part, suffix in suffixes.items() if suffix in state}
+        check_parts(parts, specs, suffixes, name)
+        return format_, parts, shape, dtype
+
+    @classmethod
+    @functools.cache
+    def state_suffixes(cls) -> frozenset[str]:
+        """Suffixes of all checkpoint entries that some options of the format write; what it is recognised by."""
+        shape, found = (2, 64), set[str]()
+        for example in cls.examples():
+            parts = example.quantize(torch.ones(shape, device="cpu"))
+            found |= example.to_state(parts, shape, torch.float32).keys()
+        return frozenset(found)
+
+    @classmethod
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
+        """The format of a checkpoint that another tool quantized, from its config.json's `quantization_config`.
+
+        None: not a checkpoint of this format. Its weights are then read by `from_state` of the returned format's class.
+        """
+        return None
 
     def bits_per_weight(self, shape: tuple[int, ...]) -> float:
         """Stored bits over weights, scales included."""
@@ -93,3 +144,61 @@ def register_format(cls: type[Format]) -> type[Format]:
     """Make a format known by each of its names, for `from_spec` and for the contract test."""
     FORMATS[cls.name] = cls
     return cls
+
+
+def json_entry(value: dict[str, Any]) -> Tensor:
+    """uint8 [bytes], on the CPU: a JSON object as a checkpoint entry."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def read_json_entry(state: Parts, key: str, name: str) -> dict[str, Any]:
+    """The reverse of `json_entry` for entry `key` of parameter `name`.
+
+    Raises:
+        CheckpointError: the entry is missing or is not a JSON object.
+    """
+    if key not in state:
+        raise CheckpointError(f"{name}.{key} is missing from the checkpoint", "re-download the checkpoint")
+    try:
+        value = json.loads(bytes(state[key].cpu().tolist()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{name}.{key} is not JSON: {error}", "re-download the checkpoint") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name}.{key} is not a JSON object", "re-download the checkpoint")
+    return value
+
+
+def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], name: str) -> None:
+    """Compare loaded parts with what the format lists; `suffixes` names each part's entry in the checkpoint.
+
+    Raises:
+        CheckpointError: a part of parameter `name` is missing, or has another shape or dtype.
+    """
+    for part, (size, dtype) in specs.items():
+        label = entry_name(name, suffixes.get(part, part))
+        if part not in parts:
+            raise CheckpointError(f"{label} is missing from the checkpoint", "re-download the checkpoint")
+        found = parts[part]
+        if tuple(found.shape) != size or found.dtype != dtype:
+            raise CheckpointError(
+                f"{label} is {found.dtype} {tuple(found.shape)}, expected {dtype} {size}", "re-download the checkpoint"
+            )
+
+
+def entry_name(name: str, suffix: str) -> str:
+    """Key in a checkpoint of the entry with this suffix of parameter `name`."""
+    if suffix.startswith("../"):
+        return name.rpartition(".")[0] + name.rpartition(".")[1] + suffix[3:]
+    return f"{name}.{suffix}" if suffix else name
+
+
+def parameter_of_entry(entry: str, suffix: str) -> str | None:
+    """The parameter (`weight` of a module) whose entry with this suffix is `entry`; None when it cannot be one."""
+    if suffix.startswith("../"):
+        module, dot, last = entry.rpartition(".")
+        return f"{module}{dot}weight" if last == suffix[3:] else None
+    return entry.removesuffix(f".{suffix}") if entry.endswith(f".{suffix}") else None
+
+
+def _meta_key(format_name: str) -> str:
+    return f"quant_state.halfbyte__{format_name}"

@@ -14,7 +14,7 @@ in a checkpoint. For a parameter `weight`:
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -30,7 +30,7 @@ from ..ops.blockwise4 import (
     quantize_scales,
 )
 from ..ops.codebooks import codebook4, dynamic_map
-from .base import FLOATS, Format, Parts, PartSpecs, register_format
+from .base import FLOATS, Format, Parts, PartSpecs, check_parts, json_entry, read_json_entry, register_format
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 STATE_KEYS = {kind: f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
@@ -53,6 +53,7 @@ class Blockwise4(Format):
     nested: bool = False
 
     name: ClassVar[str] = "blockwise4"
+    names: ClassVar[dict[str, str]] = {"nf4": "blockwise4:nf4:64:nested", "fp4": "blockwise4:fp4:64:nested"}
 
     def __post_init__(self) -> None:
         if self.quant_type not in STATE_KEYS:
@@ -137,7 +138,7 @@ class Blockwise4(Format):
         if self.nested:
             offset = float(parts["nested_offset"])
             meta |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-        state[STATE_KEYS[self.quant_type]] = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
+        state[STATE_KEYS[self.quant_type]] = json_entry(meta)
         return state
 
     @classmethod
@@ -169,23 +170,19 @@ class Blockwise4(Format):
                 raise CheckpointError(message, "re-quantize the model")
         return format_, parts, shape, dtype
 
+    @classmethod
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Blockwise4 | None:
+        if entry.get("quant_method", "bitsandbytes") != "bitsandbytes" or not entry.get("load_in_4bit"):
+            return None
+        nested = bool(entry.get("bnb_4bit_use_double_quant"))
+        return cls(entry.get("bnb_4bit_quant_type", "fp4"), nested=nested)
+
     def _check_parts(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
         if min(shape, default=0) < 0:
             raise CheckpointError(f"{name}: its quant_state says shape {shape}", "re-download the checkpoint")
         if dtype not in FLOATS:
             raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
-        key_of_part = {part: key for key, part in PART_OF_KEY.items()}
-        for part, (size, expected) in self.part_specs(shape).items():
-            label = f"{name}.{key_of_part.get(part, part)}".rstrip(".")
-            if part not in parts:
-                raise CheckpointError(f"{label} is missing from the checkpoint", "re-download the checkpoint")
-            found = parts[part]
-            if tuple(found.shape) != size or found.dtype != expected:
-                raise CheckpointError(
-                    f"{label} is {found.dtype} {tuple(found.shape)}, "
-                    f"expected {expected} {size} for a weight of shape {shape}",
-                    "re-download the checkpoint",
-                )
+        check_parts(parts, self.part_specs(shape), {part: key for key, part in PART_OF_KEY.items()}, name)
 
 
 def read_quant_state(state: Parts, name: str) -> dict[str, Any]:
@@ -196,11 +193,5 @@ def read_quant_state(state: Parts, name: str) -> dict[str, Any]:
     """
     for key in STATE_KEYS.values():
         if key in state:
-            try:
-                meta = json.loads(bytes(state[key].cpu().tolist()))
-            except (ValueError, TypeError) as error:
-                raise CheckpointError(f"{name}.{key} is not JSON: {error}", "re-download the checkpoint") from error
-            if not isinstance(meta, dict):
-                raise CheckpointError(f"{name}.{key} is not a JSON object", "re-download the checkpoint")
-            return meta
+            return read_json_entry(state, key, name)
     raise CheckpointError(f"{name}.quant_state.bitsandbytes__* is missing", "re-download the checkpoint")

@@ -3,7 +3,7 @@
 The model is built without storage (fake tensors: shapes, dtypes and the real operators' memory behaviour, no data), one
 forward and backward run through the very modules that will train, and a ledger notes each storage when it appears and
 when it dies. So the numbers hold for any architecture, attention implementation, adapter variant and checkpointing,
-without a formula for each. Only two things are stand-ins: a 4-bit linear (which keeps nothing and dequantizes into
+without a formula for each. Only two things are stand-ins: a quantized linear (which keeps nothing and dequantizes into
 scratch, twice) and the attention of devices whose kernels are not here, for which the CPU's fused one answers.
 """
 
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..formats import Format
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
 
 
@@ -86,7 +87,13 @@ class _DequantizedProduct(torch.autograd.Function):
 
 
 class QuantizedStandIn(nn.Linear):
-    """A frozen linear with the memory behaviour of `layers.Linear4bit`; assigned as the class of a plain linear."""
+    """A frozen linear with the memory behaviour of `layers.QuantizedLinear`; assigned as the class of a plain linear.
+
+    Attributes:
+        format: how the weight is stored.
+    """
+
+    format: Format
 
     def forward(self, x: Tensor) -> Tensor:
         return _DequantizedProduct.apply(x.to(self.weight.dtype), self.weight, self.bias)

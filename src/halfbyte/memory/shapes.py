@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 
 from ..config import RunConfig
 from ..errors import ModelError
-from ..formats import Blockwise4
+from ..formats.choice import configured
 from ..hardware import compute_dtype
 from ..notices import notice
 from .replay import QuantizedStandIn, Replay, give_shapes_a_device, replay_step, shapes_only
@@ -52,14 +52,16 @@ class ModelShapes:
         self.config, self.device = config, device
         self.dtype = planned_dtype(config, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
-        self.format = Blockwise4(
-            config.bnb_4bit_quant_type, config.bnb_4bit_blocksize, config.bnb_4bit_use_double_quant
-        )
-        if config.load_in_4bit:
+        if config.quantized:
             head = self.causal_lm.get_output_embeddings()
-            for module in self.causal_lm.modules():
-                if type(module) is nn.Linear and module is not head:
-                    module.__class__ = QuantizedStandIn
+            linears = {
+                name: module
+                for name, module in self.causal_lm.named_modules()
+                if type(module) is nn.Linear and module is not head
+            }
+            for name, format_ in configured(config).assign(self.causal_lm, linears.keys()).items():
+                linears[name].__class__ = QuantizedStandIn
+                linears[name].format = format_  # type: ignore[assignment]
         self.model = self._adapted() if config.use_peft else self.causal_lm.train()
 
     def _build(self, model_config: Any) -> Any:
@@ -100,12 +102,12 @@ class ModelShapes:
     # --- what stays --------------------------------------------------------------------------------------------------
 
     def frozen_bytes(self) -> int:
-        """Weights that are not trained, as stored: 4-bit parts of the linears, the rest in 16 (or 32) bits."""
+        """Weights that are not trained, as stored: the parts of quantized linears, the rest in 16 (or 32) bits."""
         stored = 0
-        quantized = {id(m.weight) for m in self.model.modules() if isinstance(m, QuantizedStandIn)}
+        formats = {id(m.weight): m.format for m in self.model.modules() if isinstance(m, QuantizedStandIn)}
         for parameter in self.model.parameters():
-            if id(parameter) in quantized:
-                parts = self.format.part_specs(tuple(parameter.shape)).values()
+            if id(parameter) in formats:
+                parts = formats[id(parameter)].part_specs(tuple(parameter.shape)).values()
                 stored += sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts)
             elif not parameter.requires_grad:
                 stored += parameter.nbytes

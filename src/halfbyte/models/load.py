@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, HalfbyteError, ModelError
+from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..hardware import best_device, compute_dtype
 from ..notices import notice
@@ -61,53 +63,64 @@ def load_model(
     quant_type: str = "nf4",
     blocksize: int = 64,
     double_quant: bool = True,
+    quantization: str | Mapping[str, str] | None = None,
+    skip_quant_first_layers: int = 0,
+    skip_quant_last_layers: int = 0,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """A causal language model of transformers, its linear layers (not the head) in 4 bits.
+    """A causal language model of transformers, its linear layers (not the head) quantized.
 
-    Shards are streamed: each tensor is quantized on the target device and dropped. A checkpoint that bitsandbytes
-    quantized is taken as it is. Embeddings, norms and the head keep `dtype`.
+    Shards are streamed: each tensor is quantized on the target device and dropped. A checkpoint that was quantized
+    before is taken as it is. Embeddings, norms and the head keep `dtype`.
 
     Args:
         name_or_path: a folder with a Hugging Face checkpoint, or a hub id.
-        load_in_4bit: False loads everything in `dtype`.
-        quant_type, blocksize, double_quant: see `halfbyte.formats.Blockwise4`.
+        load_in_4bit: False loads everything in `dtype`, whatever the next six say.
+        quant_type, blocksize, double_quant, quantization, skip_quant_first_layers, skip_quant_last_layers: see
+            `halfbyte.models.quantizer.HalfbyteConfig`.
         dtype: of computation and unquantized weights; "auto" picks what the hardware is fast in.
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
 
     Raises:
-        ModelError: no such model, or nothing in it can be quantized.
+        ModelError: no such model or format, or nothing in it can be quantized.
         CheckpointError: a file or tensor is missing, truncated or misshapen.
     """
-    from transformers import AutoModelForCausalLM
-
     from .quantizer import HalfbyteConfig
 
     target = torch.device(device) if device is not None else best_device()
     config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     check_checkpoint(Path(name_or_path))
-    quantization = HalfbyteConfig(quant_type, blocksize, double_quant) if load_in_4bit else None
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
-        quantization = None
         config.quantization_config = _prequantized(stored, name_or_path, load_in_4bit)
+    elif load_in_4bit:
+        options["quantization_config"] = HalfbyteConfig(
+            quant_type,
+            blocksize,
+            double_quant,
+            quantization=quantization,
+            skip_quant_first_layers=skip_quant_first_layers,
+            skip_quant_last_layers=skip_quant_last_layers,
+        )
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
-    options: dict[str, Any] = {"quantization_config": quantization} if quantization else {}
+    options |= {"dtype": resolve_dtype(dtype, target), "device_map": {"": target}}
+    return _from_pretrained(name_or_path, config=config, attn_implementation=attn_implementation, **options).eval()
+
+
+def _from_pretrained(name_or_path: str, **options: Any) -> Any:
+    """transformers' loading, with what is missing or misshapen named."""
+    from transformers import AutoModelForCausalLM
+
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path,
-            config=config,
-            dtype=resolve_dtype(dtype, target),
-            device_map={"": target},
-            attn_implementation=attn_implementation,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
             **options,
@@ -118,25 +131,28 @@ def load_model(
         raise CheckpointError(f"cannot load {name_or_path!r}: {error}", "check the checkpoint's files") from error
     model, info = loaded
     _check_loaded(info, name_or_path)
-    return model.eval()
+    return model
 
 
 def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
     """The quantization entry of a pre-quantized checkpoint, rewritten so that halfbyte loads it."""
     entry = stored if isinstance(stored, dict) else stored.to_dict()
-    if entry.get("quant_method", "bitsandbytes") != "bitsandbytes" or not entry.get("load_in_4bit"):
+    if not load_in_4bit:
+        raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
+    if entry.get("quant_method") == "halfbyte":
+        notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}); its bytes are kept")
+        return entry
+    found = (cls.from_quantization_config(entry) for cls in FORMATS.values())
+    format_ = next(filter(None, found), None)
+    if format_ is None:
         raise ModelError(
             f"{name} is stored as {entry.get('quant_method')}{' 8-bit' if entry.get('load_in_8bit') else ''}, "
             "which halfbyte does not load yet",
             "use the 16-bit model, or a bitsandbytes 4-bit one",
         )
-    if not load_in_4bit:
-        raise ModelError(f"{name} holds 4-bit weights", "set load_in_4bit: true, or use the 16-bit model")
-    quant_type = entry.get("bnb_4bit_quant_type", "fp4")
-    notice("prequantized", f"{name} is already quantized ({quant_type}); its bytes are kept")
-    kept = {key: value for key, value in entry.items() if key in ("bnb_4bit_quant_type", "llm_int8_skip_modules")}
-    kept["bnb_4bit_use_double_quant"] = bool(entry.get("bnb_4bit_use_double_quant"))
-    return {"quant_method": "halfbyte", **kept}
+    notice("prequantized", f"{name} is already quantized ({format_.spec}); its bytes are kept")
+    skip = entry.get("llm_int8_skip_modules") or entry.get("modules_to_not_convert")
+    return {"quant_method": "halfbyte", "quantization": format_.spec, "llm_int8_skip_modules": skip}
 
 
 def _check_loaded(info: Any, name: str) -> None:

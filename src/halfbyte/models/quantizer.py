@@ -1,27 +1,28 @@
-"""Registers halfbyte's 4-bit formats with transformers, so that `from_pretrained` quantizes while it loads.
+"""Registers halfbyte's formats with transformers, so that `from_pretrained` quantizes while it loads.
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HalfbyteConfig(), device_map={"": "cuda"})
 
 transformers hands over one checkpoint tensor at a time; it is quantized on the target device and dropped, so that
-device memory peaks at the quantized model plus one tensor. Checkpoints that bitsandbytes quantized keep their bytes.
+device memory peaks at the quantized model plus one tensor. Checkpoints that were quantized before keep their bytes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import CheckpointError, HalfbyteError, ModelError
-from ..formats import Blockwise4
-from ..formats.blockwise4 import PART_OF_KEY, STATE_KEYS
-from ..layers import Linear4bit, quantized_parameter
+from ..formats import Blockwise4, Format, named, recognize
+from ..formats.base import entry_name
+from ..formats.choice import choose
+from ..layers import QuantizedLinear, quantized_parameter
 from ..notices import notice
 from ..tensor import QuantizedTensor
 
@@ -38,6 +39,10 @@ class HalfbyteConfig(QuantizationConfigMixin):
         bnb_4bit_use_double_quant: store the scales in 8 bits too.
         llm_int8_skip_modules: names of modules left as they are; default: the output head and what is tied to it.
             (bitsandbytes' name, which pre-quantized checkpoints carry for every bit width.)
+        quantization: a format's name or spec for every layer, or pattern of module names → name, spec or "16bit", of
+            which the first that matches decides; None: as the bnb_4bit options say.
+        skip_quant_first_layers, skip_quant_last_layers: decoder layers at either end that stay in 16 bits.
+        formats: spec → names of the modules stored so; what a saved model's config.json says instead of all the above.
     """
 
     def __init__(
@@ -46,31 +51,62 @@ class HalfbyteConfig(QuantizationConfigMixin):
         bnb_4bit_blocksize: int = 64,
         bnb_4bit_use_double_quant: bool = True,
         llm_int8_skip_modules: list[str] | None = None,
+        quantization: str | Mapping[str, str] | None = None,
+        skip_quant_first_layers: int = 0,
+        skip_quant_last_layers: int = 0,
+        formats: Mapping[str, list[str]] | None = None,
         **kwargs: Any,
     ):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
-        self.bnb_4bit_quant_type = bnb_4bit_quant_type
-        self.bnb_4bit_blocksize = bnb_4bit_blocksize
-        self.bnb_4bit_use_double_quant = bnb_4bit_use_double_quant
         self.llm_int8_skip_modules = llm_int8_skip_modules
-        self.format  # noqa: B018  raises on options that no format has
+        self.choice = choose(
+            quantization,
+            quant_type=bnb_4bit_quant_type,
+            blocksize=bnb_4bit_blocksize,
+            double_quant=bnb_4bit_use_double_quant,
+            skip_first=skip_quant_first_layers,
+            skip_last=skip_quant_last_layers,
+        )
+        stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
+        self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
+        self.whole = False  # every linear layer that may be quantized is
 
-    @property
-    def format(self) -> Blockwise4:
-        return Blockwise4(self.bnb_4bit_quant_type, self.bnb_4bit_blocksize, self.bnb_4bit_use_double_quant)  # type: ignore[arg-type]
+    def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
+        """Module name → format, of those `names` that are quantized."""
+        if not self.formats:
+            self.formats = self.choice.assign(model, names)
+        elif beyond := sorted(self.formats.keys() - names):
+            raise CheckpointError(
+                f"config.json stores {beyond[0]} as {self.formats[beyond[0]].spec}, but the model has no such layer",
+                "check that config.json belongs to these weights",
+            )
+        self.whole = len(self.formats) == len(names)
+        return self.formats
 
     def to_dict(self) -> dict[str, Any]:
-        """What a saved config.json says. It names bitsandbytes, whose checkpoint layout this is, so that the saved
-        model loads in either tool; `load_model` recognises it."""
+        """What a saved config.json says. NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it
+        is, so that the saved model loads in either tool; `load_model` recognises it."""
+        of_layers = set(self.formats.values())
+        format_ = next(iter(of_layers), None)
+        if self.whole and len(of_layers) == 1 and isinstance(format_, Blockwise4):
+            return {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "load_in_8bit": False,
+                "bnb_4bit_quant_type": format_.quant_type,
+                "bnb_4bit_use_double_quant": format_.nested,
+                "bnb_4bit_quant_storage": "uint8",
+                "bnb_4bit_compute_dtype": "bfloat16",
+                "llm_int8_skip_modules": self.llm_int8_skip_modules,
+            }
+        names = {
+            spec: [name for name, other in self.formats.items() if other.spec == spec]
+            for spec in dict.fromkeys(each.spec for each in self.formats.values())
+        }
         return {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "load_in_8bit": False,
-            "bnb_4bit_quant_type": self.bnb_4bit_quant_type,
-            "bnb_4bit_use_double_quant": self.bnb_4bit_use_double_quant,
-            "bnb_4bit_quant_storage": "uint8",
-            "bnb_4bit_compute_dtype": "bfloat16",
+            "quant_method": QUANT_METHOD,
             "llm_int8_skip_modules": self.llm_int8_skip_modules,
+            "formats": names,
         }
 
 
@@ -92,28 +128,30 @@ class _Quantize(ConversionOps):
     def _quantize(self, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
         _check_shape(model, weight, name)
         try:
-            return quantized_parameter(weight, self.hf_quantizer.quantization_config.format)
+            return quantized_parameter(weight, self.hf_quantizer.format_of(name))
         except ModelError as error:
             raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
 class _Deserialize(ConversionOps):
-    """bitsandbytes' entries of one weight → frozen quantized parameter with the same bytes."""
+    """The checkpoint's entries of one weight → frozen quantized parameter with the same bytes."""
 
-    def __init__(self, hf_quantizer: HalfbyteQuantizer):
-        self.hf_quantizer = hf_quantizer
+    def __init__(self, hf_quantizer: HalfbyteQuantizer, suffixes: Mapping[str, str]):
+        self.hf_quantizer, self.suffixes = hf_quantizer, suffixes
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Any]:
-        if len(input_dict) == 1:  # an ordinary weight: norms, embeddings, skipped modules
-            return input_dict
         entries = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        state = {key.removeprefix("weight").lstrip("."): value for key, value in entries.items()}
+        if not self.hf_quantizer.param_needs_quantization(model, full_layer_name):
+            dtype = model.get_parameter(full_layer_name).dtype  # norms, embeddings, skipped modules
+            return {key: value.to(dtype) for key, value in entries.items()}
+        state = {self.suffixes[key]: value for key, value in entries.items()}
         result: dict[str, Tensor] = {}
 
         def load() -> nn.Parameter:
-            format_, parts, shape, dtype = Blockwise4.from_state(state, full_layer_name)
+            cls = recognize(state, prefer=type(self.hf_quantizer.format_of(full_layer_name)))
+            format_, parts, shape, dtype = cls.from_state(state, full_layer_name)
             tensor = QuantizedTensor(format_, parts, shape, dtype)
             _check_shape(model, tensor, full_layer_name)
             return nn.Parameter(tensor, requires_grad=False)
@@ -124,6 +162,10 @@ class _Deserialize(ConversionOps):
     def __deepcopy__(self, memo: Any) -> _Deserialize:
         """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
         return self
+
+
+def _is_ours(conversion: WeightTransform) -> bool:
+    return isinstance(conversion, WeightConverter) and isinstance(conversion.operations[0], _Deserialize)
 
 
 def _check_shape(model: nn.Module, weight: Tensor, name: str) -> None:
@@ -139,9 +181,20 @@ def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ..
         )
 
 
+def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, nn.Linear]:
+    """Name → module of the linear layers that may be quantized: all but `skip_modules`, by default the output head and
+    what is tied to it, and what the model keeps in fp32."""
+    skip = HfQuantizer.get_modules_to_not_convert(model, skip_modules, model._keep_in_fp32_modules)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and should_convert_module(name, skip)
+    }
+
+
 @register_quantizer(QUANT_METHOD)
 class HalfbyteQuantizer(HfQuantizer):
-    """Replaces `nn.Linear` by `Linear4bit` and fills it while loading."""
+    """Replaces `nn.Linear` by `QuantizedLinear` and fills it while loading."""
 
     requires_calibration = False
     quantization_config: HalfbyteConfig
@@ -154,8 +207,12 @@ class HalfbyteQuantizer(HfQuantizer):
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
         if self.param_needs_quantization(model, param_name):
-            return self.quantization_config.format.bits_per_weight(tuple(param.shape)) / 8
+            return self.format_of(param_name).bits_per_weight(tuple(param.shape)) / 8
         return param.element_size()
+
+    def format_of(self, param_name: str) -> Format:
+        """The format of a quantized layer's weight."""
+        return self.quantization_config.formats[param_name.removesuffix(".weight")]
 
     def attempt(self, key: str, make: Callable[[], nn.Parameter], result: dict[str, Tensor]) -> None:
         """Put `make()` into `result`, or keep the first failure until everything is loaded.
@@ -173,18 +230,13 @@ class HalfbyteQuantizer(HfQuantizer):
         return {"": best_device()} if device_map is None else device_map
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        skip = self.get_modules_to_not_convert(
-            model, self.quantization_config.llm_int8_skip_modules, model._keep_in_fp32_modules
-        )
-        replaced = 0
-        for name, module in list(model.named_modules()):
-            if type(module) is nn.Linear and should_convert_module(name, skip):
-                model.set_submodule(name, Linear4bit.unfilled(module))
-                replaced += 1
-        if not replaced:
+        linears = quantizable(model, self.quantization_config.llm_int8_skip_modules)
+        if not linears:
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear layers to quantize", "load it with load_in_4bit: false"
             )
+        for name in self.quantization_config.assign(model, linears.keys()):
+            model.set_submodule(name, QuantizedLinear.unfilled(linears[name]))
         stacked = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 2)
         if stacked:
             notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
@@ -195,15 +247,17 @@ class HalfbyteQuantizer(HfQuantizer):
         if self.failure is not None:
             raise self.failure
         for name, module in model.named_modules():
-            if isinstance(module, Linear4bit) and not isinstance(module.weight, QuantizedTensor):
+            if isinstance(module, QuantizedLinear) and not isinstance(module.weight, QuantizedTensor):
                 raise CheckpointError(f"{name}.weight is missing from the checkpoint", "re-download the checkpoint")
         for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
             _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
+        # Saving reverses the conversions of loading; our state dicts are in the checkpoint's layout already.
+        model._weight_conversions = [each for each in model._weight_conversions if not _is_ours(each)]
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, name = get_module_from_name(model, param_name)
-        return isinstance(module, Linear4bit) and name == "weight"
+        return isinstance(module, QuantizedLinear) and name == "weight"
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -211,9 +265,11 @@ class HalfbyteQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[WeightConverter]:
         if not self.pre_quantized:
             return []
-        suffixes = [*filter(None, PART_OF_KEY), "quant_map", *STATE_KEYS.values()]
-        sources = [*(f"weight.{suffix}" for suffix in suffixes), "weight"]
-        return [WeightConverter(source_patterns=sources, target_patterns="weight", operations=[_Deserialize(self)])]
+        classes = {type(format) for format in self.quantization_config.formats.values()}
+        suffixes = {suffix for cls in classes for suffix in cls.state_suffixes()} - {""}
+        # transformers replaces what a pattern matches in a key by the target, and hands entries over by their pattern
+        patterns = {f"{entry_name('weight', suffix)}$": suffix for suffix in sorted(suffixes)} | {"weight": ""}
+        return [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
 
     def is_serializable(self, **kwargs: Any) -> bool:
         return True

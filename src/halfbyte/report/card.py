@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..files import write_text
-from ..terminal import duration, method, size
+from ..terminal import duration, method, size, storage
 from .run import Run, read_run
 
 HYPERPARAMETERS = (
@@ -56,7 +56,7 @@ def _hub_header(run: Run, whole: bool) -> dict[str, Any]:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", run.model) and not Path(run.model).exists():
         header["base_model"] = run.model
     header["tags"] = ["halfbyte", *([] if whole else ["lora"]), "sft"]
-    if not whole and run.config.get("load_in_4bit", True):
+    if not whole and storage(run.config) != "16-bit":
         header["tags"].append("qlora")
     header["pipeline_tag"] = "text-generation"
     return header

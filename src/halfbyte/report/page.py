@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..files import write_text
-from ..terminal import as_plan, duration, method, size
+from ..terminal import as_plan, duration, method, size, storage
 from .run import Run, read_run
 from .sections import sections, text
 from .style import CSS
@@ -109,7 +109,7 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
             f"{split['documents']:,} documents, {share:.1%} trained on",
         )
     if run.config.get("use_peft", True) and "r" in run.config:
-        what, base = f"rank {run.config['r']}", "4-bit" if run.config.get("load_in_4bit", True) else "16-bit"
+        what, base = f"rank {run.config['r']}", storage(run.config)
         yield "Adapter", what, f"{base} base, learning rate {run.config['learning_rate']:g}"
 
 

@@ -24,6 +24,7 @@ from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.notices import forget
+from halfbyte.saved import model_keys
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
 from . import checks, samples
@@ -123,18 +124,8 @@ def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
         return_large_blocks()
     restart_peak(job.device)
     measured["base_bytes"] = memory_now(job.device)
-    model = load_model(
-        config.model_name_or_path,
-        load_in_4bit=config.load_in_4bit,
-        quant_type=config.bnb_4bit_quant_type,
-        blocksize=config.bnb_4bit_blocksize,
-        double_quant=config.bnb_4bit_use_double_quant,
-        dtype=job.weights_dtype,
-        device=job.device,
-        attn_implementation=config.attn_implementation,
-        revision=config.model_revision,
-        trust_remote_code=config.trust_remote_code,
-    )
+    keys = model_keys(config) | {"dtype": job.weights_dtype, "device": job.device}
+    model = load_model(config.model_name_or_path, **keys)
     measured["after_load_bytes"] = memory_now(job.device)
     set_seed(config.seed)
     if job.plan.activation_checkpointing:

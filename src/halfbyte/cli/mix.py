@@ -1,0 +1,74 @@
+"""`halfbyte mix`: a format for each layer, from calibration text and a budget."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..config_yaml import dump_mapping
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.mixed import Mixture
+
+ROW = 512  # tokens of a calibration row
+
+
+def mix_formats(name: str, dataset: str, bits: float, formats: str | None, tokens: int) -> Mixture:
+    """Measure `formats` (comma-separated names; None: all) in every layer of model `name`, and choose within `bits`.
+
+    Args:
+        dataset: calibration text, read as for training.
+        bits: mean bits per weight of the quantized layers, scales included.
+        tokens: how much of the text is used.
+
+    Raises:
+        HalfbyteError: the model, the text or a format cannot be used, or the budget is too small.
+    """
+    from .. import formats as registry
+    from ..models.load import load_model
+    from ..models.mixed import measure, mix
+    from ..saved import find, model_keys, saved_config
+
+    wanted = formats.split(",") if formats else sorted(registry.names())
+    candidates = {each.strip(): registry.named(each.strip()) for each in wanted}
+    place = find(name)
+    if place.adapter or not place.base:
+        raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit model that it was trained on")
+    config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
+    model = load_model(name, **model_keys(config))
+    return mix(measure(model, candidates, _rows(config, tokens, model.device)), bits)
+
+
+def _rows(config: Any, tokens: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Packed rows of the calibration text, one at a time, with all their tokens."""
+    import torch
+
+    from ..data import prepare
+    from ..data.collate import make_collator
+    from ..models.load import load_tokenizer
+    from ..saved import tokenizer_keys
+
+    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+    rows, collate = prepare(config, tokenizer).train, make_collator(config, tokenizer)
+    for row in itertools.islice(rows, max(1, tokens // ROW)):
+        batch = collate([row])
+        yield {key: value.to(device) for key, value in batch.items() if key != "labels" and torch.is_tensor(value)}
+
+
+def explain(mixture: Mixture) -> str:
+    """How many layers got each format, and what it comes to."""
+    formats = sorted({option.format for option in mixture.layers.values()})
+    lines = []
+    for name in formats:
+        of_it = [option for option in mixture.layers.values() if option.format == name]
+        lines.append(f"{name}: {len(of_it)} layers, {sum(option.nbytes for option in of_it) / 2**20:.1f} MiB")
+    return "\n".join([*lines, f"{mixture.bits:.3f} bits per weight, summed relative error {mixture.error:.5f}"])
+
+
+def as_yaml(mixture: Mixture) -> str:
+    """The mapping that `quantization:` takes, one layer a line."""
+    return dump_mapping(mixture.patterns())

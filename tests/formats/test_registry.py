@@ -1,0 +1,180 @@
+"""Names of formats, what a new format inherits, and how checkpoint entries are recognised."""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.formats import FORMATS, Blockwise4, Format, from_spec, named, names, recognize
+from halfbyte.layers import LinearNF4, QuantizedLinear
+from halfbyte.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Bytes(Format):
+    """One scale for the whole tensor, and a byte for each value; only what a format must say."""
+
+    levels: int = 127
+
+    name: ClassVar[str] = "bytes"
+    names: ClassVar[dict[str, str]] = {"byte8": "bytes:127"}
+
+    @property
+    def spec(self):
+        return f"{self.name}:{self.levels}"
+
+    @classmethod
+    def parse(cls, options):
+        return cls(int(options))
+
+    @classmethod
+    def examples(cls):
+        return [cls()]
+
+    def part_specs(self, shape):
+        return {"codes": (shape, torch.int8), "scale": ((), torch.float32)}
+
+    def quantize(self, weight):
+        scale = weight.float().abs().max() / self.levels
+        return {"codes": (weight / scale).round().to(torch.int8), "scale": scale}
+
+    def dequantize(self, parts, shape, dtype):
+        return (parts["codes"] * parts["scale"]).to(dtype)
+
+
+@dataclass(frozen=True)
+class Beside(Bytes):
+    """The same with bitsandbytes' place for the scale: an entry beside the weight."""
+
+    name: ClassVar[str] = "beside"
+    names: ClassVar[dict[str, str]] = {}
+
+    def to_state(self, parts, shape, dtype):
+        return {"": parts["codes"], "../SCB": parts["scale"]}
+
+    @classmethod
+    def from_state(cls, state, name):
+        if "../SCB" not in state:
+            raise CheckpointError(f"{name}: SCB is missing", "re-download the checkpoint")
+        return cls(), {"codes": state[""], "scale": state["../SCB"]}, tuple(state[""].shape), torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    for cls in (Bytes, Beside):
+        monkeypatch.setitem(FORMATS, cls.name, cls)
+    yield
+    from_spec.cache_clear()
+
+
+def linear(format):
+    return QuantizedLinear.from_linear(nn.Linear(70, 33), format)
+
+
+def test_names():
+    assert named("nf4") == Blockwise4("nf4", 64, True)
+    assert named("byte8") == Bytes(127)
+    assert named("blockwise4:fp4:32:plain") == Blockwise4("fp4", 32, False)
+    assert {"nf4", "fp4", "byte8"} <= set(names())
+
+
+def test_every_name_means_a_format():
+    for name, spec in names().items():
+        assert named(name).spec == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("nf5", "did you mean nf4"), ("zzz", "formats: .*byte8.*nf4"), ("byte", "byte8"), ("", "no format ''")],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name, said):
+    with pytest.raises(ModelError, match=said):
+        named(name)
+
+
+@pytest.mark.parametrize("spec", ["blockwise4:nf4", "blockwise4:nf4:48:plain", "blockwise4:nf9:64:plain", "bytes:x"])
+def test_a_wrong_spec_is_answered_with_an_example(spec):
+    with pytest.raises(ModelError, match=r"(?s)is spelled .*write it like"):
+        named(spec)
+
+
+def test_entries_are_recognised():
+    for cls in (Blockwise4, Bytes, Beside):
+        for example in cls.examples():
+            layer = linear(example)
+            state = example.to_state(layer.weight.parts, (33, 70), torch.float32)
+            for without in state:
+                entries = set(state) - {without}
+                assert recognize(entries, cls) is cls
+            assert recognize(state, prefer=Blockwise4) is cls
+
+
+@pytest.mark.parametrize("format", [Bytes(100), Beside()], ids=lambda format: format.name)
+@pytest.mark.parametrize("into", [Blockwise4(), Bytes(), Beside()], ids=lambda format: format.name)
+def test_a_state_dict_of_any_format_loads_into_any_module(format, into):
+    source, target = nn.ModuleDict({"q": linear(format)}), nn.ModuleDict({"q": linear(into)})
+    result = target.load_state_dict(source.state_dict(), strict=True)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert target["q"].weight.format == format
+    assert torch.equal(target["q"].weight.dequantize(), source["q"].weight.dequantize())
+    assert torch.equal(target["q"].bias, source["q"].bias)
+
+
+def test_inherited_entries():
+    layer = linear(Bytes())
+    state = layer.state_dict()
+    assert set(state) == {"bias", "weight", "weight.scale", "weight.quant_state.halfbyte__bytes"}
+    assert set(linear(Beside()).state_dict()) == {"bias", "weight", "SCB"}
+
+
+@pytest.mark.parametrize("entry", ["weight", "weight.scale", "weight.quant_state.halfbyte__bytes"])
+def test_a_missing_entry_is_named(entry):
+    state = nn.ModuleDict({"q": linear(Bytes())}).state_dict()
+    del state[f"q.{entry}"]
+    with pytest.raises(CheckpointError, match=re.escape(f"q.{entry} is missing")):
+        nn.ModuleDict({"q": linear(Bytes())}).load_state_dict(state)
+
+
+def test_codes_without_their_scales_are_not_taken_for_weights():
+    codes = linear(Beside()).state_dict()["weight"]
+    with pytest.raises(CheckpointError, match=r"q\.weight: SCB is missing"):
+        nn.ModuleDict({"q": linear(Beside())}).load_state_dict({"q.weight": codes})
+    packed = LinearNF4(70, 33, bias=False).state_dict()["weight"]
+    with pytest.raises(CheckpointError, match=r"q\.weight\.quant_state\S* is missing"):
+        nn.ModuleDict({"q": LinearNF4(70, 33, bias=False)}).load_state_dict({"q.weight": packed})
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"spec": "bytes:127", "shape": [33, 70]},
+        {"spec": "blockwise4:nf4:64:plain", "shape": [33, 70], "dtype": "float32"},
+        {"spec": "bytes:many", "shape": [33, 70], "dtype": "float32"},
+        {"spec": "bytes:127", "shape": [-33, -70], "dtype": "float32"},
+        {"spec": "bytes:127", "shape": [33, 70], "dtype": "int8"},
+        {"spec": "bytes:127", "shape": [33, 71], "dtype": "float32"},
+    ],
+)
+def test_unusable_metadata_is_named(meta):
+    from halfbyte.formats.base import json_entry
+
+    layer = linear(Bytes())
+    entries = layer.state_dict() | {"weight.quant_state.halfbyte__bytes": json_entry(meta)}
+    with pytest.raises(CheckpointError, match="weight"):
+        layer.load_state_dict(entries)
+
+
+def test_a_new_module_of_any_format():
+    layer = QuantizedLinear(70, 33, format=Bytes(), dtype=torch.bfloat16)
+    assert isinstance(layer.weight, QuantizedTensor)
+    assert "format=bytes:127" in repr(layer)
+    x = torch.eye(70, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    torch.testing.assert_close(y - layer.bias, layer.weight.dequantize().T, atol=2e-3, rtol=1e-2)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad[0], layer.weight.dequantize().sum(0), atol=2e-2, rtol=1e-2)
