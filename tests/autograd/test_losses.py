@@ -113,5 +113,6 @@ def test_operator_is_well_formed():
 
     hidden, weight, labels = example(1, 9, 8, 13)
     torch.library.opcheck(
-        _linear_cross_entropy, (hidden[0].detach().requires_grad_(), weight, labels[0], 5.0, 1.0, -100, True, True)
+        _linear_cross_entropy,
+        (hidden[0].detach().requires_grad_(), weight, labels[0], 1.0, 5.0, 0.1, 0.01, -100, True, True),
     )
