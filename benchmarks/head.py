@@ -3,11 +3,11 @@
 python -m benchmarks.head [--shapes 16384x128256x4096,8192x128256x4096,16384x151936x1024] [--json FILE]
     [--chunks 256,512,1024]
 
-The floor of a shape, tokens × vocabulary × hidden, is X·Wᵀ and dZ·W alone, whole. Every implementation makes the mean loss
-and dX from bf16 inputs; they take turns, so that all meet the same clocks. Memory is the peak over the inputs. Peers: torch
-with full logits, the same compiled, and Liger where it is on PYTHONPATH. `--chunks` times ours with other chunks, to see
-what the product loses in smaller ones. The kernel is measured alone on chunks that do not fit the cache together; its
-bytes are one read and one write of the logits, so two reads from memory can reach 67% of a copy's bandwidth.
+The floor of a shape, tokens × vocabulary × hidden, is X·Wᵀ and dZ·W alone, whole. Every implementation makes the mean
+loss and dX from bf16 inputs; they take turns, so that all meet the same clocks. Memory is the peak over the inputs.
+Peers: torch with full logits, the same compiled, and Liger where it is on PYTHONPATH. `--chunks` times ours with other
+chunks, to see what the product loses in smaller ones. The kernel is measured alone on chunks that do not fit the cache
+together; its bytes are one read and one write of the logits, so two reads from memory can reach 67% of a copy.
 """
 
 from __future__ import annotations

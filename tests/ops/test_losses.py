@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from halfbyte.errors import DataError
 from halfbyte.ops.cross_entropy import Objective
@@ -71,9 +72,57 @@ def test_ignored_rows_may_hold_anything():
         torch.testing.assert_close(mine, clean)
 
 
+def test_real_hidden_states_in_bf16(shared):
+    """A trained model's distributions are sharp, unlike random ones; bf16 errs as torch's own full logits do.
+
+    On a CPU dW sums products of chunks that were rounded to bf16: hence the tenth.
+    """
+    path = shared / "models" / "llama-40m"
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    ids = tokenizer("The capital of France is Paris, and that of Italy is Rome. " * 4, return_tensors="pt").input_ids
+    with torch.no_grad():
+        hidden = model.base_model(ids).last_hidden_state[0, :-1].bfloat16()
+    weight, labels = model.get_output_embeddings().weight.detach().bfloat16(), ids[0, 1:].clone()
+    labels[::5] = -100
+    exact = full_logits(hidden, weight, labels)
+    got = summed(hidden, weight, labels, grad_weight=True, chunk=16)
+    for mine, theirs, true in zip(got, torch_in_its_own_dtype(hidden, weight, labels), exact, strict=True):
+        error, torchs = ((each.double() - true).norm() / true.norm() for each in (mine, theirs))
+        assert error <= torchs * 1.1 + 1e-4
+
+
+def test_each_token_has_its_loss():
+    hidden, weight, labels = example()
+    rows, _, _ = linear_cross_entropy_forward(hidden, weight, labels, chunk=8, need_entropy=True)
+    logits = hidden @ weight.T
+    torch.testing.assert_close(rows.loss, F.cross_entropy(logits, labels, reduction="none"))
+    trained = labels != -100
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(rows.entropy, entropy * trained)
+    torch.testing.assert_close(rows.logsumexp, torch.logsumexp(logits, -1) * trained)
+
+
+def test_weight_gradient_in_slices(monkeypatch):
+    import halfbyte.ops.losses as losses
+
+    inputs = example(dtype=torch.bfloat16)
+    expected = summed(*inputs, grad_weight=True)[2]
+    monkeypatch.setattr(losses, "WEIGHT_SLICE", 16)
+    assert torch.equal(summed(*inputs, grad_weight=True)[2], expected)
+
+
+def test_no_rows():
+    hidden, weight, labels = example(rows=0)
+    loss, grad_hidden, grad_weight = summed(hidden, weight, labels, grad_weight=True)
+    assert loss == 0
+    assert grad_hidden.shape == (0, 19)
+    assert not grad_weight.any()
+
+
 def test_gradients_only_where_asked():
     inputs = example()
-    assert linear_cross_entropy_forward(*inputs, grad_hidden=False)[1:] == (None, None)
+    assert summed(*inputs, grad_hidden=False)[1:] == (None, None)
 
 
 @pytest.mark.parametrize("label", [53, 10**6, -1])
@@ -102,7 +151,11 @@ def test_accelerator_path_on_a_cpu(monkeypatch):
     for mine, reference in zip(summed(*inputs, grad_weight=True), expected, strict=True):
         torch.testing.assert_close(mine, reference)
     hidden, weight, labels = inputs
-    labels[3] = 53
+    hidden[labels == -100] = torch.nan
+    for mine, reference in zip(summed(*inputs, grad_weight=True), expected, strict=True):
+        torch.testing.assert_close(mine, reference)
+    hidden, weight, labels = example()
+    labels[3], labels[4] = 53, 52
     loss, grad_hidden, _ = summed(hidden, weight, labels)
     assert loss.isnan()
     assert grad_hidden[3].isnan().all()

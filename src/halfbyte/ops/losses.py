@@ -24,7 +24,7 @@ from ..errors import DataError
 from .cross_entropy import Objective, RowLosses, check_objective, cross_entropy_, log_probs_backward_
 
 LOGITS_CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 128 * 2**20}
-VOCABULARY_SLICE = 16_384  # rows of dW that a chunk adds to at a time
+WEIGHT_SLICE = 16_384  # rows of dW that a chunk adds to at a time, where a product cannot add to fp32
 
 
 class LossesAndGrads(NamedTuple):
@@ -199,8 +199,17 @@ def _in_chunks(
         if grad_x is not None:
             torch.mm(logits, weight, out=grad_x[rows])
         if grad_w is not None and ignored is not None:
-            x = x.masked_fill(ignored[rows].unsqueeze(1), 0.0)
-            for words in range(0, vocabulary, VOCABULARY_SLICE):
-                part = slice(words, words + VOCABULARY_SLICE)
-                grad_w[part] += logits[:, part].T @ x
+            _add_product(grad_w, logits.T, x.masked_fill(ignored[rows].unsqueeze(1), 0.0))
     return grad_x, grad_w.to(weight.dtype) if grad_w is not None else None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total` += a @ b, for a `total` in fp32 and 16-bit factors too."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda" and torch.version.hip is None:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # a product rounded to 16 bits first, a slice at a time: whole it would be as large as the weight
+        for start in range(0, len(total), WEIGHT_SLICE):
+            rows = slice(start, start + WEIGHT_SLICE)
+            total[rows] += a[rows] @ b
