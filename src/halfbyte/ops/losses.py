@@ -126,18 +126,16 @@ def cross_entropy_in_chunks(
     chunk: int,
 ) -> LossesAndGrads:
     """`linear_cross_entropy_forward` without its checks, all rows alike."""
-    loss = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    found = RowLosses(loss, torch.empty_like(loss), torch.empty_like(loss) if need_entropy else None)
+    found: list[RowLosses] = []
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
-        part = cross_entropy_(logits, labels[rows], objective, grad_hidden or grad_weight, need_entropy)
-        for all_rows, values in zip(found, part, strict=True):
-            if all_rows is not None:
-                all_rows[rows] = values
+        found.append(cross_entropy_(logits, labels[rows], objective, grad_hidden or grad_weight, need_entropy))
 
     ignored = labels == objective.ignore_index if grad_weight else None
     grads = _in_chunks(hidden, weight, ignored, into_gradient, grad_hidden, grad_weight, chunk)
-    return LossesAndGrads(found, *grads)
+    losses, logsumexps, entropies = zip(*found, strict=True)
+    rows = RowLosses(torch.cat(losses), torch.cat(logsumexps), torch.cat(entropies) if need_entropy else None)
+    return LossesAndGrads(rows, *grads)
 
 
 @torch.no_grad()
@@ -191,7 +189,7 @@ def _in_chunks(
     grad_w = torch.zeros_like(weight, dtype=exact) if grad_weight else None
     # Rows begin at multiples of 16 logits: what vector loads and matrix products want.
     buffer = hidden.new_empty(min(chunk, len(hidden)), -(-vocabulary // 16) * 16)[:, :vocabulary]
-    for start in range(0, len(hidden), chunk):
+    for start in range(0, max(len(hidden), 1), chunk):  # of no rows, one empty chunk
         rows = slice(start, start + chunk)
         x = hidden[rows]
         logits = torch.mm(x, weight.T, out=buffer[: len(x)])
