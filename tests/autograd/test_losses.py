@@ -257,3 +257,60 @@ def test_operator_is_well_formed():
         _linear_cross_entropy,
         (hidden[0].detach().requires_grad_(), weight, labels[0], 1.0, 5.0, 0.1, 0.01, -100, True, True),
     )
+
+
+@pytest.mark.gpu
+def test_memory_over_the_inputs_on_a_gpu():
+    """A chunk of logits and dX: at the size of issue 3's bar, within its 0.25 GiB."""
+    hidden = torch.randn(16_384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(128_256, 4096, device="cuda", dtype=torch.bfloat16) / 64
+    labels = torch.randint(128_256, (16_384,), device="cuda")
+    for loss_of in (linear_cross_entropy, lambda *inputs: linear_log_probs(*inputs)[0].sum()):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(loss_of(hidden, weight, labels), hidden)
+        assert torch.cuda.max_memory_allocated() - before <= 2**28
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_capture_and_compile_on_a_gpu(trained_head):
+    """No synchronisation, the same from a CUDA graph and from inductor, with ignored labels."""
+    hidden, weight, labels = example(2, 700, 256, 5003, torch.bfloat16)
+    hidden, weight = (tensor.detach().cuda().requires_grad_() for tensor in (hidden, weight))
+    labels = labels.cuda()
+    inputs = (hidden, weight) if trained_head else (hidden,)
+    head = weight if trained_head else weight.detach()
+
+    def step():
+        loss = linear_cross_entropy(hidden, head, labels, reduction="mean", softcap=30.0)
+        log_probs, entropy = linear_log_probs(hidden, head, labels, entropy_grad=trained_head, entropy=True)
+        loss = loss + log_probs.exp().mean() + entropy.mean()
+        return loss.detach(), *torch.autograd.grad(loss, inputs)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for replayed, eager in zip(captured, expected, strict=True):
+        torch.testing.assert_close(replayed, eager)
+
+    def losses(hidden, weight, labels):
+        log_probs, entropy = linear_log_probs(hidden, weight, labels, entropy_grad=trained_head, entropy=True)
+        loss = linear_cross_entropy(hidden, weight, labels, reduction="mean", softcap=30.0)
+        return loss + log_probs.exp().mean() + entropy.mean()
+
+    loss = torch.compile(losses, fullgraph=True)(hidden, head, labels)
+    for compiled, eager in zip((loss.detach(), *torch.autograd.grad(loss, inputs)), expected, strict=True):
+        torch.testing.assert_close(compiled, eager)

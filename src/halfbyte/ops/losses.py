@@ -57,6 +57,10 @@ def _check_labels(targets: Tensor, vocabulary: int) -> None:
         )
 
 
+def _at(rows: Tensor | slice, values: Tensor | None) -> Tensor | None:
+    return None if values is None else values[rows]
+
+
 def _to_rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     """`values` at `rows` of a tensor of the shape of `like`, zero elsewhere."""
     return torch.zeros(like.shape, dtype=values.dtype, device=values.device).index_copy_(0, rows, values)
@@ -131,8 +135,7 @@ def cross_entropy_in_chunks(
     def into_gradient(logits: Tensor, rows: slice) -> None:
         found.append(cross_entropy_(logits, labels[rows], objective, grad_hidden or grad_weight, need_entropy))
 
-    ignored = labels == objective.ignore_index if grad_weight else None
-    grads = _in_chunks(hidden, weight, ignored, into_gradient, grad_hidden, grad_weight, chunk)
+    grads = _in_chunks(hidden, weight, labels == objective.ignore_index, into_gradient, grad_hidden, grad_weight, chunk)
     losses, logsumexps, entropies = zip(*found, strict=True)
     rows = RowLosses(torch.cat(losses), torch.cat(logsumexps), torch.cat(entropies) if need_entropy else None)
     return LossesAndGrads(rows, *grads)
@@ -160,19 +163,35 @@ def linear_log_probs_backward(
         grad_log_probs, grad_entropy: [N] upstream gradients, in fp32 (fp64 for fp64 input).
     """
     chunk = chunk or chunk_rows(weight.shape[0], hidden.device.type, weight.element_size())
+    ignored = labels == objective.ignore_index
+    if _is_cpu(hidden) and ignored.any():
+        trained = (~ignored).nonzero().squeeze(1)
+        grad_x, grad_w = linear_log_probs_backward(
+            hidden[trained],
+            weight,
+            labels[trained],
+            logsumexp[trained],
+            _at(trained, entropy),
+            grad_log_probs[trained],
+            _at(trained, grad_entropy),
+            objective,
+            grad_hidden=grad_hidden,
+            grad_weight=grad_weight,
+            chunk=chunk,
+        )
+        return None if grad_x is None else _to_rows(grad_x, trained, hidden), grad_w
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
-        parts = (None if tensor is None else tensor[rows] for tensor in (entropy, grad_log_probs, grad_entropy))
-        log_probs_backward_(logits, labels[rows], logsumexp[rows], *parts, objective)
+        parts = (labels[rows], logsumexp[rows], _at(rows, entropy), grad_log_probs[rows], _at(rows, grad_entropy))
+        log_probs_backward_(logits, *parts, objective)
 
-    ignored = labels == objective.ignore_index if grad_weight else None
     return _in_chunks(hidden, weight, ignored, into_gradient, grad_hidden, grad_weight, chunk)
 
 
 def _in_chunks(
     hidden: Tensor,
     weight: Tensor,
-    ignored: Tensor | None,
+    ignored: Tensor,
     into_gradient: Callable[[Tensor, slice], None],
     grad_hidden: bool,
     grad_weight: bool,
@@ -181,7 +200,7 @@ def _in_chunks(
     """Logits of `chunk` rows at a time in one buffer, `into_gradient` over them, and the products back: dX and dW.
 
     Args:
-        ignored: [N] bool, needed with `grad_weight`: what such rows of `hidden` hold, NaN even, stays out of dW.
+        ignored: [N] bool; what such rows of `hidden` hold, NaN even, stays out of dW.
     """
     vocabulary = len(weight)
     exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -196,7 +215,7 @@ def _in_chunks(
         into_gradient(logits, rows)
         if grad_x is not None:
             torch.mm(logits, weight, out=grad_x[rows])
-        if grad_w is not None and ignored is not None:
+        if grad_w is not None:
             _add_product(grad_w, logits.T, x.masked_fill(ignored[rows].unsqueeze(1), 0.0))
     return grad_x, grad_w.to(weight.dtype) if grad_w is not None else None
 
