@@ -1,8 +1,9 @@
 """Triton twins of `halfbyte.ops.cross_entropy`: one program a row, which it reads twice and writes once.
 
 The first read finds maximum and sum, the second makes the gradient. A row of 128,256 logits in bf16 is 256 KB; the rows
-in flight on an H200 nearly fill its 50 MB of L2, so the second read runs backwards, from what was read last. The floor
-of n logits in 16 bits is therefore between 4n and 6n bytes / bandwidth.
+in flight on an H200 exceed its 50 MB of L2, so the second read runs backwards, from what was read last. The floor of n
+logits in 16 bits is between 4n and 6n bytes / bandwidth. On an H200 512 rows take 98 µs and 1,024 rows 183 µs: 96% and
+102% of a copy's 4.21 TB/s by 6n, 64% and 68% by 4n. With half as many warps, 16, the 512 rows take 118 µs.
 
 Eight neighbouring logits are one 16-byte load of one thread. Maximum and sum are kept for each such lane, so that the
 loop over the row needs no barrier and one exponential more for eight logits; lanes meet once, after the loop. Logits
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..ops import cross_entropy as reference
 from .launch import Launcher, ceil_div, evenly_spaced, power_of_2, put_back
 
-BLOCK = 8192  # logits a program takes at a time
+BLOCK = 16_384  # logits a program takes at a time
 VALUES_PER_THREAD = 16
 LANE = tl.constexpr(8)
 LOG2_E = 1.4426950408889634
@@ -39,8 +40,10 @@ def _logits(products, inner, outer, SOFTCAP: tl.constexpr):
     """Logits in units of log 2, and the softcap's part of their derivative."""
     if SOFTCAP:
         decay = tl.exp(-2.0 * tl.abs(products * inner))
-        tanh = (1.0 - decay) / (1.0 + decay)
-        return tl.where(products * inner < 0, -tanh, tanh) * outer, 1.0 - tanh * tanh
+        whole = 1.0 + decay
+        tanh = (1.0 - decay) / whole
+        # 1 − tanh² without its cancellation where tanh is near 1.
+        return tl.where(products * inner < 0, -tanh, tanh) * outer, 4.0 * decay / (whole * whole)
     else:
         return products * outer, 1.0
 
@@ -74,7 +77,7 @@ def _cross_entropy(
         inside = (label >= 0) & (label < vocabulary)
         # Read before anything is written: other threads of this program reach the gradient sooner.
         at_label = tl.load(row_ptr + label, mask=inside, other=0.0).to(tl.float32)
-        at_label, _ = _logits(at_label, inner, outer, SOFTCAP)
+        at_label, _slope = _logits(at_label, inner, outer, SOFTCAP)
         top = tl.full((BLOCK // LANE,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK // LANE,), dtype=tl.float32)
         moment = tl.zeros((BLOCK // LANE,), dtype=tl.float32)  # Σ 2ᶻ·z
@@ -82,7 +85,7 @@ def _cross_entropy(
         for start in range(0, vocabulary, BLOCK):
             mask = start + col < vocabulary
             products = tl.load(row_ptr + start + col, mask=mask, other=0.0, eviction_policy="evict_last")
-            z, _ = _logits(products.to(tl.float32), inner, outer, SOFTCAP)
+            z, _slopes = _logits(products.to(tl.float32), inner, outer, SOFTCAP)
             if SMOOTHING:
                 plain += tl.sum(tl.where(mask, z, 0.0), axis=1)
             z = tl.where(mask, z, float("-inf"))
@@ -156,7 +159,7 @@ _log_probs_backward_launcher = Launcher(_log_probs_backward)
 def _blocks(vocabulary: int) -> tuple[int, int]:
     """Logits a program takes at a time, and warps."""
     block = min(max(power_of_2(vocabulary), 256), BLOCK)
-    return block, min(max(block // (32 * VALUES_PER_THREAD), 4), 16)
+    return block, min(max(block // (32 * VALUES_PER_THREAD), 4), 32)
 
 
 def _factors(objective: reference.Objective) -> tuple[float, float, float]:
