@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfbyte.autograd.losses import linear_cross_entropy
+from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
+from halfbyte.errors import ModelError
 
 
 def example(batch=3, length=11, width=17, vocabulary=41, dtype=torch.float32):
@@ -59,11 +60,123 @@ def test_frozen_head_keeps_only_the_gradient_of_hidden():
     assert weight.grad is None
 
 
-def test_backward_twice_gives_the_same():
+@pytest.mark.parametrize("loss_of", [linear_cross_entropy, lambda *inputs: linear_log_probs(*inputs)[0].sum()])
+def test_backward_twice_gives_the_same(loss_of):
     hidden, weight, labels = example()
-    loss = linear_cross_entropy(hidden, weight, labels)
+    loss = loss_of(hidden, weight.detach(), labels) * 0.3
     first = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+    second = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+    assert torch.equal(first, second)
     assert torch.equal(first, torch.autograd.grad(loss, hidden)[0])
+
+
+def test_the_last_backward_takes_no_memory_of_its_own():
+    """dX of a long batch is 128 MiB: scaled where it lies."""
+    hidden, weight, labels = example(2, 64, 32, 500)
+    saved, passed_on = [], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
+        loss = linear_cross_entropy(hidden.flatten(0, 1), weight.detach(), labels.flatten())
+    hidden.register_hook(lambda grad: passed_on.append(grad.data_ptr()))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    places = [tensor.data_ptr() for tensor in saved if tensor.numel()]
+    assert passed_on[0] not in places
+    assert [passed_on[1]] == places
+
+
+def full_log_probs(hidden, weight, labels, softcap=None, scale=1.0, temperature=1.0):
+    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_probs = torch.log_softmax(logits / temperature, -1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    chosen = log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return chosen * (labels != -100), entropy * (labels != -100)
+
+
+@pytest.mark.parametrize("keys", [{}, {"softcap": 3.0, "scale": 0.5, "temperature": 0.7}, {"temperature": 1.3}])
+@pytest.mark.parametrize("trained_head", [False, True])
+@pytest.mark.parametrize("entropy", ["no", "detached", "trained"])
+def test_log_probs(keys, trained_head, entropy):
+    hidden, weight, labels = example()
+    weight = weight if trained_head else weight.detach()
+    mine, my_entropy = linear_log_probs(
+        hidden, weight, labels, **keys, entropy=entropy == "detached", entropy_grad=entropy == "trained"
+    )
+    theirs, their_entropy = full_log_probs(hidden, weight, labels, **keys)
+    torch.testing.assert_close(mine, theirs)
+    weights = torch.randn_like(mine)  # every token has its own upstream gradient
+    loss, expected = (mine * weights).sum(), (theirs * weights).sum()
+    if entropy == "no":
+        assert my_entropy is None
+    else:
+        torch.testing.assert_close(my_entropy, their_entropy)
+        assert my_entropy.requires_grad == (entropy == "trained")
+    if entropy == "trained":
+        loss, expected = loss + (my_entropy * weights.sin()).sum(), expected + (their_entropy * weights.sin()).sum()
+    inputs = (hidden, weight) if trained_head else (hidden,)
+    for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_alone_is_differentiable():
+    hidden, weight, labels = example()
+    mine = linear_log_probs(hidden, weight, labels, entropy_grad=True)[1]
+    theirs = full_log_probs(hidden, weight, labels)[1]
+    for got, want in zip(
+        torch.autograd.grad(mine.sum(), (hidden, weight)),
+        torch.autograd.grad(theirs.sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradcheck_of_log_probs():
+    hidden, weight, labels = example(2, 5, 4, 7, torch.float64)
+    keys = {"softcap": 2.0, "scale": 0.7, "temperature": 1.5}
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_log_probs(h, w, labels, **keys, entropy_grad=True), (hidden, weight)
+    )
+    assert torch.autograd.gradcheck(lambda h: linear_log_probs(h, weight.detach(), labels, **keys)[0], (hidden,))
+
+
+def test_cross_entropy_is_the_sum_of_log_probs():
+    hidden, weight, labels = example()
+    weight = weight.detach()
+    loss = linear_cross_entropy(hidden, weight, labels, shift=False)
+    log_probs, _ = linear_log_probs(hidden, weight, labels)
+    torch.testing.assert_close(-log_probs.sum(), loss)
+    assert torch.equal(torch.autograd.grad(-log_probs.sum(), hidden)[0], torch.autograd.grad(loss, hidden)[0])
+
+
+def test_log_probs_keep_rows_of_hidden_width_only():
+    hidden, weight, labels = example(4, 64, 32, 5000)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda x: x):
+        linear_log_probs(hidden, weight.detach(), labels, entropy=True)
+    assert sum(saved) == hidden.numel()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_smoothing_and_z_loss(smoothing):
+    hidden, weight, labels = example()
+    mine = linear_cross_entropy(hidden, weight, labels, label_smoothing=smoothing, z_loss=0.01, shift=False)
+    logits = hidden @ weight.T
+    theirs = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing, reduction="sum")
+    theirs = theirs + 0.01 * (torch.logsumexp(logits, -1).square() * (labels != -100)).sum()
+    torch.testing.assert_close(mine, theirs)
+    for got, want in zip(
+        torch.autograd.grad(mine, (hidden, weight)), torch.autograd.grad(theirs, (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"softcap": -1.0}])
+def test_impossible_numbers(wrong):
+    with pytest.raises(ModelError, match=f"{next(iter(wrong))} is"):
+        linear_log_probs(*example(), **wrong)
+    with pytest.raises(ModelError, match="label_smoothing is 1"):
+        linear_cross_entropy(*example(), label_smoothing=1.0)
 
 
 def test_bf16_gradient_is_scaled_in_fp32():
@@ -108,10 +221,96 @@ def test_compiles_without_a_graph_break(trained_head):
         torch.testing.assert_close(mine, eager)
 
 
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_log_probs_compile_without_a_graph_break(trained_head):
+    hidden, weight, labels = example()
+    weight = weight if trained_head else weight.detach()
+    inputs = (hidden, weight) if trained_head else (hidden,)
+
+    def step(hidden, weight, labels):
+        log_probs, entropy = linear_log_probs(hidden * 2, weight, labels, temperature=2.0, entropy=True)
+        return (log_probs * torch.arange(1.0, 12.0)).sum() + entropy.sum()
+
+    expected = step(hidden, weight, labels)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(hidden, weight, labels)
+    torch.testing.assert_close(got, expected)
+    for mine, eager in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(mine, eager)
+
+
+def test_log_probs_operators_are_well_formed():
+    from halfbyte.autograd.losses import _linear_log_probs
+
+    hidden, weight, labels = example(1, 9, 8, 13)
+    hidden = hidden[0].detach().requires_grad_()
+    for head, unit_gradient in ((weight, False), (weight.detach(), True)):
+        torch.library.opcheck(
+            _linear_log_probs, (hidden, head, labels[0], 1.0, 5.0, 0.7, -100, not unit_gradient, unit_gradient)
+        )
+
+
 def test_operator_is_well_formed():
     from halfbyte.autograd.losses import _linear_cross_entropy
 
     hidden, weight, labels = example(1, 9, 8, 13)
     torch.library.opcheck(
-        _linear_cross_entropy, (hidden[0].detach().requires_grad_(), weight, labels[0], 5.0, 1.0, -100, True, True)
+        _linear_cross_entropy,
+        (hidden[0].detach().requires_grad_(), weight, labels[0], 1.0, 5.0, 0.1, 0.01, -100, True, True),
     )
+
+
+@pytest.mark.gpu
+def test_memory_over_the_inputs_on_a_gpu():
+    """A chunk of logits and dX: at the size of issue 3's bar, within its 0.25 GiB."""
+    hidden = torch.randn(16_384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(128_256, 4096, device="cuda", dtype=torch.bfloat16) / 64
+    labels = torch.randint(128_256, (16_384,), device="cuda")
+    for loss_of in (linear_cross_entropy, lambda *inputs: linear_log_probs(*inputs)[0].sum()):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(loss_of(hidden, weight, labels), hidden)
+        assert torch.cuda.max_memory_allocated() - before <= 2**28
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_capture_and_compile_on_a_gpu(trained_head):
+    """No synchronisation, the same from a CUDA graph and from inductor, with ignored labels."""
+    hidden, weight, labels = example(2, 700, 256, 5003, torch.bfloat16)
+    hidden, weight = (tensor.detach().cuda().requires_grad_() for tensor in (hidden, weight))
+    labels = labels.cuda()
+    inputs = (hidden, weight) if trained_head else (hidden,)
+    head = weight if trained_head else weight.detach()
+
+    def step():
+        loss = linear_cross_entropy(hidden, head, labels, reduction="mean", softcap=30.0)
+        log_probs, entropy = linear_log_probs(hidden, head, labels, entropy_grad=trained_head, entropy=True)
+        loss = loss + log_probs.exp().mean() + entropy.mean()
+        return loss.detach(), *torch.autograd.grad(loss, inputs)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for replayed, eager in zip(captured, expected, strict=True):
+        torch.testing.assert_close(replayed, eager)
+
+    def losses(hidden, weight, labels):
+        log_probs, entropy = linear_log_probs(hidden, weight, labels, entropy_grad=trained_head, entropy=True)
+        loss = linear_cross_entropy(hidden, weight, labels, reduction="mean", softcap=30.0)
+        return loss + log_probs.exp().mean() + entropy.mean()
+
+    loss = torch.compile(losses, fullgraph=True)(hidden, head, labels)
+    for compiled, eager in zip((loss.detach(), *torch.autograd.grad(loss, inputs)), expected, strict=True):
+        torch.testing.assert_close(compiled, eager)

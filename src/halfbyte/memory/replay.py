@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..formats import Format
+from ..ops.cross_entropy import Objective
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
 
 
@@ -105,20 +106,18 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk: int):
         needs = ctx.needs_input_grad
-        ignored = torch.zeros_like(labels, dtype=torch.bool)
-        loss, *grads = cross_entropy_in_chunks(
+        rows, *grads = cross_entropy_in_chunks(
             hidden,
             weight,
             labels,
-            ignored,
-            softcap=softcap,
-            scale=1.0,
+            Objective(softcap=softcap),
+            need_entropy=False,
             grad_hidden=needs[0],
             grad_weight=needs[1],
             chunk=chunk,
         )
         ctx.save_for_backward(*grads)
-        return loss
+        return rows.loss.sum()
 
     @staticmethod
     def backward(ctx, grad_loss):
@@ -190,7 +189,7 @@ def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, dtype: torch.dty
             return F.cross_entropy(logits.flatten(0, -2).float(), labels, reduction="sum")
     hidden = causal_lm.base_model(**batch, use_cache=False).last_hidden_state
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    chunk = chunk_rows(head.weight.shape[0], chunk_device)
+    chunk = chunk_rows(head.weight.shape[0], chunk_device, hidden.element_size())
     with ledger.tagged("logits"):
         return _ChunkedLoss.apply(hidden, head.weight.to(dtype), labels, softcap, chunk)
 

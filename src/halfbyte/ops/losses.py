@@ -1,40 +1,69 @@
-"""Cross-entropy of a linear head without its logits: the torch reference, which is also the product on a CPU.
+"""Losses of a linear head without its logits.
 
-For hidden states X [N, H] and a head W [V, H], the logits are z = s · X Wᵀ (softcapped to c · tanh(z / c) where asked),
-and the loss of a trained token is logsumexp(z) − z[label]. At N = 16,384 and V = 128,256 the fp32 logits alone would
-take 7.8 GiB, so they are made a few hundred tokens at a time. The loss is the last thing of a forward pass and its
-gradient is softmax(z) − onehot(label), known as soon as z is: so each chunk also turns its logits into their gradient,
-in place, and multiplies it back onto W. Forward then holds dX [N, H] in the logits' place, and backward only scales
-it. The idea is Liger's (arXiv 2410.10989, section 3.2).
+For hidden states X [N, H] and a head W [V, H] the products X Wᵀ of N = 16,384 tokens and V = 128,256 words would take
+3.9 GiB in bf16. So they are made a few hundred tokens at a time. A loss is the last thing of a forward pass and its
+gradient is known as soon as the logits are: each chunk turns its logits into their gradient, in place, by
+`cross_entropy_`, and multiplies it back onto W. Forward then holds dX [N, H] in the logits' place, and backward only
+scales it. The idea is Liger's (arXiv:2410.10989, section 3.2). Rows do not mix in dX, so backward may scale each by a
+number of its own: the gradients of single tokens' log-probabilities, which preference and RL losses need, cost no more
+than those of their sum.
+
+They do mix in dW, and the entropy's gradient is another function of the logits: for those backward makes the logits
+again, from X, W and the logsumexp of each token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
+from .cross_entropy import Objective, RowLosses, check_objective, cross_entropy_, log_probs_backward_
 
-LOGITS_CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 256 * 2**20}
-
-
-class LossAndGrads(NamedTuple):
-    loss_sum: Tensor  # 0-d, fp32 (fp64 for fp64 input)
-    grad_hidden: Tensor | None  # [N, H], hidden's dtype
-    grad_weight: Tensor | None  # [V, H], weight's dtype
+LOGITS_CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 128 * 2**20}
+WEIGHT_SLICE = 16_384  # rows of dW that a chunk adds to at a time, where a product cannot add to fp32
 
 
-def chunk_rows(vocabulary: int, device_type: str) -> int:
-    """Tokens per chunk, so that one fp32 chunk of logits stays within `LOGITS_CHUNK_BYTES` of its kind of device."""
-    budget = LOGITS_CHUNK_BYTES["cpu" if device_type == "cpu" else "accelerator"]
-    rows = budget // (4 * vocabulary)
-    return max(rows // 64 * 64, 64)
+class LossesAndGrads(NamedTuple):
+    rows: RowLosses  # [N] each
+    grad_hidden: Tensor | None  # [N, H] of the losses' sum, hidden's dtype
+    grad_weight: Tensor | None  # [V, H] of the losses' sum, weight's dtype
+
+
+def chunk_rows(vocabulary: int, device_type: str, itemsize: int = 4) -> int:
+    """Tokens per chunk, so that its logits stay within `LOGITS_CHUNK_BYTES` of its kind of device.
+
+    On an accelerator they are whole tiles of a matrix product, of 128 rows, and logits have the head's dtype. A CPU
+    computes with a chunk in fp32.
+    """
+    if device_type == "cpu":
+        return max(LOGITS_CHUNK_BYTES["cpu"] // (4 * vocabulary) // 64 * 64, 64)
+    return max(LOGITS_CHUNK_BYTES["accelerator"] // (itemsize * vocabulary) // 128 * 128, 128)
 
 
 def _is_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
+
+
+def _check_labels(targets: Tensor, vocabulary: int) -> None:
+    outside = targets[(targets < 0) | (targets >= vocabulary)]
+    if len(outside):
+        raise DataError(
+            f"label {outside[0].item()} is outside the model's vocabulary of {vocabulary}",
+            "use the tokenizer that belongs to the model",
+        )
+
+
+def _at(rows: Tensor | slice, values: Tensor | None) -> Tensor | None:
+    return None if values is None else values[rows]
+
+
+def _to_rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """`values` at `rows` of a tensor of the shape of `like`, zero elsewhere."""
+    return torch.zeros(like.shape, dtype=values.dtype, device=values.device).index_copy_(0, rows, values)
 
 
 @torch.no_grad()
@@ -42,120 +71,162 @@ def linear_cross_entropy_forward(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    objective: Objective = Objective(),  # noqa: B008 (immutable)
     *,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    ignore_index: int = -100,
+    need_entropy: bool = False,
     grad_hidden: bool = True,
     grad_weight: bool = False,
     chunk: int | None = None,
-) -> LossAndGrads:
-    """Summed cross-entropy of `scale * hidden @ weight.T`, and the gradients of that sum.
+) -> LossesAndGrads:
+    """Cross-entropy of each row of `hidden @ weight.T`, and the gradients of their sum.
 
-    Products run in the weight's dtype; softmax and sums in fp32. Nothing waits for an accelerator.
+    Products run in the weight's dtype; softmax and sums in fp32. Nothing waits for an accelerator. On a CPU, where
+    counting is free, rows that are not trained cost no product.
 
     Args:
         hidden: [N, H], of the weight's dtype.
         weight: [V, H].
-        labels: [N] int64; rows labelled `ignore_index` give no loss and a zero gradient.
-        softcap: logits become softcap · tanh(logits / softcap), as in Gemma 2.
-        scale: factor on the logits, before the softcap.
+        labels: [N] int64; rows labelled `objective.ignore_index` have no loss and a zero gradient.
+        objective: scale, softcap, temperature, label smoothing, z-loss.
+        need_entropy: also return each row's entropy.
         grad_hidden: also return dX.
         grad_weight: also return dW, accumulated in fp32.
         chunk: rows at a time; default: `chunk_rows`.
 
     Raises:
         DataError: on a CPU, a label is outside [0, V). On an accelerator, where raising would have to wait for it, the
-            loss and the row's gradient are NaN instead.
+            row's loss and gradient are NaN instead.
     """
-    options: dict[str, Any] = {
-        "softcap": softcap,
-        "scale": scale,
-        "grad_hidden": grad_hidden,
-        "grad_weight": grad_weight,
-    }
-    options["chunk"] = chunk or chunk_rows(weight.shape[0], hidden.device.type)
-    if _is_cpu(hidden):
-        return _trained_rows_only(hidden, weight, labels, ignore_index, options)
-    ignored = labels == ignore_index
-    outside = ~ignored & ((labels < 0) | (labels >= weight.shape[0]))
-    targets = labels.clamp(0, weight.shape[0] - 1)
-    result = cross_entropy_in_chunks(hidden, weight, targets, ignored, **options)
-    loss_sum = torch.where(outside.any(), torch.nan, result.loss_sum)
-    if result.grad_hidden is not None:
-        result.grad_hidden.masked_fill_(outside.unsqueeze(1), torch.nan)
-    return result._replace(loss_sum=loss_sum)
-
-
-def _trained_rows_only(
-    hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, options: dict[str, Any]
-) -> LossAndGrads:
-    """On a CPU, counting is free: check the labels, and spend no product on rows that are not trained."""
-    trained = (labels != ignore_index).nonzero().squeeze(1)
+    check_objective(objective)
+    keys: dict[str, Any] = {"need_entropy": need_entropy, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+    keys["chunk"] = chunk or chunk_rows(weight.shape[0], hidden.device.type, weight.element_size())
+    if not _is_cpu(hidden):
+        return cross_entropy_in_chunks(hidden, weight, labels, objective, **keys)
+    trained = (labels != objective.ignore_index).nonzero().squeeze(1)
     targets = labels[trained]
-    outside = targets[(targets < 0) | (targets >= weight.shape[0])]
-    if len(outside):
-        raise DataError(
-            f"label {outside[0].item()} is outside the model's vocabulary of {weight.shape[0]}",
-            "use the tokenizer that belongs to the model",
-        )
-    all_trained = len(trained) == len(labels)
-    result = cross_entropy_in_chunks(hidden if all_trained else hidden[trained], weight, targets, None, **options)
-    if all_trained or result.grad_hidden is None:
-        return result
-    return result._replace(grad_hidden=torch.zeros_like(hidden).index_copy_(0, trained, result.grad_hidden))
+    _check_labels(targets, weight.shape[0])
+    if len(trained) == len(labels):
+        return cross_entropy_in_chunks(hidden, weight, labels, objective, **keys)
+    (loss, logsumexp, entropy), grad_x, grad_w = cross_entropy_in_chunks(
+        hidden[trained], weight, targets, objective, **keys
+    )
+    rows = RowLosses(
+        _to_rows(loss, trained, labels),
+        _to_rows(logsumexp, trained, labels),
+        None if entropy is None else _to_rows(entropy, trained, labels),
+    )
+    return LossesAndGrads(rows, None if grad_x is None else _to_rows(grad_x, trained, hidden), grad_w)
 
 
 def cross_entropy_in_chunks(
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
-    ignored: Tensor | None,
+    labels: Tensor,
+    objective: Objective,
     *,
-    softcap: float | None,
-    scale: float,
+    need_entropy: bool,
     grad_hidden: bool,
     grad_weight: bool,
     chunk: int,
-) -> LossAndGrads:
-    """The loop over chunks of rows: `targets` [N] within [0, V), `ignored` [N] bool, or None where all are trained."""
+) -> LossesAndGrads:
+    """`linear_cross_entropy_forward` without its checks, all rows alike."""
+    found: list[RowLosses] = []
+
+    def into_gradient(logits: Tensor, rows: slice) -> None:
+        found.append(cross_entropy_(logits, labels[rows], objective, grad_hidden or grad_weight, need_entropy))
+
+    grads = _in_chunks(hidden, weight, labels == objective.ignore_index, into_gradient, grad_hidden, grad_weight, chunk)
+    losses, logsumexps, entropies = zip(*found, strict=True)
+    rows = RowLosses(torch.cat(losses), torch.cat(logsumexps), torch.cat(entropies) if need_entropy else None)
+    return LossesAndGrads(rows, *grads)
+
+
+@torch.no_grad()
+def linear_log_probs_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    objective: Objective,
+    *,
+    grad_hidden: bool,
+    grad_weight: bool,
+    chunk: int | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dX [N, H] and dW [V, H] of Σ grad_log_probs · log p[label] + Σ grad_entropy · entropy, from logits made again.
+
+    Args:
+        logsumexp, entropy: [N] as `linear_cross_entropy_forward` returned them.
+        grad_log_probs, grad_entropy: [N] upstream gradients, in fp32 (fp64 for fp64 input).
+    """
+    chunk = chunk or chunk_rows(weight.shape[0], hidden.device.type, weight.element_size())
+    ignored = labels == objective.ignore_index
+    if _is_cpu(hidden) and ignored.any():
+        trained = (~ignored).nonzero().squeeze(1)
+        grad_x, grad_w = linear_log_probs_backward(
+            hidden[trained],
+            weight,
+            labels[trained],
+            logsumexp[trained],
+            _at(trained, entropy),
+            grad_log_probs[trained],
+            _at(trained, grad_entropy),
+            objective,
+            grad_hidden=grad_hidden,
+            grad_weight=grad_weight,
+            chunk=chunk,
+        )
+        return None if grad_x is None else _to_rows(grad_x, trained, hidden), grad_w
+
+    def into_gradient(logits: Tensor, rows: slice) -> None:
+        parts = (labels[rows], logsumexp[rows], _at(rows, entropy), grad_log_probs[rows], _at(rows, grad_entropy))
+        log_probs_backward_(logits, *parts, objective)
+
+    return _in_chunks(hidden, weight, ignored, into_gradient, grad_hidden, grad_weight, chunk)
+
+
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    ignored: Tensor,
+    into_gradient: Callable[[Tensor, slice], None],
+    grad_hidden: bool,
+    grad_weight: bool,
+    chunk: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Logits of `chunk` rows at a time in one buffer, `into_gradient` over them, and the products back: dX and dW.
+
+    Args:
+        ignored: [N] bool; what such rows of `hidden` hold, NaN even, stays out of dW.
+    """
+    vocabulary = len(weight)
     exact = torch.promote_types(hidden.dtype, torch.float32)
-    loss_sum = torch.zeros((), dtype=exact, device=hidden.device)
     grad_x = torch.empty_like(hidden) if grad_hidden else None
     grad_w = torch.zeros_like(weight, dtype=exact) if grad_weight else None
-    for start in range(0, hidden.shape[0], chunk):
+    # Rows begin at multiples of 16 logits: what vector loads and matrix products want.
+    buffer = hidden.new_empty(min(chunk, len(hidden)), -(-vocabulary // 16) * 16)[:, :vocabulary]
+    for start in range(0, max(len(hidden), 1), chunk):  # of no rows, one empty chunk
         rows = slice(start, start + chunk)
-        skip = ignored[rows] if ignored is not None else None
-        losses, grad_logits = _token_losses(hidden[rows], weight, targets[rows], skip, softcap, scale)
-        loss_sum += losses.sum()
-        if grad_hidden or grad_weight:
-            grad_logits = grad_logits.to(weight.dtype)
+        x = hidden[rows]
+        logits = torch.mm(x, weight.T, out=buffer[: len(x)])
+        into_gradient(logits, rows)
         if grad_x is not None:
-            torch.mm(grad_logits, weight, out=grad_x[rows])
+            torch.mm(logits, weight, out=grad_x[rows])
         if grad_w is not None:
-            grad_w += grad_logits.T @ hidden[rows]
-    return LossAndGrads(loss_sum, grad_x, grad_w.to(weight.dtype) if grad_w is not None else None)
+            _add_product(grad_w, logits.T, x.masked_fill(ignored[rows].unsqueeze(1), 0.0))
+    return grad_x, grad_w.to(weight.dtype) if grad_w is not None else None
 
 
-def _token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignored: Tensor | None, softcap: float | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Losses [n] of one chunk, and the gradient [n, V] of their sum with respect to hidden @ weight.T; both fp32."""
-    exact = torch.promote_types(hidden.dtype, torch.float32)
-    logits = hidden @ weight.T
-    if scale != 1.0 or softcap is not None:
-        logits = logits.to(exact).mul_(scale if softcap is None else scale / softcap)
-    if softcap is not None:
-        logits = logits.tanh_()
-    log_probs = torch.log_softmax(logits if softcap is None else logits * softcap, dim=-1, dtype=exact)
-    losses = -log_probs.gather(1, targets.unsqueeze(1)).squeeze(1)
-    gradient = log_probs.exp_()
-    gradient.scatter_add_(1, targets.unsqueeze(1), gradient.new_full((len(targets), 1), -1.0))
-    if softcap is not None:  # the derivative of c · tanh(z / c) is 1 − tanh²
-        gradient.mul_(logits.square_().neg_().add_(1.0))
-    if scale != 1.0:
-        gradient.mul_(scale)
-    if ignored is not None:
-        losses = losses.masked_fill(ignored, 0.0)
-        gradient.masked_fill_(ignored.unsqueeze(1), 0.0)
-    return losses, gradient
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total` += a @ b, for a `total` in fp32 and 16-bit factors too."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda" and torch.version.hip is None:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # a product rounded to 16 bits first, a slice at a time: whole it would be as large as the weight
+        for start in range(0, len(total), WEIGHT_SLICE):
+            rows = slice(start, start + WEIGHT_SLICE)
+            total[rows] += a[rows] @ b

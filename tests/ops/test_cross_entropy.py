@@ -1,0 +1,103 @@
+"""The specification of rows of logits turned into their gradient, against autograd in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfbyte.errors import ModelError
+from halfbyte.ops.cross_entropy import Objective, cross_entropy_, log_probs_backward_
+
+
+def truth(logits, labels, objective):
+    """Losses, entropies and logsumexps by definition, from which autograd makes gradients; trained rows only count."""
+    z = logits.double() * objective.scale
+    if objective.softcap is not None:
+        z = objective.softcap * torch.tanh(z / objective.softcap)
+    z = z / objective.temperature
+    trained = labels != objective.ignore_index
+    logsumexp = torch.logsumexp(z, -1)
+    log_probs = z - logsumexp.unsqueeze(1)
+    chosen = log_probs.gather(1, labels.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    smoothing = objective.label_smoothing
+    loss = -(1 - smoothing) * chosen - smoothing * log_probs.mean(-1) + objective.z_loss * logsumexp.square()
+    return loss * trained, -(log_probs.exp() * log_probs).sum(-1) * trained, chosen * trained, logsumexp * trained
+
+
+@st.composite
+def cases(draw):
+    rows, vocabulary = draw(st.integers(1, 6)), draw(st.integers(1, 40))
+    ignore_index = draw(st.sampled_from([-100, -1, 0]))
+    labels = draw(st.lists(st.sampled_from([ignore_index, *range(vocabulary)]), min_size=rows, max_size=rows))
+    objective = Objective(
+        scale=draw(st.sampled_from([1.0, 0.3, -2.0])),
+        softcap=draw(st.sampled_from([None, 2.0, 30.0])),
+        temperature=draw(st.sampled_from([1.0, 0.6])),
+        label_smoothing=draw(st.sampled_from([0.0, 0.1])),
+        z_loss=draw(st.sampled_from([0.0, 1e-2])),
+        ignore_index=ignore_index,
+    )
+    torch.manual_seed(draw(st.integers(0, 100)))
+    return torch.randn(rows, vocabulary) * draw(st.sampled_from([0.1, 5.0])), torch.tensor(labels), objective
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases())
+def test_any_shape_objective_and_pattern_of_ignored_rows(case):
+    logits, labels, objective = case
+    exact = logits.double().requires_grad_()
+    loss, entropy, _, logsumexp = truth(exact, labels, objective)
+    gradient = torch.autograd.grad(loss.sum(), exact)[0]
+    got = cross_entropy_(logits, labels, objective, True, True)
+    for mine, true in zip((*got, logits), (loss, logsumexp, entropy, gradient), strict=True):
+        torch.testing.assert_close(mine.double(), true.detach(), rtol=2e-5, atol=2e-5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(cases())
+def test_gradients_with_an_upstream_of_their_own(case):
+    logits, labels, objective = case
+    objective = objective._replace(label_smoothing=0.0, z_loss=0.0)
+    saved = cross_entropy_(logits, labels, objective, False, True)
+    upstream, of_entropy = torch.randn(2, len(logits))
+    exact = logits.double().requires_grad_()
+    _, entropy, chosen, _ = truth(exact, labels, objective)
+    gradient = torch.autograd.grad((chosen * upstream + entropy * of_entropy).sum(), exact)[0]
+    log_probs_backward_(logits, labels, *saved[1:], upstream, of_entropy, objective)
+    torch.testing.assert_close(logits.double(), gradient, rtol=2e-5, atol=2e-5)
+
+
+def test_without_a_gradient_logits_stay():
+    logits = torch.randn(3, 9)
+    before = logits.clone()
+    cross_entropy_(logits, torch.tensor([0, 1, -100]), Objective(), False, True)
+    assert torch.equal(logits, before)
+
+
+def test_labels_outside_are_nan_and_ignored_rows_nothing():
+    logits = torch.randn(4, 9)
+    logits[3] = torch.nan
+    got = cross_entropy_(logits, torch.tensor([9, -1, 8, -100]), Objective(), True, True)
+    assert got.loss.isnan().tolist() == [True, True, False, False]
+    assert logits.isnan().all(-1).tolist() == [True, True, False, False]
+    assert not logits[3].any()
+
+
+def test_float64_stays_float64():
+    logits = torch.randn(3, 9, dtype=torch.float64)
+    assert cross_entropy_(logits, torch.tensor([0, 1, 2]), Objective(), True, False).loss.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "message"),
+    [
+        (torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), "logits is torch.int32"),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64), r"\[3\], not \[rows, vocabulary\]"),
+        (torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64), r"\[3, 0\], not"),
+        (torch.zeros(3, 4), torch.zeros(3), "labels are torch.float32"),
+        (torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64), r"labels has shape \[2\]"),
+    ],
+)
+def test_arguments_no_kernel_can_take(logits, labels, message):
+    with pytest.raises(ModelError, match=message):
+        cross_entropy_(logits, labels, Objective(), True, False)
