@@ -8,6 +8,7 @@ from halfbyte.autograd.linear_nvfp4 import Nvfp4Recipe, _rounded, nvfp4_linear
 from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.notices import forget, said
+from halfbyte.ops.nvfp4 import rotate
 from halfbyte.tensor import QuantizedTensor
 
 PLAIN = {"disable_rht": True, "disable_stochastic_rounding": True}
@@ -95,8 +96,6 @@ def test_gradients_are_unbiased(options):
     unrounded = torch.zeros(1, numbers.shape[1])
     unrounded[:, :N] = grad[:1]
     if not recipe.disable_rht:
-        from halfbyte.ops.nvfp4 import rotate
-
         unrounded = rotate(unrounded, recipe.seed)
     expected = (unrounded.double() @ numbers.t() * factor.double())[0]
     dx = dx.double()
@@ -120,16 +119,6 @@ def test_the_product_is_close(options):
     y, dx = step(Nvfp4Recipe(**options), x, weight, grad)
     assert (y - x @ weight.t()).norm() < 0.2 * (x @ weight.t()).norm()
     assert (dx - grad @ weight).norm() < 0.25 * (grad @ weight).norm()
-
-
-def test_the_transform_helps_with_outliers():
-    x, weight, grad = operands(rows=64)
-    x[:, 5] *= 50
-    x[:, 5:6] = x[:, 5:6] * (torch.arange(64) % 2).unsqueeze(1)  # only in every other row
-    weight[:, 5] = 0
-    exact = x @ weight.t()
-    errors = [(step(Nvfp4Recipe(disable_rht=off), x, weight, grad)[0] - exact).norm() for off in (False, True)]
-    assert errors[0] < errors[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

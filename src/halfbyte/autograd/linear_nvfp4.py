@@ -80,7 +80,9 @@ def nvfp4_linear(
         input = input.to(torch.get_autocast_dtype(kind))
     if bias is not None:
         bias = bias.to(input.dtype)
-    notice("nvfp4-emulated", "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used")
+    notice(
+        "nvfp4-emulated", "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used"
+    )
     return _Nvfp4Linear.apply(input, weight, bias, recipe)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
 from ..ops.e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, pack_e2m1
-from .base import Format, Parts, PartSpecs, check_parts, register_format
+from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
 from .nvfp4 import DAMAGED, SCALE, rows_and_columns
 
 BLOCK, NAN = 32, 0xFF
@@ -85,7 +85,7 @@ class Mxfp4(Format):
             labels = {"packed": f"{name}{BLOCKS}", "scale": f"{name}{SCALES}"}
             parts, shape = _stacked(state, labels)
         elif SCALE in state:
-            labels = {"packed": name, "scale": f"{name}'s weight_scale"}
+            labels = {"packed": name, "scale": entry_name(name, SCALE)}
             parts = {part: state[key] for part, key in (("packed", ""), ("scale", SCALE)) if key in state}
             rows, half = parts["packed"].shape if "packed" in parts and parts["packed"].dim() == 2 else (0, 0)
             shape = (rows, 2 * half)

@@ -69,7 +69,7 @@ def quantize_nvfp4(
         generator: of the random numbers; torch's own by default.
     """
     rows, columns = values.shape
-    blocks = F.pad(values.float(), (0, -columns % BLOCK, 0, -rows % tile_rows))
+    blocks = F.pad(values.float(), (0, -columns % BLOCK, 0, -rows % tile_rows)).contiguous()
     blocks = blocks.view(-(-rows // tile_rows), tile_rows, -(-columns // BLOCK), BLOCK)
     amax = blocks.abs().amax((1, 3))
     largest = amax.amax() if amax.numel() else amax.sum()
@@ -77,7 +77,8 @@ def quantize_nvfp4(
     scales = encode_e4m3(amax / (6 * factor), up=stochastic)
     if metric is not None:
         at_four = encode_e4m3(amax / (4 * factor), up=stochastic)
-        six, four = (ERRORS[metric](blocks - _nearest(blocks, choice, factor)) for choice in (scales, at_four))
+        # In units of the factor, where no square underflows or overflows.
+        six, four = (ERRORS[metric]((blocks - _nearest(blocks, at, factor)) / factor) for at in (scales, at_four))
         scales = torch.where(four < six, at_four, scales)
     normal = _normalized(blocks, scales, factor)
     codes = encode_e2m1_stochastic(normal, generator) if stochastic else encode_e2m1(normal)
