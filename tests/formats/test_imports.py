@@ -1,4 +1,4 @@
-"""Checkpoints that other tools quantized: values equal a plain reading of the published formula, bytes are written back."""
+"""Checkpoints that other tools quantized: values equal a plain reading of the formula, bytes are written back."""
 
 import numpy as np
 import pytest

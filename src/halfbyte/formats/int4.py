@@ -12,6 +12,7 @@ GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -113,6 +114,7 @@ class _Int4(Format):
         return format_, parts, (outputs, inputs), scales.dtype
 
     @classmethod
+    @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
         return frozenset(ENTRIES.values())
 

@@ -9,6 +9,7 @@ both with the even element in the low nibble and E8M0 scales 2^(byte − 127):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -98,6 +99,7 @@ class Mxfp4(Format):
         return cls(), parts, shape, torch.bfloat16
 
     @classmethod
+    @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
         return super().state_suffixes() | {SCALE, BLOCKS, SCALES}
 

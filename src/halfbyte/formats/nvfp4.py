@@ -12,6 +12,7 @@ dimensions are rows; a vector is one row. ModelOpt's entries of a parameter `wei
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -138,6 +139,7 @@ class Nvfp4(Format):
         return format_, parts, shape, torch.bfloat16
 
     @classmethod
+    @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
         return super().state_suffixes() | {SCALE, FACTOR, INPUT_SCALE}
 
