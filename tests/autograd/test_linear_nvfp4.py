@@ -177,3 +177,19 @@ def test_emulation_is_said_once():
 def test_an_unknown_metric_is_refused():
     with pytest.raises(ModelError, match="four_over_six_metric 'L2'"):
         Nvfp4Recipe(four_over_six_metric="L2")
+
+
+def test_compiled_in_pieces():
+    """The recipe runs in eager mode between compiled graphs, and says so where one graph is asked for."""
+    x, weight, _ = operands()
+    stored = nn.Parameter(QuantizedTensor.quantize(weight, named("nf4")), requires_grad=False)
+    x = x.requires_grad_()
+
+    def function(x):
+        return nvfp4_linear(x, stored, recipe=Nvfp4Recipe()) * 2
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(function, backend="aot_eager")(x), function(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(x)

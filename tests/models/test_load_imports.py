@@ -1,4 +1,4 @@
-"""Checkpoints of other tools through the loader: a tiny Llama whose linears are in GPTQ, AWQ, ModelOpt or MXFP4 entries."""
+"""Checkpoints of other tools through the loader: a tiny Llama in GPTQ, AWQ, ModelOpt or MXFP4 entries."""
 
 import json
 

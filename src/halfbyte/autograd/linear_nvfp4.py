@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..notices import notice
 from ..ops.e2m1 import codebook_e2m1, decode_scales
@@ -74,7 +75,12 @@ def nvfp4_linear(
 
     Returns:
         [..., N] in the dtype of the product.
+
+    Raises:
+        ModelError: torch.compile traces with fullgraph; otherwise it runs this in eager mode.
     """
+    if on_compiler():
+        raise ModelError("recipe nvfp4 is not one compiled graph", "compile without fullgraph=True")
     kind = input.device.type
     if torch.is_autocast_enabled(kind):
         input = input.to(torch.get_autocast_dtype(kind))
@@ -104,7 +110,7 @@ class _Nvfp4Linear(torch.autograd.Function):
 
 
 def _values(weight: QuantizedTensor | Tensor) -> Tensor:
-    """The frozen weight's values in its own dtype."""
+    """The frozen weight's values in its own dtype. QuantizedTensor's module stands above this one."""
     return weight.dequantize() if hasattr(weight, "format") else weight.detach()
 
 
