@@ -77,10 +77,10 @@ def nvfp4_linear(
         [..., N] in the dtype of the product.
 
     Raises:
-        ModelError: torch.compile traces with fullgraph; otherwise it runs this in eager mode.
+        ModelError: under torch.compile, which the recipe does not support.
     """
     if on_compiler():
-        raise ModelError("recipe nvfp4 is not one compiled graph", "compile without fullgraph=True")
+        raise ModelError("recipe nvfp4 does not run under torch.compile", "run the model uncompiled")
     kind = input.device.type
     if torch.is_autocast_enabled(kind):
         input = input.to(torch.get_autocast_dtype(kind))
