@@ -7,8 +7,24 @@ from collections.abc import Iterable
 from ..errors import ModelError
 from .base import FORMATS, Format
 from .blockwise4 import Blockwise4
+from .int4 import Awq, Gptq, GptqV2
+from .mxfp4 import Mxfp4
+from .nvfp4 import Nvfp4
 
-__all__ = ["FORMATS", "Blockwise4", "Format", "from_spec", "named", "names", "recognize"]
+__all__ = [
+    "FORMATS",
+    "Awq",
+    "Blockwise4",
+    "Format",
+    "Gptq",
+    "GptqV2",
+    "Mxfp4",
+    "Nvfp4",
+    "from_spec",
+    "named",
+    "names",
+    "recognize",
+]
 
 
 @functools.cache

@@ -1,0 +1,139 @@
+"""The `nvfp4` recipe: both operands of every product of a frozen linear are rounded to NVFP4 first.
+
+    y  = Q(x·H) · Q(W·H)ᵀ          contraction over the inputs K
+    dX = Q(dY·H) · Q(Wᵀ·H)ᵀ        contraction over the outputs N; dY rounded stochastically
+
+H is the random Hadamard transform of 16 neighbours along the contraction; orthonormal, so it cancels. Activations and
+gradients have a scale per 16 values of the contraction, weights one per 16×16 tile. W is frozen: it has no gradient.
+It is dequantized from whatever format stores it, for both products, and nothing of it is kept.
+
+No FP4 units are used. A code times its E4M3 scale has six significant bits, so both operands are exact in bf16 and
+fp16, and the product is a 16-bit one over the same numbers; the fp32 factors are multiplied onto its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import on_compiler
+from ..errors import ModelError
+from ..notices import notice
+from ..ops.e2m1 import codebook_e2m1, decode_scales
+from ..ops.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
+
+if TYPE_CHECKING:
+    from ..tensor import QuantizedTensor
+
+DOWN = 2.0**-12  # operands are stored times this, so that sums of products stay inside fp16's range; exact
+
+
+@dataclass(frozen=True)
+class Nvfp4Recipe:
+    """What is rounded how.
+
+    Args:
+        disable_rht: leave out the random Hadamard transform.
+        disable_stochastic_rounding: round gradients to nearest.
+        disable_2d_quantization: give weights a scale per 16 values of the contraction instead of per tile.
+        enable_four_over_six: try each block with its amax at 4 too (arXiv:2512.02010), all operands.
+        four_over_six_metric: the error that decides, "MSE", "L1" or "AbsMax".
+        seed: of the transform's signs.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    enable_four_over_six: bool = False
+    four_over_six_metric: Metric = "MSE"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.four_over_six_metric not in ERRORS:
+            message = f"four_over_six_metric {self.four_over_six_metric!r} is not a metric"
+            raise ModelError(message, f"use one of {', '.join(ERRORS)}")
+
+    @property
+    def metric(self) -> Metric | None:
+        return self.four_over_six_metric if self.enable_four_over_six else None
+
+
+def nvfp4_linear(
+    input: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None = None, *, recipe: Nvfp4Recipe
+) -> Tensor:
+    """`F.linear` with a frozen weight, computed in NVFP4.
+
+    Args:
+        input: [..., K], float; the products run in its dtype, or autocast's.
+        weight: [N, K], in any stored format or plain; gets no gradient.
+        bias: [N] or None; added in the products' dtype.
+        recipe: what is rounded how.
+
+    Returns:
+        [..., N] in the dtype of the product.
+
+    Raises:
+        ModelError: under torch.compile, which the recipe does not support.
+    """
+    if on_compiler():
+        raise ModelError("recipe nvfp4 does not run under torch.compile", "run the model uncompiled")
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        input = input.to(torch.get_autocast_dtype(kind))
+    if bias is not None:
+        bias = bias.to(input.dtype)
+    notice(
+        "nvfp4-emulated", "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used"
+    )
+    return _Nvfp4Linear.apply(input, weight, bias, recipe)
+
+
+class _Nvfp4Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, weight, bias, recipe):
+        ctx.weight, ctx.recipe = weight, recipe  # frozen, and it outlives the graph
+        return _product(input, _values(weight), bias, recipe, stochastic=False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_input = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            stochastic = not ctx.recipe.disable_stochastic_rounding
+            grad_input = _product(grad, _values(ctx.weight).t(), None, ctx.recipe, stochastic=stochastic)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return grad_input, None, grad_bias, None
+
+
+def _values(weight: QuantizedTensor | Tensor) -> Tensor:
+    """The frozen weight's values in its own dtype. QuantizedTensor's module stands above this one."""
+    return weight.dequantize() if hasattr(weight, "format") else weight.detach()
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None, recipe: Nvfp4Recipe, *, stochastic: bool) -> Tensor:
+    """left [..., C] times rightᵀ, right [N, C], both rounded to NVFP4 along C; `dtype` of left."""
+    tile_rows = 1 if recipe.disable_2d_quantization else BLOCK
+    rows, left_factor = _rounded(left.reshape(-1, left.shape[-1]), 1, recipe, left.dtype, stochastic=stochastic)
+    columns, right_factor = _rounded(right, tile_rows, recipe, left.dtype, stochastic=False)
+    product = F.linear(rows, columns).mul_(left_factor * right_factor)
+    if bias is not None:
+        product.add_(bias)
+    return product.view(*left.shape[:-1], right.shape[0])
+
+
+def _rounded(
+    values: Tensor, tile_rows: int, recipe: Nvfp4Recipe, dtype: torch.dtype, *, stochastic: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes times E4M3 scales times 2^-12, `dtype` [rows, padded]; and the fp32 factor that is still to be applied."""
+    if not recipe.disable_rht:
+        values = rotate(values, recipe.seed)
+    codes, scales, factor = quantize_nvfp4(values, tile_rows, recipe.metric, stochastic=stochastic)
+    step = decode_scales(scales, torch.full((), DOWN, device=scales.device))
+    if tile_rows > 1:
+        step = step.repeat_interleave(tile_rows, dim=0)[: codes.shape[0]]
+    numbers = codebook_e2m1(codes.device)[codes.int()].view(*step.shape, BLOCK) * step.unsqueeze(2)
+    return numbers.view(codes.shape).to(dtype), factor / DOWN

@@ -1,0 +1,132 @@
+"""MXFP4: E2M1 codes with a power of two per 32 values (OCP Microscaling specification 1.0), as in gpt-oss.
+
+A matrix is padded with zero columns to a multiple of 32; leading dimensions are rows. Two published layouts are read,
+both with the even element in the low nibble and E8M0 scales 2^(byte − 127):
+
+    w_blocks  uint8 [..., K/32, 16] and w_scales uint8 [..., K/32]         gpt-oss; a stack of [out, in] matrices
+    weight    uint8 [N, K/2]        and weight_scale uint8 [N, K/32]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import CheckpointError, ModelError
+from ..ops.e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, pack_e2m1
+from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
+from .nvfp4 import DAMAGED, SCALE, rows_and_columns
+
+BLOCK, NAN = 32, 0xFF
+BLOCKS, SCALES = "_blocks", "_scales"
+
+
+@register_format
+@dataclass(frozen=True)
+class Mxfp4(Format):
+    """E2M1 codes with one E8M0 scale per 32 values; 4.25 bits a weight."""
+
+    name: ClassVar[str] = "mxfp4"
+    names: ClassVar[dict[str, str]] = {"mxfp4": "mxfp4"}
+
+    @property
+    def spec(self) -> str:
+        return self.name
+
+    @classmethod
+    def parse(cls, options: str) -> Mxfp4:
+        if options:
+            raise ModelError(f"mxfp4 has no option {options!r}", "write mxfp4")
+        return cls()
+
+    @classmethod
+    def examples(cls) -> list[Format]:
+        return [cls()]
+
+    def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        rows, columns = rows_and_columns(shape)
+        blocks = -(-columns // BLOCK)
+        return {"packed": ((rows, blocks * BLOCK // 2), torch.uint8), "scale": ((rows, blocks), torch.uint8)}
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """As the specification, section 6.3: exponent floor(log2 amax) − 2; magnitudes above 6 saturate."""
+        self.check_weight(weight)
+        rows, columns = rows_and_columns(tuple(weight.shape))
+        blocks = F.pad(weight.reshape(rows, columns).float(), (0, -columns % BLOCK)).view(rows, -1, BLOCK)
+        amax = blocks.abs().amax(2)
+        if not bool(torch.isfinite(amax).all()):
+            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a block with one would be lost")
+        # frexp's mantissa lies in [½, 1): floor(log2 amax) is its exponent minus one.
+        scale = (torch.frexp(amax).exponent - 3 + 127).clamp(0, NAN - 1).to(torch.uint8)
+        codes = encode_e2m1(blocks / decode_scales(scale, None).unsqueeze(2))
+        return {"packed": pack_e2m1(codes).view(rows, -1), "scale": scale}
+
+    def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        width = rows_and_columns(shape)[1]
+        return dequantize_e2m1(parts["packed"], parts["scale"], None, (1, BLOCK), width, dtype).view(shape)
+
+    def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantize_e2m1(parts["packed"][rows], parts["scale"][rows], None, (1, BLOCK), shape[1], dtype)
+
+    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The published layout of a bf16 matrix; with a description beside it for anything else."""
+        if len(shape) != 2 or shape[1] % BLOCK or dtype != torch.bfloat16:
+            return super().to_state(parts, shape, dtype)
+        return {"": parts["packed"], SCALE: parts["scale"]}
+
+    @classmethod
+    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+        if {BLOCKS, SCALES} & state.keys():
+            labels = {"packed": f"{name}{BLOCKS}", "scale": f"{name}{SCALES}"}
+            parts, shape = _stacked(state, labels)
+        elif SCALE in state:
+            labels = {"packed": name, "scale": entry_name(name, SCALE)}
+            parts = {part: state[key] for part, key in (("packed", ""), ("scale", SCALE)) if key in state}
+            rows, half = parts["packed"].shape if "packed" in parts and parts["packed"].dim() == 2 else (0, 0)
+            shape = (rows, 2 * half)
+            check_parts(parts, cls().part_specs(shape), {"packed": "", "scale": SCALE}, name)
+        else:
+            _, parts, shape, dtype = super().from_state(state, name)
+            _check_values(parts["scale"], f"{name}.scale")
+            return cls(), parts, shape, dtype
+        _check_values(parts["scale"], labels["scale"])
+        return cls(), parts, shape, torch.bfloat16
+
+    @classmethod
+    @functools.cache
+    def state_suffixes(cls) -> frozenset[str]:
+        return super().state_suffixes() | {SCALE, BLOCKS, SCALES}
+
+    @classmethod
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
+        return cls() if entry.get("quant_method") == "mxfp4" else None
+
+
+def _stacked(state: Parts, labels: Mapping[str, str]) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Parts and shape [..., K] from gpt-oss' blocks and scales."""
+    for part, key in (("packed", BLOCKS), ("scale", SCALES)):
+        if key not in state:
+            raise CheckpointError(f"{labels[part]} is missing from the checkpoint", DAMAGED)
+        if state[key].dtype != torch.uint8:
+            raise CheckpointError(f"{labels[part]} is {state[key].dtype}, not uint8", DAMAGED)
+    blocks, scales = state[BLOCKS], state[SCALES]
+    if blocks.dim() < 3 or blocks.shape[-1] != BLOCK // 2:
+        raise CheckpointError(f"{labels['packed']} is {tuple(blocks.shape)}, expected [..., K/32, 16]", DAMAGED)
+    if scales.shape != blocks.shape[:-1]:
+        expected = tuple(blocks.shape[:-1])
+        raise CheckpointError(f"{labels['scale']} is {tuple(scales.shape)}, expected {expected}", DAMAGED)
+    count = blocks.shape[-2]
+    parts = {"packed": blocks.reshape(-1, count * BLOCK // 2), "scale": scales.reshape(-1, count)}
+    return parts, (*blocks.shape[:-2], count * BLOCK)
+
+
+def _check_values(scale: Tensor, label: str) -> None:
+    wrong = 0 if scale.is_meta else int((scale == NAN).sum())
+    if wrong:
+        raise CheckpointError(f"{label} has {wrong} scales that are NaN (255)", DAMAGED)

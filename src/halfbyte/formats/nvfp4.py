@@ -1,0 +1,161 @@
+"""NVFP4, and checkpoints that NVIDIA's ModelOpt quantized to it.
+
+The values are specified in `halfbyte.ops.nvfp4`. A matrix is padded with zero columns to a multiple of 16; leading
+dimensions are rows; a vector is one row. ModelOpt's entries of a parameter `weight`, low nibble first:
+
+    weight          uint8 [N, K/2]
+    weight_scale    float8_e4m3fn [N, K/16]
+    weight_scale_2  fp32 []
+    input_scale     fp32 []: a calibrated activation scale, not used, because activations keep 16 bits or, in the
+                    `nvfp4` recipe, are scaled by their own amax
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ModelError
+from ..notices import notice
+from ..ops.e2m1 import E4M3_NAN, dequantize_e2m1
+from ..ops.nvfp4 import BLOCK, Metric, packed_nvfp4
+from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
+
+CHOICES: dict[str, Metric | None] = {"plain": None, "46mse": "MSE", "46l1": "L1", "46absmax": "AbsMax"}
+SCALE, FACTOR, INPUT_SCALE = "../weight_scale", "../weight_scale_2", "../input_scale"
+DAMAGED = "re-download the checkpoint"
+
+
+def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The matrix that a tensor of `shape` is stored as."""
+    columns = shape[-1] if shape else 1
+    return torch.Size(shape[:-1]).numel(), columns
+
+
+@register_format
+@dataclass(frozen=True)
+class Nvfp4(Format):
+    """E2M1 codes with an E4M3 scale per block and one fp32 factor.
+
+    Args:
+        tiles: one scale per 16×16 tile (4.03 bits a weight), so that a weight and its transpose are stored alike;
+            otherwise one per 16 values of a row (4.5 bits).
+        metric: four over six, decided by this error of a block; None for plain NVFP4.
+    """
+
+    tiles: bool = True
+    metric: Metric | None = None
+
+    name: ClassVar[str] = "nvfp4"
+    names: ClassVar[dict[str, str]] = {
+        "nvfp4": "nvfp4:2d:plain",
+        "nvfp4-46": "nvfp4:2d:46mse",
+        "nvfp4-1d": "nvfp4:1d:plain",
+        "nvfp4-1d-46": "nvfp4:1d:46mse",
+    }
+
+    def __post_init__(self) -> None:
+        if self.metric not in CHOICES.values():
+            raise ModelError(f"four_over_six_metric {self.metric!r} is not a metric", "use 'MSE', 'L1' or 'AbsMax'")
+
+    @property
+    def spec(self) -> str:
+        choice = next(word for word, metric in CHOICES.items() if metric == self.metric)
+        return f"{self.name}:{'2d' if self.tiles else '1d'}:{choice}"
+
+    @classmethod
+    def parse(cls, options: str) -> Nvfp4:
+        tiles, choice = options.split(":")
+        return cls({"2d": True, "1d": False}[tiles], CHOICES[choice])
+
+    @classmethod
+    def examples(cls) -> list[Format]:
+        return [cls(True), cls(False), cls(False, "MSE")]
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return (BLOCK if self.tiles else 1), BLOCK
+
+    def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        rows, columns = rows_and_columns(shape)
+        blocks = -(-columns // BLOCK)
+        return {
+            "packed": ((rows, blocks * BLOCK // 2), torch.uint8),
+            "scale": ((-(-rows // self.tile[0]), blocks), torch.uint8),
+            "factor": ((), torch.float32),
+        }
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        self.check_weight(weight)
+        packed, scale, factor = packed_nvfp4(
+            weight.reshape(rows_and_columns(tuple(weight.shape))), self.tile[0], self.metric
+        )
+        if not bool(torch.isfinite(factor)):
+            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: all scales would be lost")
+        return {"packed": packed, "scale": scale, "factor": factor}
+
+    def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        width = rows_and_columns(shape)[1]
+        values = dequantize_e2m1(parts["packed"], parts["scale"], parts["factor"], self.tile, width, dtype)
+        return values.view(shape)
+
+    def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
+        packed, scale = parts["packed"][rows], parts["scale"][rows // self.tile[0]]
+        return dequantize_e2m1(packed, scale, parts["factor"], (1, BLOCK), shape[1], dtype)
+
+    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+        """ModelOpt's entries where they say everything: plain, a scale per 16 values, bf16, nothing padded."""
+        if self != Nvfp4(tiles=False) or len(shape) != 2 or shape[1] % BLOCK or dtype != torch.bfloat16:
+            return super().to_state(parts, shape, dtype)
+        return {"": parts["packed"], SCALE: parts["scale"].view(torch.float8_e4m3fn), FACTOR: parts["factor"]}
+
+    @classmethod
+    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+        if not {SCALE, FACTOR} & state.keys():
+            loaded = super().from_state(state, name)
+            _check_values(loaded[1], {"scale": f"{name}.scale", "factor": f"{name}.factor"})
+            return loaded
+        if INPUT_SCALE in state:
+            notice("nvfp4-input-scale", "NVFP4: input_scale is not used; activations are scaled by their own amax")
+        parts = {
+            part: state[key] for part, key in (("packed", ""), ("scale", SCALE), ("factor", FACTOR)) if key in state
+        }
+        packed = parts.get("packed")
+        if packed is None or packed.dim() != 2:
+            found = "missing" if packed is None else f"{tuple(packed.shape)}, not a matrix"
+            raise CheckpointError(f"{name} is {found}", DAMAGED)
+        if "factor" in parts and parts["factor"].numel() == 1:  # some exports write [1]
+            parts["factor"] = parts["factor"].reshape(())
+        format_, shape = cls(tiles=False), (packed.shape[0], 2 * packed.shape[1])
+        specs = format_.part_specs(shape) | {"scale": ((shape[0], shape[1] // BLOCK), torch.float8_e4m3fn)}
+        check_parts(parts, specs, {"packed": "", "scale": SCALE, "factor": FACTOR}, name)
+        parts["scale"] = parts["scale"].view(torch.uint8)
+        _check_values(parts, {"scale": entry_name(name, SCALE), "factor": entry_name(name, FACTOR)})
+        return format_, parts, shape, torch.bfloat16
+
+    @classmethod
+    @functools.cache
+    def state_suffixes(cls) -> frozenset[str]:
+        return super().state_suffixes() | {SCALE, FACTOR, INPUT_SCALE}
+
+    @classmethod
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
+        modelopt = entry.get("quant_method") == "modelopt" and entry.get("quant_algo") == "NVFP4"
+        return cls(tiles=False) if modelopt else None
+
+
+def _check_values(parts: Parts, labels: Mapping[str, str]) -> None:
+    """Raise for scales that no quantizer writes: NaN or a sign in E4M3, a factor that is not finite or negative."""
+    scale, factor = parts["scale"], parts["factor"]
+    if scale.is_meta:
+        return
+    wrong = int((scale >= E4M3_NAN).sum())  # 0x7F is NaN, the sign bit is 0x80
+    if wrong:
+        raise CheckpointError(f"{labels['scale']} has {wrong} scales that are NaN or negative", DAMAGED)
+    if not 0 <= float(factor) < float("inf"):
+        raise CheckpointError(f"{labels['factor']} is {float(factor)}, not a positive number", DAMAGED)

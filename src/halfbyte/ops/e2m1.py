@@ -1,0 +1,123 @@
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: rounding, packing, and the scales stored beside it.
+
+A code is a sign bit and one of eight magnitudes (OCP Microscaling specification 1.0, section 5.3.3); two codes share a
+byte, the even element in the LOW nibble. Scales are bytes: E4M3 (NVFP4, with one fp32 factor for the tensor) or E8M0, a
+power of two (MXFP4). A value is magnitude · (scale · factor), each product rounded to fp32: what a GEMM with FP4 units
+and every published reader compute.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+GAPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 1.0)  # to the next magnitude; nothing lies above 6, and the gap is not used
+E4M3_MAX, E4M3_NAN = 448.0, 0x7F
+
+
+@functools.cache
+def _thresholds(device: torch.device) -> Tensor:
+    """fp32 [7]: a magnitude above the i-th rounds to code i + 1 or more.
+
+    They are the midpoints, ties to the even code; where the even code is the upper one, the largest float below.
+    """
+    exact = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=device)
+    below = torch.nextafter(exact, torch.zeros_like(exact))
+    return torch.where(torch.arange(7, device=device) % 2 == 1, below, exact)
+
+
+@functools.cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """fp32 [256, 2]: the two values of each byte."""
+    byte, table = torch.arange(256, device=device), codebook_e2m1(device)
+    return torch.stack([table[byte & 15], table[byte >> 4]], dim=1)
+
+
+def codebook_e2m1(device: torch.device) -> Tensor:
+    """fp32 [16]: the value of each code; codes 8 to 15 are the negatives."""
+    return _table((*MAGNITUDES, *(-value for value in MAGNITUDES)), device)
+
+
+def encode_e2m1(values: Tensor) -> Tensor:
+    """uint8 codes of fp32 `values`: nearest, ties to the even code, saturating at ±6."""
+    codes = torch.bucketize(values.abs(), _thresholds(values.device), out_int32=True)
+    return (codes + 8 * torch.signbit(values)).to(torch.uint8)
+
+
+def encode_e2m1_stochastic(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """uint8 codes of fp32 `values`, up or down at random so that their expectation is the value.
+
+    The probability of the upper neighbour is the fp32 distance from the lower one over their gap, without rounding: the
+    subtraction is exact and the gap a power of two. It is compared with a uniform number of 53 bits. Magnitudes above 6
+    saturate, so the caller's scale must leave none.
+    """
+    magnitude = values.abs().clamp(max=6)
+    lower = torch.bucketize(magnitude, _table(MAGNITUDES[1:], values.device), out_int32=True, right=True)
+    above = magnitude - _table(MAGNITUDES, values.device)[lower]
+    probability = above / _table(GAPS, values.device)[lower]
+    draw = torch.rand(values.shape, dtype=torch.float64, device=values.device, generator=generator)
+    return (lower + (draw < probability) + 8 * torch.signbit(values)).to(torch.uint8)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """uint8 [..., n/2] bytes of uint8 [..., n] codes, n even."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def encode_e4m3(values: Tensor, *, up: bool = False) -> Tensor:
+    """uint8 E4M3 bytes of fp32 values ≥ 0: nearest even, or with `up` the smallest that is not below; at most 448."""
+    values = values.clamp(max=E4M3_MAX)
+    codes = values.to(torch.float8_e4m3fn)
+    raw = codes.view(torch.uint8)
+    return raw + (codes.float() < values) if up else raw
+
+
+def decode_scales(scales: Tensor, factor: Tensor | None) -> Tensor:
+    """fp32 value of scale bytes: E4M3 times the tensor's fp32 `factor`, or E8M0 where there is none."""
+    if factor is None:
+        return scales.view(torch.float8_e8m0fnu).float()
+    return scales.view(torch.float8_e4m3fn).float() * factor
+
+
+@op(twins="e2m1")
+def dequantize_e2m1(
+    packed: Tensor,
+    scales: Tensor,
+    factor: Tensor | None,
+    tile: tuple[int, int],
+    width: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Values of packed codes.
+
+    Args:
+        packed: uint8 [rows, padded/2]; `padded` is a multiple of the tile's columns.
+        scales: uint8 [⌈rows/tile rows⌉, padded/tile columns].
+        factor: fp32 [] for E4M3 scales; None for E8M0.
+        tile: rows and columns that share a scale: (1, 16), (16, 16) or (1, 32).
+        width: columns of the result, at most `padded`.
+
+    Returns:
+        `dtype` [rows, width], rounded once from fp32.
+    """
+    rows, columns = packed.shape[0], scales.shape[1]
+    step = decode_scales(scales, factor)
+    if tile[0] > 1:
+        step = step.repeat_interleave(tile[0], dim=0)[:rows]
+    values = torch.nn.functional.embedding(packed.int(), _pairs(packed.device))
+    values = values.view(rows, columns, tile[1]).mul_(step.unsqueeze(2)).view(rows, columns * tile[1])
+    return values[:, :width].to(dtype).contiguous()
+
+
+# Two table look-ups a byte and one product: the reference is the CPU's path.
+dequantize_e2m1.twin("cpu")(dequantize_e2m1.reference)

@@ -1,0 +1,187 @@
+"""The nvfp4 recipe: what each option changes, that the transform cancels, and that gradients are unbiased."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.autograd.linear_nvfp4 import Nvfp4Recipe, _rounded, nvfp4_linear
+from halfbyte.errors import ModelError
+from halfbyte.formats import named
+from halfbyte.notices import forget, said
+from halfbyte.ops.nvfp4 import rotate
+from halfbyte.tensor import QuantizedTensor
+
+PLAIN = {"disable_rht": True, "disable_stochastic_rounding": True}
+K, N = 70, 40
+
+
+def operands(dtype=torch.float32, rows=9):
+    generator = torch.Generator().manual_seed(7)
+    x, weight, grad = (torch.randn(*shape, generator=generator) for shape in ((rows, K), (N, K), (rows, N)))
+    return x.to(dtype), (weight * 0.05).to(dtype), grad.to(dtype)
+
+
+def step(recipe, x, weight, grad, bias=None):
+    """Output and gradient of the input; the random numbers of torch's seed 0."""
+    torch.manual_seed(0)
+    x = x.clone().requires_grad_()
+    y = nvfp4_linear(x, weight, bias, recipe=recipe)
+    y.backward(grad)
+    return y.detach(), x.grad
+
+
+def in_format(name, values):
+    return QuantizedTensor.quantize(values, named(name)).dequantize()
+
+
+@pytest.mark.parametrize(
+    ("options", "activations", "weights"),
+    [
+        ({}, "nvfp4-1d", "nvfp4"),
+        ({"disable_2d_quantization": True}, "nvfp4-1d", "nvfp4-1d"),
+        ({"enable_four_over_six": True}, "nvfp4-1d-46", "nvfp4-46"),
+        ({"enable_four_over_six": True, "four_over_six_metric": "L1"}, "nvfp4:1d:46l1", "nvfp4:2d:46l1"),
+    ],
+)
+def test_products_are_those_of_the_stored_format(options, activations, weights):
+    x, weight, grad = operands()
+    y, dx = step(Nvfp4Recipe(**PLAIN, **options), x, weight, grad)
+    torch.testing.assert_close(y, in_format(activations, x) @ in_format(weights, weight).t())
+    torch.testing.assert_close(dx, in_format(activations, grad) @ in_format(weights, weight.t().contiguous()).t())
+
+
+CHANGES = [
+    ("disable_rht", {}, {"disable_rht": True}, (True, True)),
+    ("disable_stochastic_rounding", {}, {"disable_stochastic_rounding": True}, (False, True)),
+    ("disable_2d_quantization", {}, {"disable_2d_quantization": True}, (True, True)),
+    ("enable_four_over_six", {}, {"enable_four_over_six": True}, (True, True)),
+    (
+        "four_over_six_metric",
+        {"enable_four_over_six": True},
+        {"enable_four_over_six": True, "four_over_six_metric": "AbsMax"},
+        (True, True),
+    ),
+    ("four_over_six_metric alone", {}, {"four_over_six_metric": "L1"}, (False, False)),
+    ("seed", {}, {"seed": 1}, (True, True)),
+    ("seed without the transform", {"disable_rht": True}, {"disable_rht": True, "seed": 1}, (False, False)),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "changed"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
+def test_each_option_changes_what_it_names(before, after, changed):
+    one, other = (step(Nvfp4Recipe(**options), *operands()) for options in (before, after))
+    assert tuple(not torch.equal(a, b) for a, b in zip(one, other, strict=True)) == changed
+
+
+def test_only_stochastic_rounding_draws():
+    for options, same in (({}, False), ({"disable_stochastic_rounding": True}, True)):
+        x, weight, grad = operands()
+        x.requires_grad_()
+        torch.manual_seed(0)
+        grads = [
+            torch.autograd.grad(nvfp4_linear(x, weight, recipe=Nvfp4Recipe(**options)), x, grad)[0] for _ in range(2)
+        ]
+        assert torch.equal(*grads) is same
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_rht": True}, {"enable_four_over_six": True}], ids=str)
+def test_gradients_are_unbiased(options):
+    """Rows alike differ by their draws alone; their mean is the product of the unrounded gradient."""
+    recipe, rows = Nvfp4Recipe(**options), 20_000
+    _, weight, grad = operands()
+    x = torch.zeros(rows, K)
+    _, dx = step(recipe, x, weight, grad[:1].expand(rows, N))
+    # What dY is multiplied with: the rounded weight, turned back.
+    numbers, factor = _rounded(weight.t(), 16, recipe, torch.float64, stochastic=False)
+    unrounded = torch.zeros(1, numbers.shape[1])
+    unrounded[:, :N] = grad[:1]
+    if not recipe.disable_rht:
+        unrounded = rotate(unrounded, recipe.seed)
+    expected = (unrounded.double() @ numbers.t() * factor.double())[0]
+    dx = dx.double()
+    assert ((dx.mean(0) - expected).abs() <= 4.5 * dx.std(0) / rows**0.5 + 1e-6).all()
+    assert (dx.std(0) > 0).all()
+
+
+def test_gradients_rounded_to_nearest_are_biased():
+    """Or the test above proves nothing."""
+    _, weight, grad = operands()
+    x = torch.zeros(1, K)
+    _, dx = step(Nvfp4Recipe(**PLAIN), x, weight, grad[:1])
+    exact = grad[:1] @ in_format("nvfp4", weight)
+    assert (dx - exact).norm() > 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("options", [{}, PLAIN, {"enable_four_over_six": True}], ids=str)
+def test_the_product_is_close(options):
+    """Rounding to four bits costs about 10% of each operand, more would be a wrong scale."""
+    x, weight, grad = operands(rows=64)
+    y, dx = step(Nvfp4Recipe(**options), x, weight, grad)
+    assert (y - x @ weight.t()).norm() < 0.2 * (x @ weight.t()).norm()
+    assert (dx - grad @ weight).norm() < 0.25 * (grad @ weight).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_operands_are_exact_in_16_bits(dtype):
+    values = torch.randn(64, 160) * 2.0 ** torch.randint(-20, 1, (64, 1))
+    recipe = Nvfp4Recipe(enable_four_over_six=True)
+    exact, _ = _rounded(values, 1, recipe, torch.float64, stochastic=False)
+    rounded, _ = _rounded(values, 1, recipe, dtype, stochastic=False)
+    assert torch.equal(rounded.double(), exact)
+
+
+@pytest.mark.parametrize("name", ["nf4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_stored_format(name, dtype):
+    x, weight, grad = operands(dtype)
+    bias = torch.randn(N).to(dtype).requires_grad_()
+    stored = nn.Parameter(QuantizedTensor.quantize(weight, named(name)), requires_grad=False)
+    y, dx = step(Nvfp4Recipe(), x.view(3, 3, K), stored, grad.view(3, 3, N), bias)
+    expected = step(Nvfp4Recipe(), x, stored.dequantize(), grad, bias)
+    assert (y.dtype, dx.dtype) == (dtype, dtype)
+    assert torch.equal(y.view(9, N), expected[0])
+    assert torch.equal(dx.view(9, K), expected[1])
+    torch.testing.assert_close(bias.grad, 2 * grad.sum(0))
+
+
+def test_nothing_of_the_weight_is_saved():
+    x, weight, _ = operands()
+    stored, saved = QuantizedTensor.quantize(weight, named("nvfp4")), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        nvfp4_linear(x.requires_grad_(), stored, recipe=Nvfp4Recipe()).sum()
+    assert saved == []
+
+
+def test_autocast_and_no_rows():
+    x, weight, _ = operands()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert nvfp4_linear(x, weight, recipe=Nvfp4Recipe()).dtype == torch.bfloat16
+    assert nvfp4_linear(x[:0], weight, recipe=Nvfp4Recipe()).shape == (0, N)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(bad):
+    x, weight, _ = operands()
+    x[2, 3] = bad
+    assert not torch.isfinite(nvfp4_linear(x, weight, recipe=Nvfp4Recipe())).any()
+
+
+def test_emulation_is_said_once():
+    forget()
+    x, weight, _ = operands()
+    for _ in range(2):
+        nvfp4_linear(x, weight, recipe=Nvfp4Recipe())
+    assert "16 bits" in said()["nvfp4-emulated"]
+
+
+def test_an_unknown_metric_is_refused():
+    with pytest.raises(ModelError, match="four_over_six_metric 'L2'"):
+        Nvfp4Recipe(four_over_six_metric="L2")
+
+
+def test_compiling_is_refused_by_name():
+    x, weight, _ = operands()
+    stored = nn.Parameter(QuantizedTensor.quantize(weight, named("nf4")), requires_grad=False)
+    torch._dynamo.reset()
+    with pytest.raises(ModelError, match=r"nvfp4 does not run under torch\.compile"):
+        torch.compile(lambda x: nvfp4_linear(x, stored, recipe=Nvfp4Recipe()), backend="aot_eager")(x)

@@ -1,0 +1,289 @@
+"""Checkpoints that other tools quantized: values equal a plain reading of the formula, bytes are written back."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, from_spec
+from halfbyte.layers import QuantizedLinear, quantized_parameter
+from halfbyte.notices import forget, said
+from halfbyte.tensor import QuantizedTensor
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+N, K, GROUPS = 24, 64, 4
+
+
+def words(*shape):
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+
+
+def gptq(indexed=True):
+    state = {
+        "../qweight": words(K // 8, N),
+        "../qzeros": words(GROUPS, N // 8),
+        "../scales": (torch.rand(GROUPS, N) * 0.02).half(),
+    }
+    order = torch.randperm(K) // (K // GROUPS)  # desc_act: any order
+    return state | {"../g_idx": order.to(torch.int32)} if indexed else state
+
+
+def awq():
+    return gptq(indexed=False) | {"../qweight": words(K, N // 8)}
+
+
+def modelopt():
+    scale = torch.randint(0, 127, (N, K // 16), dtype=torch.uint8)
+    return {
+        "": torch.randint(0, 256, (N, K // 2), dtype=torch.uint8),
+        "../weight_scale": scale.view(torch.float8_e4m3fn),
+        "../weight_scale_2": torch.tensor(3.21e-5),
+    }
+
+
+def mxfp4():
+    return {
+        "": torch.randint(0, 256, (N, K // 2), dtype=torch.uint8),
+        "../weight_scale": torch.randint(110, 130, (N, K // 32), dtype=torch.uint8),
+    }
+
+
+def gpt_oss(experts=3):
+    return {
+        "_blocks": torch.randint(0, 256, (experts, N, K // 32, 16), dtype=torch.uint8),
+        "_scales": torch.randint(110, 130, (experts, N, K // 32), dtype=torch.uint8),
+    }
+
+
+CHECKPOINTS = [(Gptq, gptq), (GptqV2, gptq), (Gptq, lambda: gptq(False)), (Awq, awq), (Nvfp4, modelopt), (Mxfp4, mxfp4)]
+IDS = ["gptq", "gptq_v2", "gptq-runs", "awq", "modelopt", "mxfp4"]
+checkpoints = pytest.mark.parametrize(("cls", "make"), CHECKPOINTS, ids=IDS)
+
+
+def loaded(cls, state):
+    return QuantizedTensor(*cls.from_state(state, "layer.weight"))
+
+
+# ---- the published formulas, read element by element
+
+
+def nibble(word, at):
+    return (int(word) >> (4 * at)) & 15
+
+
+@pytest.mark.parametrize(("cls", "plus"), [(Gptq, 1), (GptqV2, 0)], ids=["v1", "v2"])
+@pytest.mark.parametrize("indexed", [False, True], ids=["runs", "desc_act"])
+def test_gptq_values(cls, plus, indexed):
+    state = gptq(indexed)
+    qweight, qzeros, scales = (state[f"../{key}"].numpy() for key in ("qweight", "qzeros", "scales"))
+    expected = np.empty((N, K), dtype=np.float16)
+    for k in range(K):
+        group = int(state["../g_idx"][k]) if indexed else k // (K // GROUPS)
+        for n in range(N):
+            zero = (nibble(qzeros[group, n // 8], n % 8) + plus) & 15
+            expected[n, k] = scales[group, n] * np.float16(nibble(qweight[k // 8, n], k % 8) - zero)
+    tensor = loaded(cls, state)
+    assert tensor.dtype == torch.float16
+    assert np.array_equal(tensor.dequantize().numpy(), expected)
+
+
+def test_awq_values():
+    state = awq()
+    qweight, qzeros, scales = (state[f"../{key}"].numpy() for key in ("qweight", "qzeros", "scales"))
+    expected = np.empty((N, K), dtype=np.float16)
+    for k in range(K):
+        group = k // (K // GROUPS)
+        for word in range(N // 8):
+            for at, neighbour in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                n = 8 * word + neighbour
+                code, zero = nibble(qweight[k, word], at), nibble(qzeros[group, word], at)
+                expected[n, k] = scales[group, n] * np.float16(code - zero)
+    assert np.array_equal(loaded(Awq, state).dequantize().numpy(), expected)
+
+
+def e4m3(byte):
+    exponent, mantissa = byte >> 3, byte & 7
+    return np.float32(mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def test_modelopt_values():
+    state = modelopt()
+    packed, scales = state[""].numpy(), state["../weight_scale"].view(torch.uint8).numpy()
+    factor = np.float32(state["../weight_scale_2"].item())
+    expected = np.empty((N, K), dtype=np.float32)
+    for n in range(N):
+        for k in range(K):
+            code = nibble(packed[n, k // 2], k % 2)
+            expected[n, k] = E2M1[code] * (e4m3(int(scales[n, k // 16])) * factor)
+    tensor = loaded(Nvfp4, state)
+    assert tensor.dtype == torch.bfloat16
+    assert np.array_equal(tensor.dequantize(torch.float32).numpy(), expected)
+
+
+@pytest.mark.parametrize("make", [mxfp4, gpt_oss])
+def test_mxfp4_values(make):
+    state = make()
+    codes, scales = (value.numpy() for value in state.values())
+    shape = (N, K) if make is mxfp4 else (3, N, K)
+    expected = np.empty(shape, dtype=np.float32)
+    codes, scales = codes.reshape(*shape[:-1], K // 2), scales.reshape(*shape[:-1], K // 32)
+    for at in np.ndindex(shape):
+        *row, k = at
+        expected[at] = np.ldexp(E2M1[nibble(codes[(*row, k // 2)], k % 2)], int(scales[(*row, k // 32)]) - 127)
+    tensor = loaded(Mxfp4, state)
+    assert tuple(tensor.shape) == shape
+    assert np.array_equal(tensor.dequantize(torch.float32).numpy(), expected)
+    assert torch.equal(tensor.dequantize().float(), tensor.dequantize(torch.float32))  # exact in bf16
+
+
+# ---- what any of them does
+
+
+@checkpoints
+def test_the_same_entries_are_written_back(cls, make):
+    state = make()
+    tensor = loaded(cls, state)
+    written = tensor.format.to_state(tensor.parts, tuple(tensor.shape), tensor.dtype)
+    assert written.keys() == state.keys()
+    for key, value in state.items():
+        assert written[key].dtype == value.dtype
+        assert torch.equal(written[key].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
+
+
+@checkpoints
+def test_parts_and_spec(cls, make):
+    tensor = loaded(cls, make())
+    assert from_spec(tensor.format.spec) == tensor.format
+    found = {name: (tuple(part.shape), part.dtype) for name, part in tensor.parts.items()}
+    assert found == tensor.format.part_specs(tuple(tensor.shape))
+    moved = QuantizedTensor.from_bytes(tensor.to_bytes().view(-1), tensor.format, tuple(tensor.shape), tensor.dtype)
+    assert torch.equal(moved.dequantize(), tensor.dequantize())
+    assert 4 < tensor.format.bits_per_weight((4096, 4096)) < 8
+
+
+@checkpoints
+def test_a_state_dict_loads_and_trains(cls, make):
+    state, bias = make(), torch.randn(N)
+    layer = QuantizedLinear.unfilled(nn.Linear(K, N))
+    layer.weight = quantized_parameter(loaded(cls, make()), cls())
+    module = nn.ModuleDict({"q": layer})
+    entries = {f"q.{key.removeprefix('../') or 'weight'}": value for key, value in state.items()}
+    result = module.load_state_dict(entries | {"q.bias": bias}, strict=True)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert module.state_dict().keys() == entries.keys() | {"q.bias"}
+    weight, x = loaded(cls, state).dequantize(torch.float32), torch.randn(5, K, requires_grad=True)
+    y = layer(x)
+    torch.testing.assert_close(y, F.linear(x, weight, bias))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad[0], weight.sum(0))
+
+
+def damages(cls, make):
+    """(what, entry, damaged value or None for missing)."""
+    for key, value in make().items():
+        if key not in ("../g_idx",):
+            yield "missing", key, None
+        # A GPTQ file without g_idx says nowhere how many inputs it has: there the model's shape finds a short qweight.
+        if value.dim() and (key != "../qweight" or cls is Awq or "../g_idx" in make()):
+            yield "short", key, value[:-1].contiguous()
+        if value.dim() > 1:
+            yield "flat", key, value.reshape(-1)
+        yield "dtype", key, value.view(torch.uint8).to(torch.int64) if value.dim() else value.double()
+
+
+CASES = [(cls, make, *damage) for cls, make in [*CHECKPOINTS, (Mxfp4, gpt_oss)] for damage in damages(cls, make)]
+
+
+@pytest.mark.parametrize(("cls", "make", "what", "key", "value"), CASES)
+def test_damaged_entries_are_named(cls, make, what, key, value):
+    state = make() | {key: value}
+    if value is None:
+        del state[key]
+    with pytest.raises(CheckpointError, match=r"layer\."):
+        cls.from_state(state, "layer.weight")
+
+
+def poisoned(state, key, value):
+    """The same state with the first number of an entry replaced."""
+    entry = state[key].clone()
+    entry.view(-1)[:1] = torch.tensor([value]).to(entry.dtype)
+    return state | {key: entry}
+
+
+@pytest.mark.parametrize(
+    ("cls", "state", "label"),
+    [
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale", float("nan")), r"layer\.weight_scale has 1 scales"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale", -0.5), r"layer\.weight_scale has 1 scales"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", float("nan")), r"layer\.weight_scale_2 is nan"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", float("inf")), r"layer\.weight_scale_2 is inf"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", -1.0), r"layer\.weight_scale_2 is -1"),
+        (Mxfp4, lambda: poisoned(mxfp4(), "../weight_scale", 255), r"layer\.weight_scale has 1 scales"),
+        (Mxfp4, lambda: poisoned(gpt_oss(), "_scales", 255), r"layer\.weight_scales has 1 scales"),
+        (Gptq, lambda: poisoned(gptq(), "../scales", float("nan")), r"layer\.scales has 1 scales"),
+        (Awq, lambda: poisoned(awq(), "../scales", float("inf")), r"layer\.scales has 1 scales"),
+        (Gptq, lambda: poisoned(gptq(), "../g_idx", GROUPS), r"layer\.g_idx has groups"),
+        (Gptq, lambda: poisoned(gptq(), "../g_idx", -1), r"layer\.g_idx has groups"),
+    ],
+)
+def test_corrupted_scales_are_named(cls, state, label):
+    with pytest.raises(CheckpointError, match=label):
+        cls.from_state(state(), "layer.weight")
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0x80, 0xFF])
+def test_corrupted_scales_of_our_own_files_are_named(byte):
+    weight = torch.randn(48, 40)
+    for format in (Nvfp4(), Mxfp4()):
+        state = format.to_state(format.quantize(weight), (48, 40), torch.float32)
+        state["scale"].view(-1)[2] = byte if isinstance(format, Nvfp4) else 0xFF
+        with pytest.raises(CheckpointError, match=r"layer\.weight\.scale has 1 scales"):
+            type(format).from_state(state, "layer.weight")
+
+
+def test_an_unused_activation_scale_is_said():
+    forget()
+    assert Nvfp4.from_state(modelopt() | {"../input_scale": torch.tensor(0.1)}, "q")[0] == Nvfp4(tiles=False)
+    assert "input_scale" in said()["nvfp4-input-scale"]
+
+
+def test_int4_is_not_quantized_to():
+    for cls in (Gptq, GptqV2, Awq):
+        with pytest.raises(ModelError, match=f"{cls.name} weights are read from checkpoints"):
+            QuantizedTensor.quantize(torch.randn(8, 8), cls())
+
+
+CONFIGS = [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, Gptq),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}, Gptq),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, GptqV2),
+    ({"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}, Awq),
+    ({"quant_method": "awq", "bits": 4, "version": "GEMM"}, Awq),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, Nvfp4),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, Mxfp4),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
+    ({"quant_method": "bitsandbytes"}, None),
+]
+
+
+@pytest.mark.parametrize(("entry", "cls"), CONFIGS)
+def test_quantization_config_is_recognised(entry, cls):
+    found = [one for one in (Gptq, GptqV2, Awq, Nvfp4, Mxfp4) if one.from_quantization_config(entry) is not None]
+    assert found == ([cls] if cls else [])
+
+
+@pytest.mark.parametrize(
+    ("cls", "entry", "said"),
+    [
+        (Gptq, {"quant_method": "gptq", "bits": 8}, "8-bit"),
+        (Gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin'"),
+        (Awq, {"quant_method": "awq", "version": "gemv"}, "'gemv'"),
+        (Awq, {"quant_method": "awq", "bits": 3}, "3-bit"),
+    ],
+)
+def test_other_layouts_are_refused_by_name(cls, entry, said):
+    with pytest.raises(CheckpointError, match=said):
+        cls.from_quantization_config(entry)
