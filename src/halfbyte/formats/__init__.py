@@ -3,9 +3,11 @@
 import functools
 
 from .base import FORMATS, Format
+from .bitplane import KBit
 from .blockwise4 import Blockwise4
+from .hqq import HQQ
 
-__all__ = ["FORMATS", "Blockwise4", "Format", "from_spec"]
+__all__ = ["FORMATS", "HQQ", "Blockwise4", "Format", "KBit", "from_spec"]
 
 
 @functools.cache
