@@ -36,18 +36,17 @@ def check_dequantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None, hq
         format = from_spec(spec)
         for shape in shapes:
             parts = format.quantize(weight_of(shape))
+            theirs = moved(parts, device)
             for dtype in dtypes:
                 if spec.startswith("kbit"):
-                    reference, found_by = dequantize_bitplane.reference, kernel or dequantize_bitplane
-                    tail = (*shape, dtype)
-                    arguments, theirs = ((p["packed"], *kbit_arguments(format, p)) for p in (parts, moved(parts, device)))
+                    op, by, tail = dequantize_bitplane, kernel, (*shape, dtype)
+                    one, other = ((p["packed"], *kbit_arguments(format, p), *tail) for p in (parts, theirs))
                 else:
-                    reference, found_by = dequantize_hqq.reference, hqq_kernel or dequantize_hqq
-                    tail = (format.bits, format.group, *shape, dtype)
-                    arguments, theirs = (tuple(p.values()) for p in (parts, moved(parts, device)))
-                found = found_by(*theirs, *tail)
+                    op, by, tail = dequantize_hqq, hqq_kernel, (format.bits, format.group, *shape, dtype)
+                    one, other = ((*p.values(), *tail) for p in (parts, theirs))
+                found = (by or op)(*other)
                 assert (found.shape, found.dtype) == (shape, dtype)
-                assert torch.equal(found.cpu(), reference(*arguments, *tail)), (spec, shape, dtype)
+                assert torch.equal(found.cpu(), op.reference(*one)), (spec, shape, dtype)
 
 
 def check_quantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None):
@@ -61,7 +60,5 @@ def check_quantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None):
                 weight = weight_of(shape, dtype)
                 parts, blocks = format.quantize(weight), padded_blocks(weight, 32)
                 expected = quantize_bitplane.reference(blocks, *kbit_arguments(format, parts))
-                found = (kernel or quantize_bitplane)(
-                    blocks.to(device), *kbit_arguments(format, moved(parts, device))
-                )
+                found = (kernel or quantize_bitplane)(blocks.to(device), *kbit_arguments(format, moved(parts, device)))
                 assert torch.equal(found.cpu(), expected), (spec, shape, dtype)

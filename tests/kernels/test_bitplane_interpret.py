@@ -29,7 +29,7 @@ def test_kbit(spec):
     from halfbyte.kernels.bitplane import dequantize, quantize
 
     check_dequantize([spec], (torch.float32, torch.float16), kernel=dequantize)
-    check_quantize([spec], (torch.float32, torch.float16), kernel=quantize)
+    check_quantize([spec], [torch.float16], kernel=quantize)
 
 
 @interpreted
@@ -37,7 +37,7 @@ def test_kbit(spec):
 def test_hqq(spec):
     from halfbyte.kernels.hqq import dequantize
 
-    check_dequantize([spec], (torch.float32, torch.float16), hqq_kernel=dequantize)
+    check_dequantize([spec], [torch.float16], hqq_kernel=dequantize)
 
 
 @interpreted
@@ -45,7 +45,8 @@ def test_more_than_one_program():
     from halfbyte.kernels import bitplane, hqq
 
     for shape in ((5, 1024), (130, 33)):
-        check_dequantize(("kbit:5:nf", "hqq:8:128"), [torch.float16], [shape], "cpu", bitplane.dequantize, hqq.dequantize)
+        check_dequantize(["kbit:5:nf"], [torch.float16], [shape], kernel=bitplane.dequantize)
+        check_dequantize(["hqq:8:128"], [torch.float16], [shape], hqq_kernel=hqq.dequantize)
         check_quantize(["kbit:5:nf"], [torch.float32], [shape], kernel=bitplane.quantize)
 
 
@@ -57,5 +58,6 @@ def test_every_scale():
 
     codebook = kbit_codebook("nf", 4, torch.device("cpu"))
     packed = torch.randint(-(2**31), 2**31, (256 * 4,), dtype=torch.int64).int()
-    arguments = (packed, torch.arange(256, dtype=torch.uint8), None, torch.tensor(0.25), codebook, 256, 32, torch.float32)
+    scales, factor = torch.arange(256, dtype=torch.uint8), torch.tensor(0.25)
+    arguments = (packed, scales, None, factor, codebook, 256, 32, torch.float32)
     assert torch.equal(dequantize(*arguments), dequantize_bitplane.reference(*arguments))

@@ -1,4 +1,4 @@
-"""Triton twin of `halfbyte.ops.hqq.dequantize_hqq`: the plane decoder of `kernels.bitplane`, then scale · (code − zero).
+"""Triton twin of `halfbyte.ops.hqq.dequantize_hqq`: `kernels.bitplane` decodes, then scale · (code − zero).
 
 Bound by memory: bits/8 + 4/group bytes read and, in bf16, 2 written a value. There is no table, so codes become floats
 by conversion.
@@ -23,7 +23,7 @@ def _dequantize(
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     mask = group < groups
-    codes = eight_codes(packed_ptr, group // 4, (group % 4).to(tl.int32), mask, BITS)
+    codes = eight_codes(packed_ptr, group // 4, (group % 4).to(tl.int32), mask, BITS, 0)
     pair = group // (GROUP // 8)
     scale = tl.load(scale_ptr + pair, mask=mask, other=0.0).to(tl.float32)
     zero = tl.load(zero_ptr + pair, mask=mask, other=0.0).to(tl.float32)

@@ -23,7 +23,8 @@ E4M4_LARGEST, E4M4_NORMAL = 31.0, 2.0**-10  # the largest value, and the least t
 AFFINE_TOP = 255  # steps of an affine block's range: its zero is one byte
 TINY = 2.0**-126  # the least normal fp32: a scale of zero must not divide
 _REBIAS = (127 - 11) << 4  # from E4M4's exponent to fp32's, in units of E4M4's last bit
-_BINS = 1 << 14  # cells of the histogram a codebook is fitted to
+_BINS, _ZERO_BIN = 1 << 14, 1 << 13  # cells of the histogram a codebook is fitted to, and the one around zero
+_PER_UNIT = _ZERO_BIN * 16 / 17  # cells of a scale: a scale rounded to E4M4 leaves values up to 33/32 of it
 _SHRINKS = (1.0, 0.9, 0.8, 0.7)  # of an affine block's range: its ends are rare, and the steps between them dear
 
 # Quantiles of a normal distribution at (i + ½)/2^k, divided by the largest; the positive half.
@@ -127,19 +128,19 @@ def fit_codebook(blocks: Tensor, scales: Tensor, factor: Tensor, k: int, padding
     step = (e4m4_decode(scales) * factor).clamp(min=TINY)
     counts = torch.zeros(_BINS, dtype=torch.int64, device=blocks.device)
     for some, its_step in zip(blocks.split(1 << 17), step.split(1 << 17), strict=True):
-        place = ((some.float() / its_step.unsqueeze(1)).clamp(-1, 1) + 1) * ((_BINS - 1) / 2)
-        counts += torch.bincount(place.round().int().view(-1), minlength=_BINS)
-    counts[_BINS // 2] -= padding
+        place = (some.float() / its_step.unsqueeze(1) * _PER_UNIT).round() + _ZERO_BIN
+        counts += torch.bincount(place.clamp(0, _BINS - 1).int().view(-1), minlength=_BINS)
+    counts[_ZERO_BIN] -= padding
     counts = counts.cpu()
     places = torch.arange(_BINS)
     ends = torch.nn.functional.pad(torch.stack([counts, counts * places]).cumsum(1), (1, 0))
-    levels = (kbit_codebook("nf", k, places.device).double() + 1) * ((_BINS - 1) / 2)
+    levels = kbit_codebook("nf", k, places.device).double() * _PER_UNIT + _ZERO_BIN
     edges = torch.empty(0, dtype=torch.int64)
     while True:
         middles = ((levels[:-1] + levels[1:]) / 2).floor().long() + 1
         moved = torch.cat([torch.tensor([0]), middles, torch.tensor([_BINS])])
         if torch.equal(moved, edges):
-            return (levels * (2 / (_BINS - 1)) - 1).float().to(blocks.device)
+            return ((levels - _ZERO_BIN) / _PER_UNIT).float().to(blocks.device)
         edges = moved
         count, total = ends[:, edges[1:]] - ends[:, edges[:-1]]
         levels = torch.where(count > 0, total.double() / count.clamp(min=1), levels)

@@ -5,9 +5,9 @@ zero is a real number. With the scale fixed at the group's range over its steps,
 p = 0.7, which forgives outliers: the error is split into a sparse part E, found by shrinkage, and a rest of which the
 best zero is a mean.
 
-Codes are stored in the bit planes of `ops.bitplane`, so 3 bits pack without waste. Scales are bf16 (fp32's range), zeros
-fp16 (their range is that of the codes), and what follows is fitted to them as they are stored. The fit runs in fp64: its
-roundings then do not depend on the machine, and the bytes with them.
+Codes are stored in the bit planes of `ops.bitplane`, so 3 bits pack without waste. Scales are bf16 (fp32's range),
+zeros fp16 (their range is that of the codes), and what follows is fitted to them as they are stored. The fit runs in
+fp64: its roundings then do not depend on the machine, and the bytes with them.
 """
 
 from __future__ import annotations
