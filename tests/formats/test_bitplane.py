@@ -143,7 +143,7 @@ def test_blocks_do_not_cross_rows():
     weight = normal(4, 33)
     louder = weight.clone()
     louder[1, 32] = 1.0
-    for format in KBit.examples()[:2] + [KBit(4)]:
+    for format in [*KBit.examples()[:2], KBit(4)]:
         one, other = (format.dequantize(format.quantize(w), (4, 33), torch.float32) for w in (weight, louder))
         assert torch.equal(one[[0, 2, 3]], other[[0, 2, 3]])
         assert torch.equal(one[1, :32], other[1, :32])
