@@ -41,7 +41,8 @@ def decode(
     if not blocks:
         return out
     packed, scales, zeros = packed.contiguous(), scales.contiguous(), zeros.contiguous()
-    codebook = codebook if codebook is None else codebook.contiguous()
+    if codebook is not None:  # the C looks up in a table of fixed size
+        codebook = torch.nn.functional.pad(codebook, (0, BLOCK - codebook.numel())).contiguous()
 
     def some(first: int, last: int) -> None:
         _lib.halfbyte_dequantize_planes(

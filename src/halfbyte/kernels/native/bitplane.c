@@ -6,6 +6,9 @@
 #include <stdint.h>
 #include <string.h>
 
+typedef float f16v __attribute__((vector_size(64)));
+typedef int32_t i16v __attribute__((vector_size(64)));
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { FP32, BF16, FP16 };
@@ -40,24 +43,45 @@ INLINE void load(float *values, const void *in, int64_t at, int dtype) {
     }
 }
 
+/* values[i] = table[codes[i]], of 32 entries: a permutation of two registers where the CPU has one, never a gather. */
+INLINE void lookup(float *values, const float *table, const int32_t *codes) {
+#ifdef __clang__
+    for (int i = 0; i < BLOCK; i++) values[i] = table[codes[i]];
+#else
+    f16v half[2], found;
+    i16v index;
+    memcpy(half, table, sizeof half);
+    for (int i = 0; i < BLOCK; i += 16) {
+        memcpy(&index, codes + i, sizeof index);
+        found = __builtin_shuffle(half[0], half[1], index);
+        memcpy(values + i, &found, sizeof found);
+    }
+#endif
+}
+
 INLINE void dequantize(const uint32_t *packed, int k, const float *codebook, const float *scales, const float *zeros,
                        int64_t group, void *out, int64_t width, int64_t blocks_per_row, int64_t first, int64_t last,
                        int dtype) {
     for (int64_t block = first; block < last; block++) {
         const uint32_t *words = packed + block * k;
         float scale = scales[block / group], zero = zeros[block / group], values[BLOCK];
-        for (int i = 0; i < BLOCK; i++) {
-            uint32_t code = 0;
-            for (int b = 0; b < k; b++) code |= ((words[b] >> i) & 1) << b;
-            values[i] = ((codebook ? codebook[code] : (float)(int32_t)code) - zero) * scale;
+        int32_t codes[BLOCK] = {0};
+        for (int b = 0; b < k; b++) {
+            uint32_t word = words[b];
+            for (int i = 0; i < BLOCK; i++) codes[i] |= (int32_t)((word >> i) & 1) << b;
         }
+        if (codebook)
+            lookup(values, codebook, codes);
+        else
+            for (int i = 0; i < BLOCK; i++) values[i] = (float)codes[i];
+        for (int i = 0; i < BLOCK; i++) values[i] = (values[i] - zero) * scale;
         int64_t column = block % blocks_per_row * BLOCK, left = width - column;
         if (left > 0) /* a row's last group of several blocks can end in blocks of nothing but padding */
             store(out, block / blocks_per_row * width + column, values, dtype, left < BLOCK ? (int)left : BLOCK);
     }
 }
 
-/* codebook == NULL: codes stand for themselves (hqq). */
+/* codebook: 32 entries, of which 2^k are used; NULL where codes stand for themselves (hqq). */
 void halfbyte_dequantize_planes(const uint32_t *packed, int k, const float *codebook, const float *scales,
                                 const float *zeros, int64_t group, void *out, int64_t width, int64_t blocks_per_row,
                                 int64_t first, int64_t last, int dtype) {
