@@ -23,8 +23,7 @@ def moved(parts, device):
 
 def kbit_arguments(format, parts):
     """Arguments that `quantize_bitplane` and `dequantize_bitplane` share: scales, zeros, factor, codebook."""
-    codebook = parts["codebook"] if "codebook" in parts else format._codebook(parts["packed"].device)
-    return parts["scales"], parts.get("zeros"), parts["factor"], codebook
+    return parts["scales"], parts.get("zeros"), parts["factor"], format.levels(parts)
 
 
 def check_dequantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None, hqq_kernel=None):

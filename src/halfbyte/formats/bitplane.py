@@ -110,15 +110,23 @@ class KBit(Format):
         return parts | {"codebook": codebook} if self.codebook == "fitted" else parts
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        packed = parts["packed"]
-        codebook = parts["codebook"] if self.codebook == "fitted" else self._codebook(packed.device)
         rows, width = rows_and_width(shape)
         return dequantize_bitplane(
-            packed, parts["scales"], parts.get("zeros"), parts["factor"], codebook, rows, width, dtype
+            parts["packed"],
+            parts["scales"],
+            parts.get("zeros"),
+            parts["factor"],
+            self.levels(parts),
+            rows,
+            width,
+            dtype,
         ).view(shape)
 
-    def _codebook(self, device: torch.device) -> Tensor:
-        return kbit_codebook(self.codebook, self.k, device)
+    def levels(self, parts: Parts) -> Tensor:
+        """fp32 [2^k], ascending: what the codes of these parts stand for, in units of their scales."""
+        if self.codebook == "fitted":
+            return parts["codebook"]
+        return kbit_codebook(self.codebook, self.k, parts["packed"].device)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = {
