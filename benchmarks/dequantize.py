@@ -1,6 +1,7 @@
-"""NF4 dequantization against the copy bandwidth and bitsandbytes, in one run.
+"""Dequantization of the stored formats against the copy bandwidth, NF4 beside bitsandbytes, in one run.
 
 python -m benchmarks.dequantize [--json FILE]           on a GPU: TB/s of packed bytes read and values written
+python -m benchmarks.dequantize --planes [--json FILE]  on a GPU: kbit and hqq at 67M weights, as fractions of a copy
 python -m benchmarks.dequantize --cpu [--json FILE]     on the CPU: ms at 4096×4096, 2 threads
 """
 
@@ -14,9 +15,11 @@ from functools import partial
 import torch
 
 from benchmarks.common import copy_bandwidth, event_us, graph_us, write_result
-from halfbyte.formats import Blockwise4
+from halfbyte.formats import Blockwise4, from_spec
 
 SHAPES = [(4096, 4096), (14336, 4096), (28672, 8192)]
+PLANES = ["blockwise4:nf4:64:plain", "kbit:2:nf", "kbit:2:affine", "kbit:3:nf", "kbit:4:nf", "kbit:4:fitted",
+          "kbit:5:nf", "hqq:2:64", "hqq:3:64", "hqq:4:64", "hqq:8:64"]  # fmt: skip
 
 
 def moved_bytes(rows: int, columns: int, nested: bool) -> float:
@@ -60,6 +63,24 @@ def gpu() -> dict:
     return result
 
 
+def planes(shape: tuple[int, int] = (8192, 8192)) -> dict:
+    """The formats in bit planes from a CUDA graph, over rotating weights; NF4 first, for comparison."""
+    copy = copy_bandwidth()
+    result: dict = {"copy_TBps": copy, "shape": list(shape), "formats": {}}
+    print(f"copy {copy:.2f} TB/s; {shape[0]}×{shape[1]} to bf16")
+    weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    for spec in PLANES:
+        format_ = from_spec(spec)
+        stored = [format_.quantize(weight) for weight in weights]
+        calls = [partial(format_.dequantize, parts, shape, torch.bfloat16) for parts in stored]
+        moved = weights[0].numel() * (2 + format_.bits_per_weight(shape) / 8)
+        graph, called = graph_us(calls), event_us(calls)
+        row = {"graph_us": graph, "called_us": called, "copy_fraction": moved / graph / 1e6 / copy}
+        result["formats"][spec] = row
+        print(f"{spec:24} {graph:6.1f} µs (as called {called:6.1f}): {row['copy_fraction']:.1%} of a copy")
+    return result
+
+
 def cpu(repeats: int = 15) -> dict:
     import bitsandbytes.functional as peer
 
@@ -94,9 +115,10 @@ def cpu(repeats: int = 15) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--planes", action="store_true")
     parser.add_argument("--json")
     given = parser.parse_args()
-    write_result(given.json, cpu() if given.cpu else gpu())
+    write_result(given.json, cpu() if given.cpu else planes() if given.planes else gpu())
 
 
 if __name__ == "__main__":

@@ -6,18 +6,22 @@ from collections.abc import Iterable
 
 from ..errors import ModelError
 from .base import FORMATS, Format
+from .bitplane import KBit
 from .blockwise4 import Blockwise4
+from .hqq import HQQ
 from .int4 import Awq, Gptq, GptqV2
 from .mxfp4 import Mxfp4
 from .nvfp4 import Nvfp4
 
 __all__ = [
     "FORMATS",
+    "HQQ",
     "Awq",
     "Blockwise4",
     "Format",
     "Gptq",
     "GptqV2",
+    "KBit",
     "Mxfp4",
     "Nvfp4",
     "from_spec",

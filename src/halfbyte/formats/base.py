@@ -172,7 +172,7 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
     """Compare loaded parts with what the format lists; `suffixes` names each part's entry in the checkpoint.
 
     Raises:
-        CheckpointError: a part of parameter `name` is missing, or has another shape or dtype.
+        CheckpointError: a part of parameter `name` is missing, has another shape or dtype, or is not finite.
     """
     for part, (size, dtype) in specs.items():
         label = entry_name(name, suffixes.get(part, part))
@@ -183,6 +183,8 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
             raise CheckpointError(
                 f"{label} is {found.dtype} {tuple(found.shape)}, expected {dtype} {size}", "re-download the checkpoint"
             )
+        if dtype in FLOATS and not found.is_meta and not bool(torch.isfinite(found).all()):
+            raise CheckpointError(f"{label} has NaN or Inf", "re-download the checkpoint")
 
 
 def entry_name(name: str, suffix: str) -> str:

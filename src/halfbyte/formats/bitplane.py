@@ -1,0 +1,135 @@
+"""kbit: 2 to 5 bits a weight in bit planes, one byte of scale for 32 weights.
+
+The values are specified in `halfbyte.ops.bitplane`.
+Bits a weight: k + 0.25, the affine variant 2.5.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError
+from ..ops.bitplane import (
+    BLOCK,
+    dequantize_bitplane,
+    fit_affine,
+    fit_codebook,
+    fit_scales,
+    kbit_codebook,
+    padded_blocks,
+    quantize_bitplane,
+)
+from .base import Format, Parts, PartSpecs, register_format
+
+CODEBOOKS = ("nf", "bnf", "fitted", "affine")
+
+
+def rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A tensor's rows and their length: blocks run along the last dimension and never cross rows."""
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+@register_format
+@dataclass(frozen=True)
+class KBit(Format):
+    """k-bit codes with one E4M4 scale per 32 weights of a row.
+
+    Args:
+        k: bits of a code, 2 to 5.
+        codebook: "nf" (normal quantiles), "bnf" (Lloyd-Max on normalised Gaussian blocks), "fitted" (Lloyd-Max on the
+            tensor, stored beside it), or "affine" (k = 2: four equal steps and a zero per block).
+    """
+
+    k: int = 4
+    codebook: Literal["nf", "bnf", "fitted", "affine"] = "nf"
+
+    name: ClassVar[str] = "kbit"
+    names: ClassVar[dict[str, str]] = {f"kbit{k}": f"kbit:{k}:nf" for k in (2, 3, 4, 5)}
+
+    def __post_init__(self) -> None:
+        if self.k not in (2, 3, 4, 5):
+            raise ModelError(f"kbit has no {self.k}-bit codes", "use 2, 3, 4 or 5")
+        if self.codebook not in CODEBOOKS:
+            raise ModelError(f"codebook {self.codebook!r} is not one of kbit's", f"use one of {CODEBOOKS}")
+        if self.codebook == "affine" and self.k != 2:
+            raise ModelError(f"kbit has no affine variant at {self.k} bits", "use k = 2, or hqq")
+
+    @property
+    def spec(self) -> str:
+        return f"{self.name}:{self.k}:{self.codebook}"
+
+    @classmethod
+    def parse(cls, options: str) -> KBit:
+        k, codebook = options.split(":")
+        return cls(int(k), codebook)  # type: ignore[arg-type]
+
+    @classmethod
+    def examples(cls) -> list[Format]:
+        return [cls(2, "affine"), cls(3, "bnf"), cls(4, "fitted"), cls(5, "nf")]
+
+    def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        rows, width = rows_and_width(shape)
+        blocks = rows * -(-width // BLOCK)
+        specs: PartSpecs = {"packed": ((blocks * self.k,), torch.int32), "scales": ((blocks,), torch.uint8)}
+        if self.codebook == "affine":
+            specs["zeros"] = ((blocks,), torch.uint8)
+        specs["factor"] = ((), torch.float32)
+        if self.codebook == "fitted":
+            specs["codebook"] = ((1 << self.k,), torch.float32)
+        return specs
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        self.check_weight(weight)
+        shape = tuple(weight.shape)
+        if not weight.numel():
+            specs = self.part_specs(shape)
+            return {name: torch.ones(size, dtype=dtype, device=weight.device) for name, (size, dtype) in specs.items()}
+        rows, width = rows_and_width(shape)
+        blocks = padded_blocks(weight.reshape(rows, width), BLOCK)
+        absmax = torch.linalg.vector_norm(blocks, torch.inf, dim=1).float()
+        if not bool(torch.isfinite(absmax).all()):
+            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a block with one would hold only NaN")
+        if self.codebook == "affine":
+            codebook = kbit_codebook("affine", self.k, weight.device)
+            scales, zeros, factor = fit_affine(blocks, codebook)
+            packed = quantize_bitplane(blocks, scales, zeros, factor, codebook)
+            return {"packed": packed, "scales": scales, "zeros": zeros, "factor": factor}
+        scales, factor = fit_scales(absmax)
+        if self.codebook == "fitted":
+            codebook = fit_codebook(blocks, scales, factor, self.k, blocks.numel() - weight.numel())
+        else:
+            codebook = kbit_codebook(self.codebook, self.k, weight.device)
+        packed = quantize_bitplane(blocks, scales, None, factor, codebook)
+        parts = {"packed": packed, "scales": scales, "factor": factor}
+        return parts | {"codebook": codebook} if self.codebook == "fitted" else parts
+
+    def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        rows, width = rows_and_width(shape)
+        return dequantize_bitplane(
+            parts["packed"],
+            parts["scales"],
+            parts.get("zeros"),
+            parts["factor"],
+            self.levels(parts),
+            rows,
+            width,
+            dtype,
+        ).view(shape)
+
+    def levels(self, parts: Parts) -> Tensor:
+        """fp32 [2^k], ascending: what the codes of these parts stand for, in units of their scales."""
+        if self.codebook == "fitted":
+            return parts["codebook"]
+        return kbit_codebook(self.codebook, self.k, parts["packed"].device)
+
+    def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
+        chosen = {
+            name: part.view(shape[0], -1)[rows].view(-1) if name in ("packed", "scales", "zeros") else part
+            for name, part in parts.items()
+        }
+        return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)

@@ -1,0 +1,90 @@
+"""hqq: 8, 4, 3 or 2 bits in affine groups with fitted zero points (`halfbyte.ops.hqq`).
+
+Bits a weight: bits + 32/group, in full groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError
+from ..ops.bitplane import BLOCK
+from ..ops.hqq import dequantize_hqq, quantize_hqq
+from .base import Format, Parts, PartSpecs, register_format
+from .bitplane import rows_and_width
+
+BITS, GROUPS = (8, 4, 3, 2), (32, 64, 128, 256)
+
+
+@register_format
+@dataclass(frozen=True)
+class HQQ(Format):
+    """Half-quadratic quantization.
+
+    Args:
+        bits: of a code; 8, 4, 3 or 2.
+        group: weights of a row that share a scale and a zero; 32, 64, 128 or 256.
+    """
+
+    bits: int = 4
+    group: int = 64
+
+    name: ClassVar[str] = "hqq"
+    names: ClassVar[dict[str, str]] = {f"hqq{bits}": f"hqq:{bits}:64" for bits in BITS}
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ModelError(f"hqq has no {self.bits}-bit codes", f"use one of {BITS}")
+        if self.group not in GROUPS:
+            raise ModelError(f"hqq has no groups of {self.group}", f"use one of {GROUPS}")
+
+    @property
+    def spec(self) -> str:
+        return f"{self.name}:{self.bits}:{self.group}"
+
+    @classmethod
+    def parse(cls, options: str) -> HQQ:
+        bits, group = options.split(":")
+        return cls(int(bits), int(group))
+
+    @classmethod
+    def examples(cls) -> list[Format]:
+        return [cls(8, 128), cls(4, 64), cls(3, 32)]
+
+    def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        rows, width = rows_and_width(shape)
+        groups = rows * -(-width // self.group)
+        return {
+            "packed": ((groups * self.group // BLOCK * self.bits,), torch.int32),
+            "scales": ((groups,), torch.bfloat16),
+            "zeros": ((groups,), torch.float16),
+        }
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        self.check_weight(weight)
+        rows, width = rows_and_width(tuple(weight.shape))
+        if not weight.numel():
+            specs = self.part_specs(tuple(weight.shape))
+            return {name: torch.empty(size, dtype=dtype, device=weight.device) for name, (size, dtype) in specs.items()}
+        if not bool(torch.isfinite(torch.linalg.vector_norm(weight, torch.inf))):
+            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a group with one would hold only NaN")
+        table = weight.reshape(rows, width)
+        missing = -width % self.group
+        if missing:  # the row's last value again: it widens no range
+            table = torch.cat([table, table[:, -1:].expand(rows, missing)], dim=1)
+        packed, scales, zeros = quantize_hqq(table.view(-1, self.group), self.bits)
+        return {"packed": packed, "scales": scales, "zeros": zeros}
+
+    def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        rows, width = rows_and_width(shape)
+        return dequantize_hqq(
+            parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group, rows, width, dtype
+        ).view(shape)
+
+    def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
+        chosen = {name: part.view(shape[0], -1)[rows].view(-1) for name, part in parts.items()}
+        return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)

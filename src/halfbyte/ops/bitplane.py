@@ -1,0 +1,223 @@
+"""k-bit quantization in bit planes: the specification of kbit, k = 2 to 5, and of the planes that hqq shares.
+
+Rows are cut into blocks of 32 values (a row's last block is padded with zeros). A block's k-bit codes are k words:
+bit j of word b is bit b of code j, so every k packs without waste. Its scale is one byte of E4M4, times one fp32
+factor per tensor. A value is codebook[code] · scale; in the affine variant (codebook 0, 85, 170, 255 and a byte `zero`
+per block) it is (codebook[code] − zero) · scale. Codes are the nearest with respect to the scale as it is stored.
+
+E4M4 has 4 bits of exponent with bias 11 and 4 of mantissa: 2^(e−11) · (1 + m/16), and 2^−10 · m/16 at e = 0; the
+largest is 31. Its bits are those of fp32 from the sign on, three exponent bits fewer.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+
+BLOCK = 32
+E4M4_LARGEST, E4M4_NORMAL = 31.0, 2.0**-10  # the largest value, and the least that keeps four bits of mantissa
+AFFINE_TOP = 255  # steps of an affine block's range: its zero is one byte
+TINY = 2.0**-126  # the least normal fp32: a scale of zero must not divide
+_REBIAS = (127 - 11) << 4  # from E4M4's exponent to fp32's, in units of E4M4's last bit
+_BINS, _ZERO_BIN = 1 << 14, 1 << 13  # cells of the histogram a codebook is fitted to, and the one around zero
+_PER_UNIT = _ZERO_BIN * 16 / 17  # cells of a scale: a scale rounded to E4M4 leaves values up to 33/32 of it
+_SHRINKS = (1.0, 0.9, 0.8, 0.7)  # of an affine block's range: its ends are rare, and the steps between them dear
+
+# Quantiles of a normal distribution at (i + ½)/2^k, divided by the largest; the positive half.
+NF = {
+    2: (0.276993573, 1.0),
+    3: (0.102541275, 0.318603665, 0.578276932, 1.0),
+    4: (0.0420953855, 0.127340987, 0.215946302, 0.310904741, 0.416818887, 0.542209148, 0.707568824, 1.0),
+    5: (
+        0.0181886554, 0.0546781458, 0.0915090814, 0.128925994, 0.167200953, 0.206649229, 0.247651234, 0.290684968,
+        0.336377233, 0.385589212, 0.43957144, 0.500268459, 0.570998311, 0.658254206, 0.778104544, 1.0,
+    ),
+}  # fmt: skip
+
+# Lloyd-Max on Gaussian values divided by the largest of their block of 32; the positive half.
+BNF = {
+    2: (0.1964, 0.6642),
+    3: (0.1018, 0.3141, 0.5583, 0.8827),
+    4: (0.0499, 0.1509, 0.2551, 0.3652, 0.4846, 0.6179, 0.7739, 0.9686),
+    5: (
+        0.0239, 0.0718, 0.1201, 0.1692, 0.2193, 0.2707, 0.3239, 0.3791,
+        0.4369, 0.4977, 0.5625, 0.6321, 0.7078, 0.7913, 0.8850, 0.9920,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def kbit_codebook(kind: str, k: int, device: torch.device) -> Tensor:
+    """fp32 [2^k], ascending: "nf", "bnf", or the levels of "affine" (k = 2)."""
+    if kind == "affine":
+        return torch.linspace(0, AFFINE_TOP, 1 << k, dtype=torch.float32, device="cpu").to(device)
+    half = torch.tensor((NF if kind == "nf" else BNF)[k], dtype=torch.float32)
+    return torch.cat([-half.flip(0), half]).to(device)
+
+
+def e4m4_encode(values: Tensor) -> Tensor:
+    """uint8: the nearest E4M4 of non-negative fp32 values, ties to even; what is above 31 becomes 31."""
+    bits = values.view(torch.int32)
+    normal = ((bits + 0x3FFFF + ((bits >> 19) & 1)) >> 19) - _REBIAS  # a mantissa that overflows carries
+    subnormal = (values * 2.0**14).round().int()
+    return torch.where(values < E4M4_NORMAL, subnormal, normal).clamp(0, 255).to(torch.uint8)
+
+
+def e4m4_decode(codes: Tensor) -> Tensor:
+    """fp32 values of uint8 E4M4 codes, exactly."""
+    wide = codes.int()
+    return torch.where(wide < 16, wide * 2.0**-14, ((wide + _REBIAS) << 19).view(torch.float32))
+
+
+def fit_factor(scales: Tensor) -> Tensor:
+    """fp32 []: 1 where E4M4 holds all non-zero scales in full, else the power of two that takes the largest to 16–32.
+
+    Scales below 2^−14 of that lose bits, below 2^−24 they vanish, and their block with them.
+    """
+    top, least = scales.max(), scales.masked_fill(scales == 0, torch.inf).min()
+    exponent = torch.frexp(top).exponent.clamp(min=-121) - 5
+    fits = (top <= E4M4_LARGEST) & (least >= E4M4_NORMAL)
+    return ((exponent.masked_fill(fits, 0) + 127) << 23).int().view(torch.float32)
+
+
+def fit_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 E4M4 [n] and fp32 [] factor for blocks whose largest magnitudes are fp32 [n]."""
+    factor = fit_factor(absmax)
+    return e4m4_encode(absmax / factor), factor
+
+
+def fit_affine(blocks: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """uint8 E4M4 [n], uint8 zeros [n] and fp32 [] factor for blocks [n, 32].
+
+    A block's range is stretched to hold zero, then shrunk by the one of a few factors that leaves the least squared
+    error: on normal weights that is worth 2 dB.
+    """
+    low, high = (bound.float() for bound in blocks.aminmax(dim=1))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    factor = fit_factor(high - low)
+    best = torch.full_like(low, torch.inf, dtype=torch.float64)
+    scales, zeros = torch.zeros_like(low, dtype=torch.uint8), torch.zeros_like(low, dtype=torch.uint8)
+    unit = factor / AFFINE_TOP
+    for shrink in _SHRINKS:
+        scale = e4m4_encode((high - low) * shrink / factor)
+        step = e4m4_decode(scale) * unit
+        zero = (-low * shrink / step.clamp(min=TINY)).round().clamp(0, AFFINE_TOP).to(torch.uint8)
+        values = codebook[_nearest(blocks, step, zero, codebook)].sub_(zero.unsqueeze(1)).mul_(step.unsqueeze(1))
+        error = (values - blocks).double().square().sum(1)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
+    return scales, zeros, unit
+
+
+def fit_codebook(blocks: Tensor, scales: Tensor, factor: Tensor, k: int, padding: int) -> Tensor:
+    """fp32 [2^k]: the codebook with the least mean squared error on the blocks divided by their scales.
+
+    Lloyd's algorithm (Lloyd 1982; Max 1960) from "nf" until no cell moves, on a histogram: counts and sums are
+    integers, so that the codebook does not depend on the machine.
+
+    Args:
+        blocks: [n, 32], float.
+        scales, factor: of those blocks, as stored.
+        padding: how many zeros at the ends of rows belong to no weight.
+    """
+    step = (e4m4_decode(scales) * factor).clamp(min=TINY)
+    counts = torch.zeros(_BINS, dtype=torch.int64, device=blocks.device)
+    for some, its_step in zip(blocks.split(1 << 17), step.split(1 << 17), strict=True):
+        place = (some.float() / its_step.unsqueeze(1) * _PER_UNIT).round() + _ZERO_BIN
+        counts += torch.bincount(place.clamp(0, _BINS - 1).int().view(-1), minlength=_BINS)
+    counts[_ZERO_BIN] -= padding
+    counts = counts.cpu()
+    places = torch.arange(_BINS)
+    ends = torch.nn.functional.pad(torch.stack([counts, counts * places]).cumsum(1), (1, 0))
+    levels = kbit_codebook("nf", k, places.device).double() * _PER_UNIT + _ZERO_BIN
+    edges = torch.empty(0, dtype=torch.int64)
+    while True:
+        middles = ((levels[:-1] + levels[1:]) / 2).floor().long() + 1
+        moved = torch.cat([torch.tensor([0]), middles, torch.tensor([_BINS])])
+        if torch.equal(moved, edges):
+            return ((levels - _ZERO_BIN) / _PER_UNIT).float().to(blocks.device)
+        edges = moved
+        count, total = ends[:, edges[1:]] - ends[:, edges[:-1]]
+        levels = torch.where(count > 0, total.double() / count.clamp(min=1), levels)
+
+
+def _nearest(blocks: Tensor, step: Tensor, zeros: Tensor | None, codebook: Tensor) -> Tensor:
+    """int32 [n, 32]: index of the nearest codebook entry, the lower of two equally near."""
+    scaled = blocks.float() / step.clamp(min=TINY).unsqueeze(1)
+    if zeros is not None:
+        scaled += zeros.unsqueeze(1)
+    return torch.bucketize(scaled, (codebook[:-1] + codebook[1:]) / 2, out_int32=True)
+
+
+def pack_planes(codes: Tensor, k: int) -> Tensor:
+    """int32 [n·k]: the bit planes of integer codes [n, 32] below 2^k."""
+    lane = torch.arange(BLOCK, dtype=torch.int32, device=codes.device)
+    planes = [(((codes >> b) & 1).int() << lane).sum(1, dtype=torch.int32) for b in range(k)]
+    return torch.stack(planes, dim=1).view(-1)
+
+
+def unpack_planes(packed: Tensor, k: int) -> Tensor:
+    """int32 [n, 32]: the codes of `pack_planes`."""
+    lane = torch.arange(BLOCK, dtype=torch.int32, device=packed.device)
+    words = packed.view(-1, k)
+    codes = words.new_zeros(words.shape[0], BLOCK)
+    for b in range(k):
+        codes |= ((words[:, b : b + 1] >> lane) & 1) << b
+    return codes
+
+
+def padded_blocks(rows: Tensor, size: int) -> Tensor:
+    """[rows · ⌈width/size⌉, size]: the blocks of each row [rows, width], the last filled up with zeros."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % size)).reshape(-1, size)
+
+
+@op(twins="bitplane")
+def quantize_bitplane(blocks: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor, codebook: Tensor) -> Tensor:
+    """Bit planes of the codes nearest to blocks of weights.
+
+    Args:
+        blocks: [n, 32]; fp32, fp16 or bf16.
+        scales: uint8 [n], E4M4.
+        zeros: uint8 [n] in the affine variant.
+        factor: fp32 [], multiplies the scales.
+        codebook: fp32 [2^k], ascending.
+
+    Returns:
+        int32 [n·k].
+    """
+    k = codebook.numel().bit_length() - 1
+    return pack_planes(_nearest(blocks, e4m4_decode(scales) * factor, zeros, codebook), k)
+
+
+@op(twins="bitplane")
+def dequantize_bitplane(
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    factor: Tensor,
+    codebook: Tensor,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Values of bit planes, rounded once from fp32.
+
+    Args:
+        packed: int32 [rows · ⌈width/32⌉ · k].
+        scales, zeros, factor, codebook: as in `quantize_bitplane`.
+        rows, width: shape of the result.
+        dtype: fp32, fp16 or bf16.
+
+    Returns:
+        `dtype` [rows, width].
+    """
+    values = codebook[unpack_planes(packed, codebook.numel().bit_length() - 1)]
+    if zeros is not None:
+        values -= zeros.unsqueeze(1)
+    values *= (e4m4_decode(scales) * factor).unsqueeze(1)
+    return values.to(dtype).view(rows, -(-width // BLOCK) * BLOCK)[:, :width].contiguous()

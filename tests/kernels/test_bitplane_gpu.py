@@ -1,0 +1,90 @@
+"""The bit-plane kernels of kbit and hqq on a GPU: bit-equal to the references, past 2^31 values, and quick to fit."""
+
+import time
+
+import pytest
+import torch
+from plane_cases import HQQ, KBIT, SHAPES, check_dequantize, check_quantize, weight_of
+
+from halfbyte.formats import HQQ as HQQFormat
+from halfbyte.formats import KBit, from_spec
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGER = (*SHAPES, (130, 33), (67, 1024), (1024, 4096), (33, 4097))
+
+
+@pytest.mark.parametrize("spec", [*KBIT, *HQQ])
+def test_dequantize(spec):
+    check_dequantize([spec], DTYPES, LARGER, "cuda")
+
+
+@pytest.mark.parametrize("spec", KBIT)
+def test_quantize(spec):
+    check_quantize([spec], DTYPES, LARGER, "cuda")
+
+
+@pytest.mark.parametrize("spec", [*KBIT, *HQQ])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_format_gives_the_same_bytes_as_on_a_cpu(spec, dtype):
+    format = from_spec(spec)
+    weight = weight_of((129, 515), dtype)
+    expected, found = format.quantize(weight), format.quantize(weight.cuda())
+    for name, part in expected.items():
+        assert torch.equal(found[name].cpu(), part), name
+
+
+@pytest.mark.parametrize("spec", ["kbit:4:nf", "hqq:4:64"])
+def test_wide_ranges(spec):
+    """Block scales from 1e-30 to 1e30: scales that E4M4 flushes, and a factor that brings in the rest."""
+    exponent = torch.rand(1 << 12, 1, generator=torch.Generator().manual_seed(0)) * 60 - 30
+    weight = torch.randn(1 << 12, 64, generator=torch.Generator().manual_seed(1)) * 10**exponent
+    format = from_spec(spec)
+    expected = format.quantize(weight)
+    found = format.quantize(weight.cuda())
+    for name, part in expected.items():
+        assert torch.equal(found[name].cpu(), part), name
+    values = format.dequantize(found, (1 << 12, 64), torch.float32).cpu()
+    assert torch.equal(values, format.dequantize(expected, (1 << 12, 64), torch.float32))
+
+
+@pytest.mark.parametrize("spec", ["kbit:5:nf", "kbit:2:affine", "hqq:3:64"])
+def test_dequantizing_in_a_graph(spec):
+    format, shape = from_spec(spec), (1024, 4096)
+    parts = format.quantize(weight_of(shape, torch.bfloat16, "cuda"))
+    expected = format.dequantize(parts, shape, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = format.dequantize(parts, shape, torch.bfloat16)
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("format", [KBit(5), HQQFormat(2)], ids=lambda format: format.spec)
+def test_more_than_two_to_the_31_values(format):
+    rows, width = (2**31 + 4096) // 1024, 1024
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GB of free device memory")
+    weight = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
+    weight[[0, 2**21, rows - 1], :] = 0.5
+    values = format.dequantize(format.quantize(weight), (rows, width), torch.bfloat16)
+    assert torch.equal(values, weight)
+
+
+def test_hqq_fits_an_8b_model_in_a_minute():
+    """The seven linears of a Llama-3.1-8B layer, whose 32 layers must take less than 60 s."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+    weights = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02 for shape in shapes]
+    format = HQQFormat(4, 64)
+    format.quantize(weights[0])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, began = torch.cuda.memory_allocated(), time.perf_counter()
+    for weight in weights:
+        format.quantize(weight)
+    torch.cuda.synchronize()
+    seconds = 32 * (time.perf_counter() - began)
+    print(f"8B-shaped weights in {seconds:.1f} s")
+    assert seconds < 60
+    assert torch.cuda.max_memory_allocated() - before < 2**30  # beside the weight itself
