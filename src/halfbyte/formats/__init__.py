@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from ..errors import ModelError
 from .base import FORMATS, Format
 from .blockwise4 import Blockwise4
+from .float8 import Float8
+from .int8 import Int8
 
-__all__ = ["FORMATS", "Blockwise4", "Format", "from_spec", "named", "names", "recognize"]
+__all__ = ["FORMATS", "Blockwise4", "Float8", "Format", "Int8", "from_spec", "named", "names", "recognize"]
 
 
 @functools.cache
