@@ -1,4 +1,4 @@
-"""Linear8bitLt: LLM.int8() as a drop-in for `nn.Linear`; state dicts interchange with bitsandbytes' module of that name."""
+"""Linear8bitLt: LLM.int8() as a drop-in for `nn.Linear`; its state dicts are those of bitsandbytes' Linear8bitLt."""
 
 from __future__ import annotations
 

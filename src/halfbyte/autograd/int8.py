@@ -37,15 +37,15 @@ def int8_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = No
         input = input.to(torch.get_autocast_dtype(kind))
     if bias is not None and bias.dtype != input.dtype:
         bias = bias.to(input.dtype)
-    return (
-        torch.ops.halfbyte.int8_linear(input, *weight.parts.values(), bias, float(threshold))
-        if on_compiler()
-        else (_Int8Linear.apply(input, weight, bias, threshold))
-    )
+    if on_compiler():
+        return torch.ops.halfbyte.int8_linear(input, *weight.parts.values(), bias, float(threshold))
+    return _Int8Linear.apply(input, weight, bias, threshold)
 
 
 def _forward(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
     rows = codes.shape[0]
+    if not input.numel():
+        return F.linear(input, ops.dequantize_rows_int8(codes, absmax, input.dtype), bias)
     if not ops.multiplies_int8(input, rows):
         notice(
             f"int8-product-{input.device.type}",
@@ -61,7 +61,7 @@ class _Int8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias, threshold):
         ctx.weight = weight  # an attribute: see autograd.linear
-        return _forward(input, *weight.parts.values(), bias, threshold)
+        return _forward(input, weight.parts["codes"], weight.parts["absmax"], bias, threshold)
 
     @staticmethod
     def backward(ctx, grad):

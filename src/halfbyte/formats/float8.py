@@ -122,7 +122,7 @@ class Float8(Format):
         size = entry.get("weight_block_size")
         if size is None or list(size) != [TILE, TILE]:
             raise CheckpointError(
-                f"config.json: quantization_config.weight_block_size is {size}, and fp8 checkpoints load with [128, 128] only",
+                f"config.json: quantization_config.weight_block_size is {size}; fp8 loads with [128, 128] only",
                 "load the 16-bit checkpoint with quantization: fp8",
             )
         return cls("tile")
@@ -133,8 +133,6 @@ def _check_values(parts: Parts, name: str, scale_label: str) -> None:
     if codes.is_meta:
         return
     if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise CheckpointError(
-            f"{scale_label} has scales that are not positive and finite", "re-download the checkpoint"
-        )
+        raise CheckpointError(f"{scale_label} has scales that are not positive", "re-download the checkpoint")
     if bool((codes & 127 == 127).any()):
         raise CheckpointError(f"{name} has NaN", "re-download the checkpoint")

@@ -6,8 +6,8 @@ The values are specified in `halfbyte.ops.int8`. For a parameter `weight` of sha
     SCB            fp32 [N], the rows' absmax       (beside `weight`, not below it)
     weight_format  uint8 [] = 0, row-major          (beside it too; older checkpoints lack it)
 
-The layout does not record the dtype of the values: they load as bfloat16. bitsandbytes rounds a weight to fp16 before it
-takes codes; halfbyte does not, so that bytes are equal for fp16 weights and at least as close for others.
+The layout does not record the dtype of the values: they load as bfloat16. bitsandbytes rounds a weight to fp16 before
+it takes codes; halfbyte does not, so that bytes are equal for fp16 weights and at least as close for others.
 """
 
 from __future__ import annotations

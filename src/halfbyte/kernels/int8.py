@@ -1,7 +1,7 @@
 """Triton twins of `halfbyte.ops.int8`; the arithmetic is the reference's, operation by operation, in fp32.
 
-All are bound by memory: dequantizing a value moves 3 bytes in bf16, quantizing one 3 and a second read from cache, scaling a
-product 6. A program takes one row, or a block of it.
+All are bound by memory: dequantizing a value moves 3 bytes in bf16, quantizing one 3 and a second read from cache,
+scaling a product 6. A program takes one row, or a block of it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def _quantize(
         largest = tl.maximum(largest, tl.where(size == size, size, float("inf")))
     absmax = tl.max(largest, axis=0)
     tl.store(absmax_ptr + row, absmax)
-    factor = tl.div_rn(
-        tl.full((BLOCK,), 127.0, tl.float32), tl.maximum(tl.zeros((BLOCK,), tl.float32) + absmax, SMALLEST)
-    )
+    floor = tl.maximum(tl.zeros((BLOCK,), tl.float32) + absmax, SMALLEST)
+    factor = tl.div_rn(tl.full((BLOCK,), 127.0, tl.float32), floor)
     for start in range(0, width, BLOCK):
         col = start + tl.arange(0, BLOCK)
         values = tl.load(x_ptr + row * stride + col, mask=col < width, other=0.0).to(tl.float32)

@@ -3,8 +3,8 @@
     scale = amax / 448 over its values (1 for a group of zeros)
     code  = E4M3(clamp(v / scale, ±448)), nearest, halves to even        v ≈ code · scale
 
-A scale belongs to the whole tensor, to a row, or to a tile of 128×128 as in the block-FP8 checkpoints on Hugging Face, where
-it is called weight_scale_inv. Tiles at the edges are smaller; they do not cross the matrices of a stack.
+A scale belongs to the whole tensor, to a row, or to a tile of 128×128 as in the block-FP8 checkpoints on Hugging Face,
+where it is called weight_scale_inv. Tiles at the edges are smaller; they do not cross the matrices of a stack.
 """
 
 from __future__ import annotations

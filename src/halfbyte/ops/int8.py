@@ -3,13 +3,14 @@
     code = round(v · 127 / absmax(row)), halves to even        v ≈ code · absmax · (1/127)
     x·Wᵀ ≈ (codes of x)·(codes of W)ᵀ · absmax(x row) · absmax(W row) / 127²
 
-Columns of x that hold an outlier, |x| ≥ threshold, leave the int8 product (their codes are zero; the outliers do not count
-in the row's absmax) and are multiplied in x's own dtype with the dequantized columns of W (section 3.2).
+Columns of x that hold an outlier, |x| ≥ threshold, leave the int8 product (their codes are zero; the outliers do not
+count in the row's absmax) and are multiplied in x's own dtype with the dequantized columns of W (section 3.2).
 
-Which columns those are is known on the device only. bitsandbytes asks for their number, and waits for the GPU; here a fixed
-number of columns is always gathered: the C largest ones, C = ⌈K/32⌉ and at least 64, those below the threshold as zeros. It
-costs C/K of a 16-bit product, about 3%, and one topk; it can be captured in a graph. When more than C columns have outliers
-the smallest of them are quantized like the rest. (Models have outliers in some 0.1% of columns; section 4.)
+Which columns those are is known on the device only. bitsandbytes asks for their number, and waits for the GPU; here a
+fixed number of columns is always gathered: the C largest ones, C = ⌈K/32⌉ and at least 64, those below the threshold as
+zeros. It costs C/K of a 16-bit product, about 3%, and one topk; it can be captured in a graph. When more than C columns
+have outliers the smallest of them are quantized like the rest. (Models have outliers in some 0.1% of columns;
+section 4.)
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def multiplies_int8(x: Tensor, rows: int) -> bool:
-    """True where torch._int_mm takes [*, K] codes like `x` with [`rows`, K] ones; on CUDA sizes must be multiples of 8."""
+    """True where torch._int_mm takes [*, K] codes like `x` and [`rows`, K] ones; CUDA wants multiples of 8."""
     if x.device.type == "cuda":
         return x.shape[-1] % 8 == 0 and rows % 8 == 0
     return x.device.type == "cpu"
