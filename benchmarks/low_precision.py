@@ -1,4 +1,4 @@
-"""Int8 and FP8 kernels and products at an 8B model's sizes: `python -m benchmarks.low_precision out.json [--tokens 8192]`.
+"""Int8 and FP8 kernels and products at an 8B model's sizes: `python -m benchmarks.low_precision OUT [--tokens 8192]`.
 
 Everything is timed from a CUDA graph over four sets of tensors. A kernel's fraction is of a large copy of the same run;
 products stand beside the 16-bit F.linear of the same run.

@@ -9,7 +9,7 @@ from torch import nn
 from halfbyte import notices
 from halfbyte.autograd.int8 import int8_linear
 from halfbyte.errors import CheckpointError, ModelError
-from halfbyte.formats import Int8
+from halfbyte.formats import Blockwise4, Int8
 from halfbyte.layers import QuantizedLinear
 from halfbyte.layers_int8 import Linear8bitLt
 from halfbyte.ops import int8 as ops
@@ -164,11 +164,6 @@ def test_options():
 
 def test_another_format_is_refused():
     layer = layer_of()
-    layer.load_state_dict(QuantizedLinear(256, 48, format=Int8()).state_dict())
-    layer.weight = QuantizedLinear.from_linear(nn.Linear(256, 48), type(layer.weight.format)()).weight
-    layer(inputs(3))
-    from halfbyte.formats import Blockwise4
-
-    layer.weight = QuantizedLinear.from_linear(nn.Linear(256, 48), Blockwise4()).weight
+    layer.load_state_dict(QuantizedLinear(256, 48, format=Blockwise4()).state_dict())
     with pytest.raises(ModelError, match="blockwise4"):
         layer(inputs(3))
