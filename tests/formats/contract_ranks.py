@@ -93,7 +93,7 @@ def compare(format, rank, dtype, policy):
             assert abs(2 * local.raw.numel() - weights[name].nbytes) <= 2 * 16 + 16 * len(weights[name].parts)
     share = ROWS // RANKS
     found = two_steps(model, slice(rank * share, (rank + 1) * share), dtype)
-    tolerance = 0.1 if dtype == torch.bfloat16 else 1e-5  # bf16 sums of few terms: 6% was seen (int8, fp8)
+    tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
     for mine, reference in zip(found, expected, strict=True):
         for name, value in reference.items():
             value = value[rank * share : (rank + 1) * share] if name == "y" else value
