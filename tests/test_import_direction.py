@@ -17,7 +17,7 @@ ORDER = [
     ["ops", "formats"],
     ["autograd"],
     ["tensor"],
-    ["layers", "memory", "optim", "functional"],
+    ["layers", "layers_int8", "memory", "optim", "functional"],
     ["adapters"],
     ["models"],
     ["data", "saved"],

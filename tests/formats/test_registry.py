@@ -54,13 +54,13 @@ class Beside(Bytes):
     names: ClassVar[dict[str, str]] = {}
 
     def to_state(self, parts, shape, dtype):
-        return {"": parts["codes"], "../SCB": parts["scale"]}
+        return {"": parts["codes"], "../toy_scale": parts["scale"]}
 
     @classmethod
     def from_state(cls, state, name):
-        if "../SCB" not in state:
-            raise CheckpointError(f"{name}: SCB is missing", "re-download the checkpoint")
-        return cls(), {"codes": state[""], "scale": state["../SCB"]}, tuple(state[""].shape), torch.float32
+        if "../toy_scale" not in state:
+            raise CheckpointError(f"{name}: toy_scale is missing", "re-download the checkpoint")
+        return cls(), {"codes": state[""], "scale": state["../toy_scale"]}, tuple(state[""].shape), torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_inherited_entries():
     layer = linear(Bytes())
     state = layer.state_dict()
     assert set(state) == {"bias", "weight", "weight.scale", "weight.quant_state.halfbyte__bytes"}
-    assert set(linear(Beside()).state_dict()) == {"bias", "weight", "SCB"}
+    assert set(linear(Beside()).state_dict()) == {"bias", "weight", "toy_scale"}
 
 
 @pytest.mark.parametrize("entry", ["weight", "weight.scale", "weight.quant_state.halfbyte__bytes"])
@@ -142,7 +142,7 @@ def test_a_missing_entry_is_named(entry):
 
 def test_codes_without_their_scales_are_not_taken_for_weights():
     codes = linear(Beside()).state_dict()["weight"]
-    with pytest.raises(CheckpointError, match=r"q\.weight: SCB is missing"):
+    with pytest.raises(CheckpointError, match=r"q\.weight: toy_scale is missing"):
         nn.ModuleDict({"q": linear(Beside())}).load_state_dict({"q.weight": codes})
     packed = LinearNF4(70, 33, bias=False).state_dict()["weight"]
     with pytest.raises(CheckpointError, match=r"q\.weight\.quant_state\S* is missing"):

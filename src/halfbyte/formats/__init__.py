@@ -8,8 +8,10 @@ from ..errors import ModelError
 from .base import FORMATS, Format
 from .bitplane import KBit
 from .blockwise4 import Blockwise4
+from .float8 import Float8
 from .hqq import HQQ
 from .int4 import Awq, Gptq, GptqV2
+from .int8 import Int8
 from .mxfp4 import Mxfp4
 from .nvfp4 import Nvfp4
 
@@ -18,9 +20,11 @@ __all__ = [
     "HQQ",
     "Awq",
     "Blockwise4",
+    "Float8",
     "Format",
     "Gptq",
     "GptqV2",
+    "Int8",
     "KBit",
     "Mxfp4",
     "Nvfp4",

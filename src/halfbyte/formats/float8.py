@@ -1,0 +1,138 @@
+"""FP8 weights: E4M3 codes with fp32 scales per tensor, per row, or per tile of 128×128.
+
+The values are specified in `halfbyte.ops.float8`. In a checkpoint, tiles are those of Hugging Face's block-FP8 models
+(DeepSeek-V3, Qwen3-FP8), which load without quantizing again. For a parameter `weight`:
+
+    weight            float8_e4m3fn [..., N, K]
+    weight_scale_inv  fp32 [..., ⌈N/128⌉, ⌈K/128⌉]; read from bf16 and E8M0 too       (beside `weight`, not below it)
+
+That layout does not record the dtype of the values: they load as bfloat16. One scale per tensor or row is saved in
+halfbyte's own layout (`Format.to_state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ModelError
+from ..ops.float8 import E4M3, TILE, Scaling, dequantize_float8, quantize_float8, scale_shape
+from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
+
+SCALINGS = ("tensor", "row", "tile")
+SCALE_INV = "../weight_scale_inv"
+EXACT_IN_FP32 = (torch.bfloat16, torch.float8_e8m0fnu)
+
+
+@register_format
+@dataclass(frozen=True)
+class Float8(Format):
+    """E4M3 weights.
+
+    Args:
+        scaling: what shares a scale: the whole "tensor", a "row", or a "tile" of 128×128.
+    """
+
+    scaling: Scaling = "row"
+
+    name: ClassVar[str] = "fp8"
+    names: ClassVar[dict[str, str]] = {"fp8": "fp8:row", "fp8-tensor": "fp8:tensor", "fp8-tile": "fp8:tile"}
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise ModelError(f"fp8 has no scales per {self.scaling!r}", f"use one of {', '.join(SCALINGS)}")
+
+    @property
+    def spec(self) -> str:
+        return f"{self.name}:{self.scaling}"
+
+    @classmethod
+    def parse(cls, options: str) -> Float8:
+        return cls(options)  # type: ignore[arg-type]
+
+    @classmethod
+    def examples(cls) -> list[Format]:
+        return [cls(scaling) for scaling in SCALINGS]  # type: ignore[arg-type]
+
+    def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        # uint8, not float8: pickle, all-gathers and what counts full-precision weights know bytes.
+        return {"codes": (tuple(shape), torch.uint8), "scale": (scale_shape(shape, self.scaling), torch.float32)}
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        self.check_weight(weight)
+        codes, scale = quantize_float8(weight, self.scaling)
+        if not bool(torch.isfinite(scale).all()):
+            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a group with one would be lost")
+        return {"codes": codes.contiguous().view(torch.uint8), "scale": scale}
+
+    def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return dequantize_float8(parts["codes"].view(E4M3), parts["scale"], self.scaling, dtype)
+
+    def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
+        codes, scale = parts["codes"][rows].view(E4M3), parts["scale"]
+        if self.scaling == "tile":  # the chosen rows share no tiles: their scales, spread over the columns
+            scale = scale[rows // TILE].repeat_interleave(TILE, 1)[:, : shape[1]]
+        elif self.scaling == "row":
+            scale = scale[rows].unsqueeze(1)
+        return (codes.float() * scale).to(dtype)
+
+    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+        if self.scaling != "tile":
+            return super().to_state(parts, shape, dtype)
+        return {"": parts["codes"].view(E4M3), SCALE_INV: parts["scale"]}
+
+    @classmethod
+    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+        if SCALE_INV in state or not any("quant_state" in suffix for suffix in state):
+            format_, parts, shape, dtype = cls._from_tiles(state, name)
+            label = entry_name(name, SCALE_INV)
+        else:
+            format_, parts, shape, dtype = super().from_state(state, name)
+            label = f"{name}.scale"
+        _check_values(parts, name, label)
+        return format_, parts, shape, dtype
+
+    @classmethod
+    def _from_tiles(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+        format_ = cls("tile")
+        parts = {part: state[key] for part, key in (("codes", ""), ("scale", SCALE_INV)) if key in state}
+        if "scale" in parts and parts["scale"].dtype in EXACT_IN_FP32:
+            parts["scale"] = parts["scale"].float()
+        if "codes" in parts and parts["codes"].dtype == E4M3:
+            parts["codes"] = parts["codes"].view(torch.uint8)
+        shape = tuple(parts["codes"].shape) if "codes" in parts else ()
+        if "codes" in parts and "scale" in parts and tuple(parts["scale"].shape) != scale_shape(shape, "tile"):
+            found, label = tuple(parts["scale"].shape), entry_name(name, SCALE_INV)
+            raise CheckpointError(
+                f"{name} is {shape}, and its scales {label} are {found}: not one for each 128×128 weights",
+                "load a checkpoint with weight_block_size [128, 128]",
+            )
+        check_parts(parts, format_.part_specs(shape), {"codes": "", "scale": SCALE_INV}, name)
+        return format_, parts, shape, torch.bfloat16
+
+    @classmethod
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
+        """Hugging Face's block-FP8: quant_method "fp8". Tiles of another size than 128×128 are refused."""
+        if entry.get("quant_method") != "fp8":
+            return None
+        size = entry.get("weight_block_size")
+        if size is None or list(size) != [TILE, TILE]:
+            raise CheckpointError(
+                f"config.json: quantization_config.weight_block_size is {size}; fp8 loads with [128, 128] only",
+                "load the 16-bit checkpoint with quantization: fp8",
+            )
+        return cls("tile")
+
+
+def _check_values(parts: Parts, name: str, scale_label: str) -> None:
+    codes, scale = parts["codes"], parts["scale"]
+    if codes.is_meta:
+        return
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        raise CheckpointError(f"{scale_label} has scales that are negative, NaN or Inf", "re-download the checkpoint")
+    if bool((codes & 127 == 127).any()):
+        raise CheckpointError(f"{name} has NaN", "re-download the checkpoint")

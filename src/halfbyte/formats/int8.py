@@ -1,0 +1,96 @@
+"""LLM.int8() weights in the layout of bitsandbytes' Linear8bitLt: int8 codes and one scale per row.
+
+The values are specified in `halfbyte.ops.int8`. For a parameter `weight` of shape [..., K], with N rows in all:
+
+    weight         int8 [..., K]
+    SCB            fp32 [N], the rows' absmax       (beside `weight`, not below it)
+    weight_format  uint8 [] = 0, row-major          (beside it too; older checkpoints lack it)
+
+The layout does not record the dtype of the values: they load as bfloat16. bitsandbytes rounds a weight to fp16 before
+it takes codes; halfbyte does not, so that bytes are equal for fp16 weights and at least as close for others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ModelError
+from ..ops.int8 import dequantize_rows_int8, quantize_rows_int8
+from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
+
+SUFFIXES = {"codes": "", "absmax": "../SCB"}
+WEIGHT_FORMAT = "../weight_format"
+
+
+@register_format
+@dataclass(frozen=True)
+class Int8(Format):
+    """8-bit integers with one scale per row. It has no options."""
+
+    name: ClassVar[str] = "int8"
+    names: ClassVar[dict[str, str]] = {"int8": "int8"}
+
+    @property
+    def spec(self) -> str:
+        return self.name
+
+    @classmethod
+    def parse(cls, options: str) -> Int8:
+        if options:
+            raise ModelError(f"int8 has no options, and got {options!r}", "write int8")
+        return cls()
+
+    @classmethod
+    def examples(cls) -> list[Format]:
+        return [cls()]
+
+    def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        rows = torch.Size(shape[:-1]).numel()
+        return {"codes": (tuple(shape), torch.int8), "absmax": ((rows,), torch.float32)}
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        self.check_weight(weight)
+        codes, absmax = quantize_rows_int8(weight.reshape(-1, weight.shape[-1]), None, 0.0)
+        if not bool(torch.isfinite(absmax).all()):
+            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a row with one would be lost")
+        return {"codes": codes.view(weight.shape), "absmax": absmax}
+
+    def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        codes = parts["codes"].reshape(-1, shape[-1])
+        return dequantize_rows_int8(codes, parts["absmax"], dtype).view(shape)
+
+    def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantize_rows_int8(parts["codes"][rows], parts["absmax"][rows], dtype)
+
+    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+        state = {suffix: parts[part] for part, suffix in SUFFIXES.items()}
+        return state | {WEIGHT_FORMAT: torch.zeros((), dtype=torch.uint8, device=parts["codes"].device)}
+
+    @classmethod
+    def from_state(cls, state: Parts, name: str) -> tuple[Int8, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+        parts = {part: state[suffix] for part, suffix in SUFFIXES.items() if suffix in state}
+        shape = tuple(parts["codes"].shape) if "codes" in parts else ()
+        rows, label = torch.Size(shape[:-1]).numel(), entry_name(name, SUFFIXES["absmax"])
+        if "codes" in parts and "absmax" in parts and tuple(parts["absmax"].shape) != (rows,):
+            found = tuple(parts["absmax"].shape)
+            raise CheckpointError(
+                f"{name} is {shape}, and its scales {label} are {found}", "re-download the checkpoint"
+            )
+        check_parts(parts, cls().part_specs(shape), SUFFIXES, name)
+        _check_layout(state.get(WEIGHT_FORMAT), entry_name(name, WEIGHT_FORMAT))
+        absmax = parts["absmax"]
+        if not absmax.is_meta and not bool((absmax.isfinite() & (absmax >= 0)).all()):
+            raise CheckpointError(f"{label} has scales that are negative, NaN or Inf", "re-download the checkpoint")
+        return cls(), parts, shape, torch.bfloat16
+
+
+def _check_layout(layout: Tensor | None, label: str) -> None:
+    """Older versions of bitsandbytes could save other orders than row-major, which is 0."""
+    if layout is None or layout.is_meta:
+        return
+    if layout.dtype != torch.uint8 or layout.numel() != 1 or layout.item():
+        raise CheckpointError(f"{label} does not say row-major", "save the model again with bitsandbytes 0.45 or newer")

@@ -1,0 +1,131 @@
+"""Delayed scaling (Micikevicius et al. 2022, arXiv:2209.05433, section 3.2): FP8 scales from past steps' magnitudes.
+
+Casting to FP8 with a scale of the tensor's own needs its amax first, hence two passes over it. Delayed scaling casts
+with what the last optimizer steps have seen and takes the amax along in the same pass:
+
+    scale = fp8_max · 2^-margin / max(amax history)        code = FP8(clamp(v · scale))        v ≈ code / scale
+
+The state of all tensors of a model is three buffers, so that rolling it is a handful of operations on one device and
+one reduction over the ranks. Nothing here waits for the device: a training step with it can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .float8 import FP8_MAX, cast_float8, scale_of
+
+Algorithm = Literal["max", "most_recent"]
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """How scales follow from amax histories.
+
+    Args:
+        margin: powers of two of headroom.
+        amax_history_len: optimizer steps remembered, the present one included.
+        amax_compute_algo: scale by the history's maximum ("max"), or by its newest entry ("most_recent").
+        reduce_amax: take the maximum over the data-parallel ranks, so that all cast alike.
+
+    Raises:
+        ConfigError: a value that no scale follows from, by key.
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: Algorithm = "max"
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        if self.amax_history_len < 1:
+            raise ConfigError(f"amax_history_len is {self.amax_history_len}", "use 1 or more optimizer steps")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ConfigError(f"amax_compute_algo is {self.amax_compute_algo!r}", "use max or most_recent")
+
+
+class DelayedScaling(nn.Module):
+    """Amax histories and scales of `len(dtypes)` tensors.
+
+    A step casts tensor i with `scale_for(i, amax)` and tells `observe(i, amax)`; `roll()` ends an optimizer step.
+
+    Args:
+        dtypes: FP8 type of each tensor: torch.float8_e4m3fn or torch.float8_e5m2.
+        options: see `ScalingOptions`.
+        group: ranks that `reduce_amax` covers; None: all of them.
+
+    Attributes (buffers; the first two are saved):
+        history: fp32 [tensors, amax_history_len], newest first; its first column is the present step's.
+        scale: fp32 [tensors], what values are multiplied by; 0 until a real amax has been seen.
+        target: fp32 [tensors], fp8_max · 2^-margin.
+    """
+
+    history: Tensor
+    scale: Tensor
+    target: Tensor
+
+    def __init__(
+        self, dtypes: Sequence[torch.dtype], options: ScalingOptions, *, group: Any = None, device: Any = None
+    ):
+        super().__init__()
+        self.options, self.group, self.dtypes = options, group, tuple(dtypes)
+        target = torch.tensor([FP8_MAX[dtype] for dtype in dtypes], device=device) * 2.0**-options.margin
+        self.register_buffer("history", target.new_zeros(len(dtypes), options.amax_history_len))
+        self.register_buffer("scale", torch.zeros_like(target))
+        self.register_buffer("target", target, persistent=False)
+
+    def _apply(self, function: Any, recurse: bool = True) -> DelayedScaling:
+        """`.to(device)` moves the buffers; `.to(dtype)` leaves them in fp32, since 16 bits would change the scales."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            result = function(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        return super()._apply(moved, recurse)
+
+    def scale_for(self, index: int, amax: Tensor) -> Tensor:
+        """fp32 []: the scale of past steps or, while there is none, that of `amax` (1 if that is 0 or not finite)."""
+        return torch.where(self.scale[index] > 0, self.scale[index], scale_of(amax, self.target[index]))
+
+    def observe(self, index: int, amax: Tensor) -> None:
+        """Take the larger of `amax` (fp32 []) and what earlier micro-batches of this step have shown; NaN stays."""
+        newest = self.history[index, 0]
+        newest.copy_(torch.maximum(newest, amax))
+
+    def roll(self) -> None:
+        """New scales from the histories, which then begin a new entry; call it once an optimizer step, on every rank.
+
+        A newest entry that is zero leaves the scale of an empty history as it is. One that is NaN or Inf, on any rank,
+        keeps the scale and enters the history as 0, so that it does not decide later scales either.
+        """
+        newest = self.history[:, 0]
+        if self.options.reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
+            # max over ranks drops NaN on some backends, never Inf
+            reduced = newest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=self.group)
+            newest.copy_(reduced)
+        finite = newest.isfinite()
+        newest.masked_fill_(~finite, 0)
+        amax = self.history.amax(1) if self.options.amax_compute_algo == "max" else newest
+        self.scale.copy_(torch.where(finite & (amax > 0), scale_of(amax, self.target), self.scale))
+        self.history.copy_(self.history.roll(1, 1))
+        self.history[:, 0] = 0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Tensor `index` of a `DelayedScaling`: what a product casts one of its sides with."""
+
+    state: DelayedScaling
+    index: int
+
+    def cast(self, x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """FP8 codes of x [M, K] and the inverse of their scale; the amax goes into the history. See `cast_float8`."""
+        state, at = self.state, self.index
+        return cast_float8(x, factors, state.scale[at], state.target[at], state.history[at, 0], state.dtypes[at])

@@ -1,0 +1,119 @@
+"""LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339): the specification of row-wise int8 and of its product.
+
+    code = round(v · 127 / absmax(row)), halves to even        v ≈ code · absmax · (1/127)
+    x·Wᵀ ≈ (codes of x)·(codes of W)ᵀ · absmax(x row) · absmax(W row) / 127²
+
+Columns of x that hold an outlier, |x| ≥ threshold, leave the int8 product (their codes are zero; the outliers do not
+count in the row's absmax) and are multiplied in x's own dtype with the dequantized columns of W (section 3.2).
+
+Which columns those are is known on the device only. bitsandbytes asks for their number, and waits for the GPU; here a
+fixed number of columns is always gathered: the C largest ones, C = ⌈K/32⌉ and at least 64, those below the threshold as
+zeros. It costs C/K of a 16-bit product, about 3%, and one topk; it can be captured in a graph. When more than C columns
+have outliers the smallest of them are quantized like the rest. (Models have outliers in some 0.1% of columns;
+section 4.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+from ..errors import ModelError
+from .checks import FLOATS
+
+INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' constant: dequantized values are bit-equal to its own
+INVERSE_127_SQUARED = 6.200012e-5  # that of its CUDA kernel
+SMALLEST = 1e-35  # below it 127/absmax would overflow; such a row becomes zeros
+OUTLIER_SHARE, FEWEST_OUTLIERS = 32, 64
+CUDA_ROWS = 32  # torch._int_mm wants more than 16 on CUDA
+
+
+def check_matrix(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 2 or tensor.dtype not in FLOATS:
+        raise ModelError(f"int8: {name} is {tensor.dtype} {list(tensor.shape)}", "pass a floating-point matrix")
+
+
+@op(twins="int8")
+def quantize_rows_int8(x: Tensor, chosen: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
+    """int8 [M, K] codes and fp32 [M] absmax of each row of x.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        chosen: bool [K], columns left out: zero in the codes, and their values of at least `threshold` not in absmax.
+        threshold: in x's unit; not read without `chosen`.
+    """
+    check_matrix("x", x)
+    values = x.float()
+    counted = values if chosen is None else values.masked_fill(chosen & (values.abs() >= threshold), 0)
+    absmax = torch.linalg.vector_norm(counted, torch.inf, dim=1)
+    codes = (values * (127.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)).round_()
+    if chosen is not None:
+        codes.masked_fill_(chosen, 0)
+    return codes.to(torch.int8), absmax
+
+
+@op(twins="int8")
+def dequantize_rows_int8(codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dtype` [N, K] from int8 [N, K] and fp32 [N], rounded once from fp32."""
+    return (codes.float().mul_(absmax.unsqueeze(1)).mul_(INVERSE_127)).to(dtype)
+
+
+@op(twins="int8")
+def scale_int8_product(
+    product: Tensor, x_absmax: Tensor, w_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`dtype` [M, N] from the int32 product of codes, the absmax of both sides' rows (fp32 [M], [N]), and bias [N]."""
+    y = product.float().mul_(x_absmax.unsqueeze(1) * w_absmax).mul_(INVERSE_127_SQUARED)
+    return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+for _op in (quantize_rows_int8, dequantize_rows_int8, scale_int8_product):
+    _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product
+
+
+def outlier_capacity(width: int) -> int:
+    """How many columns of `width` the 16-bit path takes."""
+    return min(width, max(FEWEST_OUTLIERS, -(-width // (16 * OUTLIER_SHARE)) * 16))
+
+
+def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """int64 [C]: the C columns of x [M, K] with the largest magnitudes; bool [C]: which of them reach the threshold."""
+    largest = torch.linalg.vector_norm(x, torch.inf, dim=0)
+    top = torch.topk(largest, outlier_capacity(x.shape[1]), sorted=False)
+    return top.indices, top.values >= threshold
+
+
+def multiplies_int8(x: Tensor, rows: int) -> bool:
+    """True where torch._int_mm takes [*, K] codes like `x` and [`rows`, K] ones; CUDA wants multiples of 8."""
+    if x.device.type == "cuda":
+        return x.shape[-1] % 8 == 0 and rows % 8 == 0
+    return x.device.type == "cpu"
+
+
+def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """int32 [M, N] = x·Wᵀ, exact, of int8 [M, K] and [N, K]."""
+    rows = x.shape[0]
+    if x.device.type == "cuda" and rows < CUDA_ROWS:
+        x = torch.nn.functional.pad(x, (0, 0, 0, CUDA_ROWS - rows))
+    return torch._int_mm(x, weight.t())[:rows]
+
+
+def int8_linear(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
+    """[M, N] = x·Wᵀ + b in x's dtype, x quantized per row.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        codes, absmax: W as `quantize_rows_int8` returns it.
+        bias: [N] or None.
+        threshold: magnitude from which a column of x is multiplied unquantized; 0: none is.
+    """
+    if not threshold:
+        x_codes, x_absmax = quantize_rows_int8(x, None, 0.0)
+        return scale_int8_product(int8_matmul(x_codes, codes), x_absmax, absmax, bias, x.dtype)
+    columns, over = outlier_columns(x, threshold)
+    chosen = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device).scatter_(0, columns, over)
+    x_codes, x_absmax = quantize_rows_int8(x, chosen, threshold)
+    y = scale_int8_product(int8_matmul(x_codes, codes), x_absmax, absmax, bias, x.dtype)
+    outliers = x.index_select(1, columns).masked_fill_(~over, 0)
+    return y.addmm_(outliers, dequantize_rows_int8(codes.index_select(1, columns), absmax, x.dtype).t())

@@ -1,0 +1,93 @@
+"""The FP8 reference by hand, and block-FP8 checkpoints as Hugging Face writes and reads them."""
+
+import pytest
+import torch
+
+from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.formats import Float8, from_spec
+from halfbyte.ops.float8 import E4M3, E5M2, dequantize_float8, quantize_float8, scale_shape, spread_scales, to_float8
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "tile"])
+@pytest.mark.parametrize("shape", [(130, 260), (3, 5), (2, 129, 5), (200,)], ids=str)
+def test_values_are_the_nearest(scaling, shape):
+    weight = torch.randn(shape) * torch.logspace(-2, 2, shape[-1])
+    codes, scale = quantize_float8(weight, scaling)
+    assert (codes.shape, codes.dtype, scale.shape) == (weight.shape, E4M3, scale_shape(shape, scaling))
+    spread = spread_scales(scale, shape, scaling).expand(shape).unsqueeze(-1)
+    levels = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127].view(E4M3).float()
+    best = (weight.unsqueeze(-1) - levels * spread).abs().amin(-1)
+    error = (dequantize_float8(codes, scale, scaling, torch.float32) - weight).abs()
+    assert (error <= best * (1 + 1e-5) + 1e-7 * spread.squeeze(-1)).all()
+
+
+def test_each_tile_has_its_own_scale():
+    weight = torch.zeros(2, 200, 300)
+    weight[1, 130, 260], weight[1, 127, 0], weight[0, 5, 5] = 448.0, 44.8, 4.48
+    _, scale = quantize_float8(weight, "tile")
+    expected = torch.ones(2, 2, 3)
+    expected[1, 1, 2], expected[1, 0, 0], expected[0, 0, 0] = 1.0, 0.1, 0.01
+    torch.testing.assert_close(scale, expected)
+
+
+def test_casting_saturates_and_rounds_to_even():
+    values = torch.tensor([500.0, -1e9, 17.0, 19.0, 2.0**-10])
+    assert to_float8(values, E4M3).float().tolist() == [448.0, -448.0, 16.0, 20.0, 0.0]
+    assert to_float8(torch.tensor([1e9]), E5M2).float().item() == 57344.0
+
+
+def test_names():
+    assert Float8.names == {"fp8": "fp8:row", "fp8-tensor": "fp8:tensor", "fp8-tile": "fp8:tile"}
+    for spec in Float8.names.values():
+        assert from_spec(spec).spec == spec
+    with pytest.raises(ModelError, match="column"):
+        Float8("column")
+
+
+def hugging_face_block(rows=130, columns=260, scale_dtype=torch.float32):
+    """Codes and scales as a block-FP8 checkpoint holds them, and the values of transformers' own definition."""
+    codes = (torch.randn(rows, columns) * 100).to(E4M3)
+    scale = (torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5).to(scale_dtype)
+    spread = scale.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return {"": codes, "../weight_scale_inv": scale}, codes.float() * spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+def test_block_fp8_loads_without_quantizing_again(dtype):
+    state, values = hugging_face_block(scale_dtype=dtype)
+    format_, parts, shape, value_dtype = Float8.from_state(state, "q.weight")
+    assert (format_, shape, value_dtype) == (Float8("tile"), (130, 260), torch.bfloat16)
+    assert torch.equal(format_.dequantize(parts, shape, torch.float32), values)
+    again = format_.to_state(parts, shape, value_dtype)
+    assert torch.equal(again[""].view(torch.uint8), state[""].view(torch.uint8))
+    assert again["../weight_scale_inv"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_corrupted_scales_are_found(wrong):
+    state, _ = hugging_face_block()
+    state["../weight_scale_inv"][1, 2] = wrong
+    with pytest.raises(CheckpointError, match=r"q\.weight_scale_inv has scales"):
+        Float8.from_state(state, "q.weight")
+
+
+def test_nan_codes_are_found():
+    state, _ = hugging_face_block()
+    state[""].view(torch.uint8)[7, 7] = 0xFF
+    with pytest.raises(CheckpointError, match=r"q\.weight has NaN"):
+        Float8.from_state(state, "q.weight")
+
+
+def test_tiles_of_another_size_are_refused():
+    state, _ = hugging_face_block()
+    state["../weight_scale_inv"] = torch.ones(3, 5)
+    with pytest.raises(CheckpointError, match=r"q\.weight_scale_inv.*128×128"):
+        Float8.from_state(state, "q.weight")
+
+
+def test_quantization_config_of_hugging_face():
+    entry = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    assert Float8.from_quantization_config(entry) == Float8("tile")
+    assert Float8.from_quantization_config({"quant_method": "gptq"}) is None
+    with pytest.raises(CheckpointError, match="weight_block_size"):
+        Float8.from_quantization_config({**entry, "weight_block_size": [64, 64]})
