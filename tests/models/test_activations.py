@@ -85,8 +85,11 @@ def test_a_model_that_trains_whole():
 
 
 def test_mixed_precision_is_restored():
-    model = tiny("Llama")
-    inputs = batch()
+    """A 16-bit model with fp32 adapters, under autocast as the trainer enters it."""
+    model, inputs = tiny("Llama"), batch()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
 
     def mixed(levels):
         patched = copy.deepcopy(model)
@@ -147,8 +150,8 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
     for level in ("keep", "recompute", "recompute_mlp", "checkpoint"):
         sizes = []
         for layers in (1, 3):
-            extra = {"layer_types": ["full_attention"] * layers} if family == "Gemma3Text" else {}
-            model = tiny(family, shape=shape | {"num_hidden_layers": layers} | extra, lora_dropout=dropout)
+            extra = {"Gemma3Text": {"layer_types": ["full_attention"] * layers}, "Mistral": {"sliding_window": None}}
+            model = tiny(family, shape=shape | {"num_hidden_layers": layers} | extra.get(family, {}), lora_dropout=dropout)
             halfbyte.patch(model, level)
             sizes.append(live_after_forward(model, inputs))
         planned = LayerShape.of(
