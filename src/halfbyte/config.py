@@ -34,6 +34,7 @@ BITSANDBYTES_OPTIMIZERS = (
 )  # fmt: skip
 OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
 
+Level = Literal["keep", "recompute", "recompute_mlp", "checkpoint", "offload", "tiled"]  # see memory.policy
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -132,8 +133,10 @@ class TrainingSection(BaseModel):
     adam_beta1: Fraction = Field(0.9, description="first-moment decay")
     adam_beta2: Fraction = Field(0.999, description="second-moment decay")
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(None, description="embedding noise (NEFTune)")
-    activation_checkpointing: bool | Literal["auto"] = Field(
-        "auto", description="recompute activations in backward; auto: only when they would not fit"
+    activation_checkpointing: bool | Literal["auto"] | Level = Field(
+        "auto",
+        description="what layers keep for backward, from most to least: keep, recompute, recompute_mlp, checkpoint (or"
+        " true), offload, tiled; auto: the fastest mix that fits",
     )
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="plan within this many GiB of the device; default: what is free"

@@ -21,9 +21,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-Level = Literal["keep", "recompute", "recompute_mlp", "checkpoint", "offload", "tiled"]
+from ..config import Level
+
 LEVELS: tuple[Level, ...] = get_args(Level)
 HOST_LEVELS = ("offload", "tiled")
 TILE_ROWS = 8192
