@@ -11,8 +11,8 @@ from torch import nn
 
 import halfbyte
 from halfbyte.errors import ModelError
-from halfbyte.memory.replay import Ledger
 from halfbyte.memory.policy import FUSED, LEVELS, LayerShape
+from halfbyte.memory.replay import Ledger
 from halfbyte.models import activations
 from halfbyte.models.activations import ACTIVATIONS
 from halfbyte.models.families import FAMILIES as ROWS
@@ -151,7 +151,9 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
         sizes = []
         for layers in (1, 3):
             extra = {"Gemma3Text": {"layer_types": ["full_attention"] * layers}, "Mistral": {"sliding_window": None}}
-            model = tiny(family, shape=shape | {"num_hidden_layers": layers} | extra.get(family, {}), lora_dropout=dropout)
+            model = tiny(
+                family, shape=shape | {"num_hidden_layers": layers} | extra.get(family, {}), lora_dropout=dropout
+            )
             halfbyte.patch(model, level)
             sizes.append(live_after_forward(model, inputs))
         planned = LayerShape.of(
@@ -162,9 +164,7 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
 
 
 def test_families_of_the_planner_are_those_of_the_patch():
-    assert {row.name for row in ROWS} == {
-        {"gemma3_text": "Gemma3"}.get(kind, kind.capitalize()) for kind in FUSED
-    }
+    assert {row.name for row in ROWS} == {{"gemma3_text": "Gemma3"}.get(kind, kind.capitalize()) for kind in FUSED}
     for row in ROWS:
         traits = FUSED["gemma3_text" if row.name == "Gemma3" else row.name.lower()]
         assert set(traits) == {name for name in ("sandwich", "qk_norm", "fused") if getattr(row, name)}

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,7 +19,7 @@ from ..autograd.recompute import recompute
 from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..memory.offload import Offload
-from ..memory.policy import LEVELS, TILE_ROWS, Level
+from ..memory.policy import HOST_LEVELS, LEVELS, TILE_ROWS, Level
 from ..notices import notice
 from .blocks import attention_half, mlp_half
 
@@ -56,13 +56,14 @@ def set_activations(layers: Sequence[Any], levels: str | Sequence[str]) -> None:
         )
     device = next(layers[0].parameters()).device
     offload = None
-    if {"offload", "tiled"} & set(named):
+    if set(HOST_LEVELS) & set(named):
         if device.type == "cuda":
             offload = Offload(device)
         else:
             notice("offload", f"nothing is offloaded from {device}: layers keep their inputs there")
     for layer, level in zip(layers, named, strict=True):
-        setattr(layer, ACTIVATIONS, Activations(level, offload if level in ("offload", "tiled") else None))
+        own = offload if level in HOST_LEVELS else None
+        setattr(layer, ACTIVATIONS, Activations(cast(Level, level), own))
 
 
 def clear_activations(layer: nn.Module) -> None:
@@ -87,7 +88,7 @@ def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _total(parts: tuple[Tensor, Tensor]) -> Tensor:
-    return parts[0] + parts[1]
+    return parts[1] + parts[0]
 
 
 def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -96,14 +97,13 @@ def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwar
         again = level == "recompute"
         return _total(mlp_half(self, *attention_half(self, hidden_states, again, **kwargs), again))
     if level == "recompute_mlp":
-        attended, residual = attention_half(self, hidden_states, True, **kwargs)
-        return _mlp_recomputed(self, residual + attended)
+        return _mlp_recomputed(self, _total(attention_half(self, hidden_states, True, **kwargs)))
 
     def block(x: Tensor, output: bool) -> tuple[Tensor, ...]:
-        attended, residual = attention_half(self, x, False, **kwargs)
         if level == "tiled":
-            return (_mlp_recomputed(self, residual + attended, TILE_ROWS, output),)
-        return mlp_half(self, attended, residual, output=output)
+            stream = _total(attention_half(self, x, False, **kwargs))
+            return (_mlp_recomputed(self, stream, TILE_ROWS, output),)
+        return mlp_half(self, *attention_half(self, x, False, **kwargs), output=output)
 
     hooks = contextlib.nullcontext() if activations.offload is None else activations.offload.hooks()
     with hooks:
