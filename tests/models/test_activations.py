@@ -6,10 +6,12 @@ import copy
 
 import pytest
 import torch
+import transformers
 from patch_models import FAMILIES, batch, loss_and_gradients, tiny
 from torch import nn
 
 import halfbyte
+from halfbyte import notices
 from halfbyte.errors import ModelError
 from halfbyte.memory.policy import FUSED, LEVELS, LayerShape
 from halfbyte.memory.replay import Ledger
@@ -44,7 +46,7 @@ def check_equal(model: nn.Module, levels, exact: bool = True) -> None:
 
 @pytest.mark.parametrize("levels", [*(level for level in LEVELS if level != "keep"), MIXED])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradients_are_those_of_keep(levels, dropout, monkeypatch):
+def test_gradients_are_those_of_keep(levels, dropout):
     check_equal(tiny("Llama", lora_dropout=dropout), levels)
 
 
@@ -190,3 +192,22 @@ def test_transformers_checkpointing_beside_it_is_refused():
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with pytest.raises(ModelError, match="gradient_checkpointing_disable"):
         halfbyte.patch(model, "checkpoint")
+
+
+def test_a_model_that_is_not_patched_is_left_to_transformers():
+    notices.forget()
+    config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=1, n_head=2)
+    report = halfbyte.patch(transformers.AutoModelForCausalLM.from_config(config), "checkpoint")
+    assert not report.fused
+    assert "transformers' gradient checkpointing" in notices.said()["activations"]
+
+
+def test_evaluation_and_generation_do_not_recompute():
+    model, inputs = tiny("Llama").eval(), batch()
+    with torch.no_grad():
+        expected = model(**inputs).loss
+    halfbyte.patch(model, "tiled")
+    with torch.no_grad():
+        assert model(**inputs).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    prompt = {"input_ids": torch.randint(1, 101, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape == (2, 11)

@@ -85,6 +85,8 @@ def patch(model: nn.Module, activations: str | Sequence[str] | None = None) -> P
     if not layers:
         reason = f"{_name(model)} is of no family that halfbyte knows"
         notice(f"unpatched: {reason}", f"nothing fused: {reason}; the model runs its own forwards")
+        if activations is not None:
+            notice("activations", f"layers keep what transformers' gradient checkpointing says: {reason}")
         return PatchReport(None, unfused=Counter({(_name(model), reason): 1}))
     report = PatchReport(layers[0].name)
     for module, (family, kind) in _known_modules(model):
