@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# (x [..., H], whether the last part is needed) → parts of shape x, to be added up
+# (x [B, T, H], whether the last part is needed) → one or two parts of the same shape, to be added up
 Parts = Callable[[Tensor, bool], tuple[Tensor, ...]]
 
 
@@ -77,7 +77,7 @@ def recompute(
     """The sum of `function(x, True)`, of which only x is kept; backward runs `function(x, False)` for its graph.
 
     Args:
-        function: x and a flag → parts to be added up. With the flag False it may leave the values of the last part
+        function: x and a flag → one or two parts to be added up. With the flag False it may leave the values of the last part
             unwritten, but must save for backward whatever it saves otherwise.
         x: [B, T, H].
         parameters: tensors that `function` reads and that want gradients; those it reads beside them get none.

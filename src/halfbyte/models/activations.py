@@ -88,7 +88,7 @@ def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _total(parts: tuple[Tensor, Tensor]) -> Tensor:
-    return parts[1] + parts[0]
+    return parts[0] + parts[1]
 
 
 def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
