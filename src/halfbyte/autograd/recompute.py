@@ -77,8 +77,8 @@ def recompute(
     """The sum of `function(x, True)`, of which only x is kept; backward runs `function(x, False)` for its graph.
 
     Args:
-        function: x and a flag → one or two parts to be added up. With the flag False it may leave the values of the last part
-            unwritten, but must save for backward whatever it saves otherwise.
+        function: x and a flag → one or two parts to be added up. With the flag False it may leave the values of the
+            last part unwritten, but must save for backward whatever it saves otherwise.
         x: [B, T, H].
         parameters: tensors that `function` reads and that want gradients; those it reads beside them get none.
         rows: run as many rows (of B·T) at a time, as [1, rows, H]: for functions that treat each row alone.
