@@ -21,6 +21,12 @@ from halfbyte.models.families import FAMILIES as ROWS
 from halfbyte.models.head import causal_lm_loss
 
 MIXED = ("checkpoint", "recompute")
+KINDS = ("Qwen3", "Gemma2", "Phi3")  # whose blocks differ from Llama's, each in its own way
+
+
+def slowly(families) -> list:
+    """The families beside Llama and `KINDS`."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in families if name not in (*KINDS, "Llama")]
 
 
 def gradients(model: nn.Module, inputs: dict, levels) -> tuple[float, dict[str, torch.Tensor]]:
@@ -50,7 +56,7 @@ def test_gradients_are_those_of_keep(levels, dropout):
     check_equal(tiny("Llama", lora_dropout=dropout), levels)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Llama"])
+@pytest.mark.parametrize("family", [*KINDS, *slowly(FAMILIES)])
 @pytest.mark.parametrize("levels", ["recompute", "recompute_mlp", "checkpoint"])
 def test_every_family(family, levels):
     check_equal(tiny(family), levels)
@@ -144,14 +150,17 @@ def live_after_forward(model: nn.Module, inputs: dict) -> int:
         return ledger.live * (result is not None)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma3Text", "Phi3"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("family", "dropout"),
+    [("Llama", 0.0), ("Llama", 0.1), ("Qwen3", 0.0), ("Phi3", 0.0)]
+    + [pytest.param(name, 0.1, marks=pytest.mark.slow) for name in FAMILIES if name not in ("Llama", "Gemma2")],
+)
 def test_saved_bytes_are_those_of_the_plan(family, dropout):
     shape = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16, "max_position_embeddings": 512}
     inputs = {"input_ids": torch.randint(1, 101, (2, 256))}
     for level in ("keep", "recompute", "recompute_mlp", "checkpoint"):
         sizes = []
-        for layers in (1, 3):
+        for layers in (1, 2):
             extra = {"Gemma3Text": {"layer_types": ["full_attention"] * layers}, "Mistral": {"sliding_window": None}}
             model = tiny(
                 family, shape=shape | {"num_hidden_layers": layers} | extra.get(family, {}), lora_dropout=dropout
@@ -162,7 +171,7 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
             model.config.get_text_config(), rows=2, length=256, rank=4, dropout=bool(dropout), itemsize=4
         )
         # `again` keeps the stream in a closure, which hooks do not see but the norm's own node does
-        assert (sizes[1] - sizes[0]) / 2 == pytest.approx(planned.saved(level), rel=0.05), level
+        assert sizes[1] - sizes[0] == pytest.approx(planned.saved(level), rel=0.05), level
 
 
 def test_families_of_the_planner_are_those_of_the_patch():
