@@ -1,12 +1,14 @@
 """One QLoRA training step against its floor and its peers, on one CUDA device.
 
     python -m benchmarks.step --model llama-3.1-8b --batch 4 --length 2048 [--checkpointing] [--graph]
+        [--policy LEVEL|auto|LEVEL:N,LEVEL:N] [--memory-limit-gib N] [--steps N] [--no-floor]
         [--peers unsloth,bitsandbytes] [--peer-path DIR] [--json FILE]
 
 NF4 with nested scales, rank 16 on the seven linears, fused AdamW, random weights and tokens. The floor is what the step
 cannot do without: every GEMM (forward, and the gradient of its input) and the attention, each timed alone at its exact
 shape in a CUDA graph, added up; under checkpointing the layers' forward counts twice. Peers run the same step in
-processes of their own (`benchmarks.step_peers`).
+processes of their own (`benchmarks.step_peers`). --checkpointing is transformers' for us and each peer's own for it;
+--policy (`halfbyte.memory.policy`) is ours in its place, and --memory-limit-gib holds our process to that much.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.common import graph_us, write_result
-from benchmarks.step_model import MODELS, build, model_config, random_batch, timed
+from benchmarks.step_model import MODELS, STEPS, build, levels, model_config, random_batch, timed
 
 SETS = 3  # of operands in a graph, so that the cache does not help
 
@@ -92,7 +95,16 @@ def attention_ms(rows: int, length: int, config: Any) -> tuple[float, float]:
 class Training:
     """A model, its optimizer and one batch; `step` trains once and returns the mean loss."""
 
-    def __init__(self, name: str, rows: int, length: int, device: str, checkpointing: bool):
+    def __init__(
+        self,
+        name: str,
+        rows: int,
+        length: int,
+        device: str,
+        *,
+        checkpointing: bool = False,
+        activations: Sequence[str] | None = None,
+    ):
         import halfbyte
         from halfbyte.models.head import causal_lm_loss
 
@@ -100,7 +112,7 @@ class Training:
         self.model = build(name, device)
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.report = halfbyte.patch(self.model)
+        self.report = halfbyte.patch(self.model, activations)
         self.batch = random_batch(name, rows, length, device)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.initial = [parameter.detach().clone() for parameter in self.trained]
@@ -124,10 +136,16 @@ class Training:
 
 def ours(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Our step, launched from Python and, with --graph, as a CUDA graph from the same start."""
-    training = Training(given.model, given.batch, given.length, "cuda", given.checkpointing)
+    shape = given.model, given.batch, given.length
+    if given.memory_limit_gib:
+        capacity = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(given.memory_limit_gib * 2**30 / capacity)
+    activations = levels(*shape, given.policy, given.memory_limit_gib) if given.policy else None
+    ours_checkpointing = given.checkpointing and not given.policy
+    training = Training(*shape, "cuda", checkpointing=ours_checkpointing, activations=activations)
     print(training.report)
     tokens = given.batch * given.length
-    results = {"halfbyte": timed(lambda: training.step(training.batch), tokens)}
+    results = {"halfbyte": timed(lambda: training.step(training.batch), tokens, given.steps)}
     if given.graph:
         from halfbyte.train.graph import GraphedStep
 
@@ -135,7 +153,7 @@ def ours(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         gc.collect()
         torch.cuda.empty_cache()
         graphed = GraphedStep(training.step, training.optimizer)
-        results["halfbyte, graph"] = timed(lambda: graphed(training.batch), tokens)
+        results["halfbyte, graph"] = timed(lambda: graphed(training.batch), tokens, given.steps)
         check_losses(results["halfbyte"]["losses"], results["halfbyte, graph"]["losses"])
     return results
 
@@ -168,12 +186,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--policy", help="what our layers keep: a level, auto, or such as offload:20,keep:12")
+    parser.add_argument("--memory-limit-gib", type=float, help="of our process, and of its plan")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed; 0: the first step alone")
+    parser.add_argument("--no-floor", action="store_true")
     parser.add_argument("--graph", action="store_true", help="also as a CUDA graph")
     parser.add_argument("--peers", default="", help="unsloth,bitsandbytes")
     parser.add_argument("--peer-path", help="folder with Unsloth and what it needs, for its process only")
     parser.add_argument("--json")
     given = parser.parse_args()
-    least = floor(given.model, given.batch, given.length, given.checkpointing)
+    least = None if given.no_floor else floor(given.model, given.batch, given.length, given.checkpointing)
     gc.collect()
     torch.cuda.empty_cache()
     runs = ours(given)
@@ -181,25 +203,26 @@ def main() -> None:
     torch.cuda.empty_cache()
     runs |= {name: peer(name, given) for name in given.peers.split(",") if name}
     show(given, least, runs)
-    shape = {key: getattr(given, key) for key in ("model", "batch", "length", "checkpointing")}
+    keys = ("model", "batch", "length", "checkpointing", "policy", "memory_limit_gib")
+    shape = {key: getattr(given, key) for key in keys}
     write_result(given.json, {**shape, "floor": least, "runs": runs})
 
 
-def show(given: argparse.Namespace, least: dict[str, Any], runs: dict[str, dict[str, Any]]) -> None:
+def show(given: argparse.Namespace, least: dict[str, Any] | None, runs: dict[str, dict[str, Any]]) -> None:
     """One line a run, beside the floor."""
-    kept = "checkpointed" if given.checkpointing else "activations kept"
-    shape = f"{given.model} {given.batch}×{given.length}, {kept}"
-    print(f"{shape}: floor {least['ms']:.1f} ms, {least['tflop']:.0f} TFLOP")
+    kept = given.policy or ("checkpointed" if given.checkpointing else "activations kept")
+    floor_ = f"floor {least['ms']:.1f} ms, {least['tflop']:.0f} TFLOP" if least else "no floor"
+    print(f"{given.model} {given.batch}×{given.length}, {kept}: {floor_}")
     for name, run in runs.items():
         if "error" in run:
             print(f"  {name:16} failed: {run['error']}")
             continue
-        of_floor, rate = least["ms"] / run["ms"], least["tflop"] / run["ms"] * 1e3
-        speed = run["tokens_per_second"] / 1e3
-        print(
-            f"  {name:16} {run['ms']:8.1f} ms  {of_floor:.3f} of the floor  {speed:7.2f}k tok/s"
-            f"  {rate:4.0f} TFLOP/s  {run['peak_gib']:5.1f} GiB  first step {run['first_step_seconds']:.1f} s"
-        )
+        line = f"  {name:16} {run['ms']:8.1f} ms"
+        if least:
+            of_floor, rate = least["ms"] / run["ms"], least["tflop"] / run["ms"] * 1e3
+            line += f"  {of_floor:.3f} of the floor  {rate:4.0f} TFLOP/s"
+        speed, first = run["tokens_per_second"] / 1e3, run["first_step_seconds"]
+        print(f"{line}  {speed:7.2f}k tok/s  {run['peak_gib']:5.1f} GiB  first step {first:.1f} s")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ def fill(model: Any, device: str, quantize: Any) -> None:
 def build(name: str, device: str) -> Any:
     """A PeftModel as `halfbyte train` makes it: NF4 with nested scales, float32 factors of rank 16 on seven linears."""
     from halfbyte.adapters import add_adapter
-    from halfbyte.config import RunConfig
     from halfbyte.formats import Blockwise4
     from halfbyte.layers import Linear4bit
 
@@ -85,10 +84,29 @@ def build(name: str, device: str) -> Any:
     model = empty_model(name)
     format_ = Blockwise4("nf4", 64, True)
     fill(model, device, lambda linear: Linear4bit.from_linear(linear, format_))
-    config = RunConfig(
-        model_name_or_path=name, dataset="random", r=RANK, lora_alpha=RANK, lora_dropout=0.0, target_modules=TARGETS
-    )
-    return add_adapter(model, config).train()
+    return add_adapter(model, run_config(name)).train()
+
+
+def run_config(name: str, **keys: Any) -> Any:
+    """The keys of a run that `build` and `levels` stand for."""
+    from halfbyte.config import RunConfig
+
+    ours = {"r": RANK, "lora_alpha": RANK, "lora_dropout": 0.0, "target_modules": TARGETS, "packing": True}
+    return RunConfig(model_name_or_path=name, dataset="random", **ours, **keys)
+
+
+def levels(name: str, rows: int, length: int, policy: str, limit_gib: float | None) -> tuple[str, ...]:
+    """What each layer keeps under `policy` (a level, auto, or such as "offload:20,keep:12"), within the limit."""
+    from halfbyte.memory.estimate import estimate
+
+    if ":" in policy:
+        parts = [part.split(":") for part in policy.split(",")]
+        return tuple(level for level, count in parts for _ in range(int(count)))
+    shape = {"per_device_train_batch_size": rows, "max_length": length}
+    config = run_config(name, **shape, activation_checkpointing=policy, memory_limit_gib=limit_gib)
+    plan = estimate(config, model_config(name), device="cuda")
+    print(f"{plan.total / 2**30:.2f} GiB planned: {plan.reason}")
+    return plan.levels
 
 
 def random_batch(name: str, rows: int, length: int, device: str) -> dict[str, Tensor]:
@@ -98,23 +116,25 @@ def random_batch(name: str, rows: int, length: int, device: str) -> dict[str, Te
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def timed(step: Callable[[], Tensor], tokens: int) -> dict[str, Any]:
-    """First step, then the median of `STEPS` after the warm-up; losses of all."""
+def timed(step: Callable[[], Tensor], tokens: int, steps: int = STEPS) -> dict[str, Any]:
+    """First step, then the median of `steps` after a warm-up (none: the first step alone); losses of all."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     losses = [step()]
     torch.cuda.synchronize()
     first = time.perf_counter() - began
-    losses += [step() for _ in range(WARMUP)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-    torch.cuda.synchronize()
-    events[0].record()
-    for event in events[1:]:
-        losses.append(step())
-        event.record()
-    torch.cuda.synchronize()
-    milliseconds = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    milliseconds = first * 1e3
+    if steps:
+        losses += [step() for _ in range(WARMUP)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for event in events[1:]:
+            losses.append(step())
+            event.record()
+        torch.cuda.synchronize()
+        milliseconds = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
     return {
         "ms": milliseconds,
         "tokens_per_second": tokens / milliseconds * 1e3,

@@ -36,6 +36,7 @@ OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
 
 SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
 
+Level = Literal["keep", "recompute", "recompute_mlp", "checkpoint", "offload", "tiled"]  # see memory.policy
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -142,8 +143,10 @@ class TrainingSection(BaseModel):
     adam_beta1: Fraction = Field(0.9, description="first-moment decay")
     adam_beta2: Fraction = Field(0.999, description="second-moment decay")
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(None, description="embedding noise (NEFTune)")
-    activation_checkpointing: bool | Literal["auto"] = Field(
-        "auto", description="recompute activations in backward; auto: only when they would not fit"
+    activation_checkpointing: bool | Literal["auto"] | Level = Field(
+        "auto",
+        description="what layers keep for backward, from most to least: keep, recompute, recompute_mlp, checkpoint (or"
+        " true), offload, tiled; auto: the fastest mix that fits",
     )
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="plan within this many GiB of the device; default: what is free"

@@ -124,7 +124,7 @@ NOT_BUILT = {
     "use_badam": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_muon": "remove it; see optim",
-    "activation_offloading": "set activation_checkpointing: true",
+    "activation_offloading": "set activation_checkpointing: offload",
     "use_liger_kernel": "remove it; the result is the same",
     "enable_liger_kernel": "remove it; the result is the same",
     "lora_mlp_kernel": "remove it; the result is the same",

@@ -205,7 +205,9 @@ def _checkpointing_off(value: Any, values: Values) -> Outcome:
 def _checkpointing(value: Any, values: Values) -> Outcome:
     if isinstance(value, bool):
         return Mapped({"activation_checkpointing": value})
-    return Refused(f"gradient_checkpointing: {value} is not built yet", "set activation_checkpointing: true")
+    if value in ("unsloth", "offload"):  # Unsloth's and Axolotl's names for inputs that wait on the host
+        return Mapped({"activation_checkpointing": "offload"})
+    return Refused(f"gradient_checkpointing: {value} is not known", "set activation_checkpointing: true")
 
 
 def _warmup_ratio(value: Any, values: Values) -> Outcome:

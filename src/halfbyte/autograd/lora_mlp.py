@@ -41,6 +41,7 @@ def lora_mlp(
     loras: Sequence[LoRA | None] = (None, None, None),
     activation: ops.Activation = "silu",
     dropout: float = 0.0,
+    output: bool = True,
 ) -> Tensor:
     """down(activation(gate(x)) · up(x)), each projection with its adapter.
 
@@ -54,6 +55,7 @@ def lora_mlp(
         biases, loras: of gate, up and down; None where there is none.
         activation: "silu", "gelu" or "gelu_tanh" (Hugging Face's "gelu_pytorch_tanh").
         dropout: as in `lora_qkv`.
+        output: False where only backward follows (`autograd.recompute`): down's product is left out.
 
     Returns:
         [..., H] in the dtype of the products.
@@ -73,7 +75,7 @@ def lora_mlp(
     first, first_biases, first_a, first_b = Projections.of(x, (gate, up), biases[:2], loras[:2], dropout)
     second, second_biases, second_a, second_b = Projections.of(x, (down,), biases[2:], loras[2:], dropout)
     return _MLP.apply(
-        x, first, second, activation, *first_biases, *second_biases, *first_a, *second_a, *first_b, *second_b
+        x, first, second, activation, output, *first_biases, *second_biases, *first_a, *second_a, *first_b, *second_b
     )
 
 
@@ -95,7 +97,7 @@ def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, first, second, activation, *tensors):
+    def forward(ctx, x, first, second, activation, needed, *tensors):
         n, m = len(first.adapters), len(second.adapters)
         biases, a, b = tensors[:3], tensors[3 : 3 + n + m], tensors[3 + n + m :]
         rows = rows_of(x)
@@ -109,8 +111,11 @@ class _MLP(torch.autograd.Function):
         else:
             hidden = ops.glu(gate, up, activation)
             second_state = second.low_rank(hidden, a[n:], b[n:])
-        (output,) = second.outputs(hidden, x.shape[:-1], biases[2:], second_state)
-        need_rows = any(ctx.needs_input_grad[7 : 7 + n])
+        if needed:
+            (output,) = second.outputs(hidden, x.shape[:-1], biases[2:], second_state)
+        else:
+            output = x.new_empty(*x.shape[:-1], second.weights[0].shape[0])
+        need_rows = any(ctx.needs_input_grad[8 : 8 + n])
         ctx.save_for_backward(rows if need_rows else None, gate, up, *first_state.flat(), *second_state.flat())
         ctx.first, ctx.second, ctx.activation, ctx.shape = first, second, activation, x.shape
         ctx.split = 3 + len(first_state.flat())
@@ -121,7 +126,7 @@ class _MLP(torch.autograd.Function):
     def backward(ctx, grad):
         first, second, needs = ctx.first, ctx.second, ctx.needs_input_grad
         n, m = len(first.adapters), len(second.adapters)
-        need_biases, need_a, need_b = needs[4:7], needs[7 : 7 + n + m], needs[7 + n + m :]
+        need_biases, need_a, need_b = needs[5:8], needs[8 : 8 + n + m], needs[8 + n + m :]
         saved = ctx.saved_tensors
         rows, gate, up = saved[:3]
         first_state, second_state = State.unflat(saved[3 : ctx.split], n), State.unflat(saved[ctx.split :], m)
@@ -141,7 +146,7 @@ class _MLP(torch.autograd.Function):
         da = first.a_gradients(rows, v, first_state, need_a[:n])
         dx = first.input_gradient([gate, up], v, first_state).view(ctx.shape) if needs[0] else None
         biases = [grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)]
-        return dx, None, None, None, *biases, *da, *da_down, *db, *db_down
+        return dx, None, None, None, None, *biases, *da, *da_down, *db, *db_down
 
 
 def _backward_in_one_pass(

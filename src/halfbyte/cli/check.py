@@ -112,7 +112,7 @@ def _in_words(keys: dict[str, Any]) -> str:
 
 
 def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
-    if config.activation_checkpointing is False:
+    if config.activation_checkpointing in (False, "keep"):
         yield {"activation_checkpointing": True}
     rows = config.per_device_train_batch_size
     while (rows := rows // 2) >= 1:  # the same result, from smaller pieces

@@ -1,8 +1,10 @@
-"""How much memory a run will take, part by part, from the model's config alone; and whether to recompute activations.
+"""How much memory a run will take, part by part, from the model's config alone; and what layers keep for backward.
 
-What stays (weights, adapters, gradients, optimizer state) is counted on the model built without storage. What comes
-and goes (activations, the loss's logits, scratch) is found by replaying one step on shapes (`memory.replay`). Layers of
-equal shapes cost equal bytes each, so one and two layers are replayed and the rest is a straight line.
+What stays (weights, adapters, gradients, optimizer state) is counted on the model built without storage. What comes and
+goes (activations, the loss's logits, scratch) follows the fused forwards where they will run, tensor by tensor and
+layer by layer (`memory.policy`). Elsewhere it is found by replaying one step of transformers' forwards on shapes
+(`memory.replay`): layers of equal shapes cost equal bytes each, so one and two layers are replayed and the rest is a
+straight line.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..notices import notice
+from .policy import FUSED, LEVELS, LayerShape, choose, in_words, peak
 
 if TYPE_CHECKING:
     import torch
 
-    from ..config import RunConfig
+    from ..config import Level, RunConfig
     from .shapes import ModelShapes, Trainable
 
 GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
+FUSED_MARGIN = 0.95  # the same where the fused forwards run, whose plan is within 2% of what was measured
+HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
 
@@ -52,7 +57,11 @@ OPTIMIZER_STATE: dict[str, tuple[int, float]] = {
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted bytes of a run at the highest moment of a step. `total` is their sum."""
+    """Predicted bytes of a run at the highest moment of a step. `total` is their sum.
+
+    `levels` says what each layer keeps, where the fused forwards run; `activation_checkpointing` whether any layer is
+    recomputed from its input.
+    """
 
     weights: int  # frozen, as stored
     adapters: int  # what is trained
@@ -65,6 +74,7 @@ class MemoryPlan:
     reason: str
     device: str
     capacity_bytes: int
+    levels: tuple[Level, ...] = ()
 
     PARTS: ClassVar = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "runtime")
 
@@ -114,9 +124,18 @@ def estimate(
     capacity = _capacity(config, target, capacity_bytes)
     shapes = ModelShapes(config, model_config, target)
     length = min(length or config.max_length, config.max_length)
+    layer = _fused_layer(config, shapes, length)
+    if layer is not None:
+        return _fused_plan(shapes, layer, capacity)
     want = config.activation_checkpointing
     if want != "auto":
-        return _plan(shapes, bool(want), length, capacity, "as activation_checkpointing says")
+        if want not in (True, False, "keep", "checkpoint"):
+            notice(
+                "activation-level",
+                f"activation_checkpointing: {want} is of the fused forwards, which do not run here; whole layers are"
+                " recomputed instead",
+            )
+        return _plan(shapes, want not in (False, "keep"), length, capacity, "as activation_checkpointing says")
     kept = _plan(shapes, False, length, capacity, "")
     need = f"{kept.total / GIB:.2f} of {capacity / GIB:.2f} GiB"
     if kept.total <= MARGIN * capacity:
@@ -126,6 +145,74 @@ def estimate(
     if not recomputed.fits:
         reason += f", and even so the run needs {recomputed.total / GIB:.2f} GiB"
     return replace(recomputed, reason=reason)
+
+
+def _fused_layer(config: RunConfig, shapes: ModelShapes, length: int) -> LayerShape | None:
+    """A layer of the model as `halfbyte.patch` runs it; None where it will not, or runs mostly PEFT's forwards."""
+    text_config = shapes.causal_lm.config.get_text_config()
+    patched = config.use_kernels and shapes.device.type != "cpu" and text_config.model_type in FUSED
+    if not patched or not config.use_peft or config.use_dora:
+        return None
+    return LayerShape.of(
+        text_config,
+        rows=config.per_device_train_batch_size,
+        length=length,
+        rank=config.r,
+        dropout=config.lora_dropout > 0,
+        itemsize=shapes.dtype.itemsize,
+    )
+
+
+def _fused_plan(shapes: ModelShapes, layer: LayerShape, capacity: int) -> MemoryPlan:
+    """Levels as the config says, or the fastest that fit; and the memory of the run with them."""
+    from ..ops.losses import chunk_rows
+    from .host import available_bytes
+
+    config, trained = shapes.config, shapes.trainable()
+    text_config = shapes.causal_lm.config.get_text_config()
+    layers, vocabulary = text_config.num_hidden_layers, text_config.vocab_size
+    loss = chunk_rows(vocabulary, shapes.device.type) * vocabulary * (4 + shapes.dtype.itemsize)
+    accumulated = config.gradient_accumulation_steps > 1
+    moments: dict[str, Any] = {"loss": loss, "gradients": trained.bytes, "accumulated": accumulated}
+    still = MemoryPlan(
+        weights=shapes.frozen_bytes(),
+        adapters=trained.bytes,
+        gradients=trained.bytes,
+        optimizer=_optimizer_bytes(config.optim, trained),
+        activations=0,
+        logits=0,
+        runtime=CUDA_RUNTIME,
+        activation_checkpointing=False,
+        reason="as activation_checkpointing says",
+        device=str(shapes.device),
+        capacity_bytes=capacity,
+    )
+
+    def planned(levels: tuple[Level, ...]) -> MemoryPlan:
+        moving = max(peak(layer, levels, **moments) - trained.bytes, 0)
+        moving = max(moving, _step_scratch(config.optim, trained, shapes.device.type))
+        logits = min(loss, moving)
+        recomputed = any(LEVELS.index(level) >= LEVELS.index("checkpoint") for level in levels)
+        return replace(
+            still, activations=moving - logits, logits=logits, activation_checkpointing=recomputed, levels=levels
+        )
+
+    want = config.activation_checkpointing
+    if want != "auto":
+        level: Level = want if isinstance(want, str) else "checkpoint" if want else "keep"
+        return planned((level,) * layers)
+    budget = int(FUSED_MARGIN * capacity) - (still.total - trained.bytes)
+    host = int(HOST_MARGIN * available_bytes())
+    plan = planned(choose(layer, layers, budget, host=host, **moments))
+    kept = planned(("keep",) * layers)
+    need = f"{kept.total / GIB:.2f} of {capacity / GIB:.2f} GiB"
+    if plan.levels == kept.levels:
+        return replace(plan, reason=f"activations are kept: the run needs {need}")
+    extra = sum(map(layer.seconds, plan.levels)) * config.gradient_accumulation_steps
+    reason = f"{in_words(plan.levels)}, about {extra * 1e3:.0f} ms a step: keeping all would take {need}"
+    if not plan.fits:
+        reason += f", and even so the run needs {plan.total / GIB:.2f} GiB"
+    return replace(plan, reason=reason)
 
 
 def _plan(shapes: ModelShapes, checkpointed: bool, length: int, capacity: int, reason: str) -> MemoryPlan:

@@ -6,25 +6,23 @@ and is left to transformers' own forward, as is anything else that training does
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.glu import glu
 from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
+from ..autograd.recompute import computed_again
 from ..autograd.rope import qk_norm_rope, rope
 from .families import ACTIVATIONS, Family
 from .projections import dropout_of, project, read_together
 
 FAMILY = "_halfbyte_family"  # the attribute that marks a patched module and holds its row
-
-# transformers 5.17 checkpoints a layer in __call__, 5.23 around the class's forward, which a bound one replaces.
-CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -46,30 +44,57 @@ def _add_norm(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Te
     return norm(total), total
 
 
-def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A decoder layer; under gradient checkpointing, recomputed in backward."""
-    if args or kwargs.get("past_key_values") is not None:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
-    if CHECKPOINTS_FORWARD and self.gradient_checkpointing and self.training:
-        return self._gradient_checkpointing_func(partial(_block, self, **kwargs), hidden_states)
-    return _block(self, hidden_states, **kwargs)
+def attention_half(self: Any, hidden_states: Tensor, again: bool, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """(what attention adds to the residual stream, the residual stream) of a decoder layer.
 
-
-def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    Args:
+        again: the norm's result is computed again in backward instead of kept.
+    """
     family: Family = getattr(self, FAMILY)
     normed, residual = _add_norm(self.input_layernorm, hidden_states, None)
-    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+    with _again(again, self.input_layernorm, normed, residual):
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     if family.residual_dropout and self.resid_attn_dropout.p:
         attended = self.resid_attn_dropout(attended)
     if family.sandwich:
         attended = self.post_attention_layernorm(attended)
-        normed, residual = _add_norm(self.pre_feedforward_layernorm, attended, residual)
-        return residual + self.post_feedforward_layernorm(self.mlp(normed))
-    normed, residual = _add_norm(self.post_attention_layernorm, attended, residual)
-    out = self.mlp(normed)
+    return attended, residual
+
+
+def mlp_half(
+    self: Any, x: Tensor, residual: Tensor | None, again: bool = False, output: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(the residual stream with `x` added, what the MLP adds to it).
+
+    Args:
+        again: as in `attention_half`.
+        output: False where the second is not looked at: its last product is then left out where that can be.
+    """
+    family: Family = getattr(self, FAMILY)
+    norm = self.pre_feedforward_layernorm if family.sandwich else self.post_attention_layernorm
+    normed, residual = _add_norm(norm, x, residual)
+    options = {} if output or not _may_skip(self, family) else {"output": False}
+    with _again(again, norm, normed, residual):
+        out = self.mlp(normed, **options)
+    if family.sandwich:
+        return residual, self.post_feedforward_layernorm(out)
     if family.residual_dropout and self.resid_mlp_dropout.p:
         out = self.resid_mlp_dropout(out)
-    return residual + out
+    return residual, out
+
+
+def _may_skip(layer: Any, family: Family) -> bool:
+    """Whether nothing reads the MLP's result but the residual stream."""
+    followed = family.sandwich or (family.residual_dropout and layer.resid_mlp_dropout.p)
+    return not followed and FAMILY in layer.mlp.__dict__ and not layer.mlp._forward_hooks
+
+
+def _again(wanted: bool, norm: Any, normed: Tensor, residual: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Whoever saves `normed` inside keeps the stream it came from, where the norm is a patched one."""
+    if not wanted or not torch.is_grad_enabled() or FAMILY not in norm.__dict__:
+        return contextlib.nullcontext()
+    family, stream = getattr(norm, FAMILY), residual.detach()
+    return computed_again(normed, lambda: rms_norm(stream, norm.weight, epsilon(norm), family.norm_offset))
 
 
 def attention_forward(
@@ -119,8 +144,8 @@ def _rotate(self: Any, family: Family, query: Tensor, key: Tensor, cos: Tensor, 
     return rope(self.q_norm(query), self.k_norm(key), cos, sin)
 
 
-def mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """The gated MLP, in one function with its adapters where they are plain."""
+def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:
+    """The gated MLP, in one function with its adapters where they are plain; `output` as in `lora_mlp`."""
     family: Family = getattr(self, FAMILY)
     activation = ACTIVATIONS[getattr(self.config, family.activation)]
     if family.fused:
@@ -131,4 +156,4 @@ def mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
         gate, up = project(hidden_states, self.gate_proj, self.up_proj)
         return project(glu(gate, up, activation), self.down_proj)[0]
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
-    return lora_mlp(hidden_states, gate, up, down, biases, loras, activation, dropout_of(read))
+    return lora_mlp(hidden_states, gate, up, down, biases, loras, activation, dropout_of(read), output)

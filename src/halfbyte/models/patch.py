@@ -7,7 +7,7 @@ weights, the state dict and the adapters are the model's own throughout.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 
 from ..notices import notice
+from .activations import clear_activations, layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, unbind_attention
-from .blocks import FAMILY, attention_forward, layer_forward, mlp_forward, norm_forward
+from .blocks import FAMILY, attention_forward, mlp_forward, norm_forward
 from .families import ACTIVATIONS, Family, family_of
 from .projections import read_projection
 
@@ -61,7 +62,7 @@ class PatchReport:
         return "\n".join([*lines, f"  attention  {self.attention}"])
 
 
-def patch(model: nn.Module) -> PatchReport:
+def patch(model: nn.Module, activations: str | Sequence[str] | None = None) -> PatchReport:
     """Bind fused forwards to the modules of `model`: norms, residual additions, RoPE, gated MLPs, LoRA projections.
 
     Loss and gradients stay those of the stock model up to rounding; with a key-value cache (generation), transformers'
@@ -71,19 +72,28 @@ def patch(model: nn.Module) -> PatchReport:
     Args:
         model: a causal LM of transformers of a family in `models.families`, or a `peft.PeftModel` around one; anything
             else is left as it is, and the report says so.
+        activations: what the decoder layers keep for backward, a level of `memory.policy.LEVELS` for all or one for
+            each; None: everything, or as transformers' gradient checkpointing says.
 
     Returns:
         What is fused and what not, with reasons; print it.
+
+    Raises:
+        ModelError: `activations` does not fit the model.
     """
     layers = [family for _, (family, kind) in _known_modules(model) if kind == "DecoderLayer"]
     if not layers:
         reason = f"{_name(model)} is of no family that halfbyte knows"
         notice(f"unpatched: {reason}", f"nothing fused: {reason}; the model runs its own forwards")
+        if activations is not None:
+            notice("activations", f"layers keep what transformers' gradient checkpointing says: {reason}")
         return PatchReport(None, unfused=Counter({(_name(model), reason): 1}))
     report = PatchReport(layers[0].name)
     for module, (family, kind) in _known_modules(model):
         if kind in FORWARDS and (hasattr(module, "layers") or not kind.endswith("Model")):  # not Gemma 3's multimodal
             _bind(module, family, kind, report)
+    if activations is not None:
+        set_activations(_layers(model), activations)
     for reason in {why for _, why in report.unfused}:
         parts = ", ".join(what for what, why in report.unfused if why == reason)
         notice(f"unfused: {reason}", f"not fused: {parts}: {reason}")
@@ -94,6 +104,7 @@ def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's forward again. Harmless on a model that is not patched."""
     for module in model.modules():
         if FAMILY in module.__dict__:
+            clear_activations(module)
             del module.__dict__[FAMILY], module.__dict__["forward"]
             unbind_attention(module)
 
@@ -103,6 +114,11 @@ def _known_modules(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Family, 
         found = family_of(type(module))
         if found:
             yield module, found
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers that are patched."""
+    return [m for m, (_, kind) in _known_modules(model) if kind == "DecoderLayer" and FAMILY in m.__dict__]
 
 
 def _name(model: nn.Module) -> str:

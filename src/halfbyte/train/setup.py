@@ -21,6 +21,7 @@ from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import best_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
+from halfbyte.memory.policy import in_words
 from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.notices import notice, said
@@ -140,6 +141,7 @@ def write_memory(job: Job, measured: dict[str, int]) -> None:
         "predicted": plan.predicted(),
         "measured": measured,
         "activation_checkpointing": plan.activation_checkpointing,
+        "levels": in_words(plan.levels),
         "reason": plan.reason,
     }
     write_json(job.output / "memory.json", document)

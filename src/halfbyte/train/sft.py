@@ -95,7 +95,8 @@ def _run(job: Job, console: Console) -> RunResult:
     with no_input_casts(model, job.compute_dtype):
         results = {"first_step": checks.loss_check(model, ids, job.compute_dtype)}
         if job.config.use_kernels and job.device.type != "cpu":
-            console.print(str(patch(model)), highlight=False)
+            report = patch(model, job.plan.levels or None)
+            console.print(str(report), highlight=False)
             loss = results["first_step"]["loss"]
             results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
         before = _answers(job, model, prompts)
@@ -128,7 +129,7 @@ def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
     model = load_model(config.model_name_or_path, **keys)
     measured["after_load_bytes"] = memory_now(job.device)
     set_seed(config.seed)
-    if job.plan.activation_checkpointing:
+    if job.plan.activation_checkpointing and not job.plan.levels:
         _recompute_activations(model)
     return add_adapter(model, config) if config.use_peft else model.requires_grad_(True)
 

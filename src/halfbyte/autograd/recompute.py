@@ -1,0 +1,193 @@
+"""Activations that backward computes again instead of finding them saved.
+
+`recompute` keeps the input of a function and nothing else. It differs from `torch.utils.checkpoint` in three ways that
+count in a training step. The last product is left out the second time: a block y = r + W·h needs h for its gradients,
+not y. The rows can go through in tiles, of whose inner tensors only one tile's exist at a time. And it keeps no random
+state unless something draws numbers, so a CUDA graph can hold it.
+
+`computed_again` does the same for one tensor that several functions save: the result of a norm, say, which one
+elementwise pass makes again.
+
+Source: Chen et al. 2016 (arXiv:1604.06174) for checkpoints; Korthikanti et al. 2022 (arXiv:2205.05198) for choosing
+what to recompute by its bytes and its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# (x [B, T, H], whether the last part is needed) → one or two parts of the same shape, to be added up
+Parts = Callable[[Tensor, bool], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """Autocast, and the random state where it matters, as the forward found them."""
+
+    device: torch.device
+    autocast: torch.dtype | None
+    random: Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device, random: bool) -> _Surroundings:
+        kind = device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(device, autocast, _random_state(device) if random else None)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        now = None if self.random is None else _random_state(self.device)
+        if self.random is not None:
+            _set_random_state(self.random, self.device)
+        try:
+            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                yield
+        finally:
+            if now is not None:
+                _set_random_state(now, self.device)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def recompute(
+    function: Parts,
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    *,
+    rows: int | None = None,
+    random: bool = False,
+    output: bool = True,
+) -> Tensor:
+    """The sum of `function(x, True)`, of which only x is kept; backward runs `function(x, False)` for its graph.
+
+    Args:
+        function: x and a flag → one or two parts to be added up. With the flag False it may leave the values of the
+            last part unwritten, but must save for backward whatever it saves otherwise.
+        x: [B, T, H].
+        parameters: tensors that `function` reads and that want gradients; those it reads beside them get none.
+        rows: run as many rows (of B·T) at a time, as [1, rows, H]: for functions that treat each row alone.
+        random: whether `function` draws random numbers; then backward draws the same.
+        output: False where the caller is itself recomputed for its graph: returns unwritten memory and runs nothing.
+
+    Returns:
+        [B, T, H].
+    """
+    return _Recompute.apply(function, rows, random, output, x, *parameters)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, rows, random, output, x, *parameters):
+        ctx.function, ctx.rows, ctx.surroundings = function, rows, _Surroundings.of(x.device, random)
+        ctx.save_for_backward(x)
+        # An attribute: hooks that offload what is saved must not carry parameters along.
+        ctx.parameters = parameters
+        if not output:
+            return torch.empty_like(x)
+        if rows is None:
+            return _sum(function(x, True))
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for tile, out in zip(_tiles(x, rows), _tiles(result, rows), strict=True):
+            out.copy_(_sum(function(tile, True)))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,), need_x = ctx.saved_tensors, ctx.needs_input_grad[4]
+        wanted = [p for p, need in zip(ctx.parameters, ctx.needs_input_grad[5:], strict=True) if need]
+        with ctx.surroundings.restored():
+            if ctx.rows is None:
+                dx, found = _gradients(ctx.function, x, grad, need_x, wanted)
+            else:
+                dx, found = _tiled_gradients(ctx.function, x, grad, need_x, wanted, ctx.rows)
+        gradients = iter(found)
+        rest = [next(gradients) if need else None for need in ctx.needs_input_grad[5:]]
+        return None, None, None, None, dx, *rest
+
+
+def _sum(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.add(*parts)
+
+
+def _tiles(x: Tensor, rows: int) -> tuple[Tensor, ...]:
+    return x.reshape(1, -1, x.shape[-1]).split(rows, dim=1)
+
+
+def _gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, wanted: list[Tensor]):
+    """∂/∂x and ∂/∂parameters of one run."""
+    x = x.detach().requires_grad_(need_x)
+    with torch.enable_grad():
+        parts = [part for part in function(x, False) if part.requires_grad]
+    inputs = [x, *wanted] if need_x else wanted
+    found = torch.autograd.grad(parts, inputs, [grad] * len(parts), allow_unused=True)
+    return (found[0], found[1:]) if need_x else (None, found)
+
+
+def _tiled_gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, wanted: list[Tensor], rows: int):
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+    sums: list[Tensor | None] = [None] * len(wanted)
+    places = _tiles(x if dx is None else dx, rows)
+    for tile, tile_grad, place in zip(_tiles(x, rows), _tiles(grad, rows), places, strict=True):
+        tile_dx, found = _gradients(function, tile, tile_grad, need_x, wanted)
+        if dx is not None:
+            place.copy_(tile_dx)
+        pairs = zip(sums, found, strict=True)
+        sums = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
+    return dx, sums
+
+
+@dataclass(frozen=True)
+class _Kept:
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class _Again:
+    function: Callable[[], Tensor]
+    shape: torch.Size
+
+
+@contextlib.contextmanager
+def computed_again(value: Tensor, function: Callable[[], Tensor]) -> Iterator[None]:
+    """Inside, whoever saves `value` for backward, or a reshaped view of it, keeps `function` in its place.
+
+    Args:
+        value: contiguous; what is saved of it must not change in place.
+        function: makes it again, bit by bit. It holds what it needs.
+    """
+    where = value.data_ptr(), value.numel(), value.dtype
+
+    def pack(tensor: Tensor) -> _Kept | _Again:
+        if (tensor.data_ptr(), tensor.numel(), tensor.dtype) == where:
+            return _Again(function, tensor.shape)
+        return _Kept(tensor.detach(), tensor._version)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        yield
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, _Again):
+        with torch.no_grad():
+            return packed.function().view(packed.shape)
+    if packed.tensor._version != packed.version:  # autograd's own check, which its hooks turn off
+        raise RuntimeError("a tensor saved for backward was modified by an in-place operation: backward ran already")
+    return packed.tensor

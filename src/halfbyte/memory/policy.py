@@ -1,0 +1,258 @@
+"""What a decoder layer keeps for backward: levels, their bytes and times, and the fastest mix within a budget.
+
+Every step down keeps less and computes more:
+
+    keep           all that backward reads
+    recompute      not the normalised inputs of attention and MLP: one elementwise pass makes each again
+    recompute_mlp  of the MLP, only its input: gate and up are multiplied again
+    checkpoint     only the layer's input: all is computed again but the last product (`autograd.recompute`)
+    offload        nothing on the device: the input waits in pinned host memory (`memory.offload`)
+    tiled          as offload, and the MLP runs over `TILE_ROWS` tokens at a time, so nothing as wide exists whole
+
+Bytes are counted from the fused forwards of `models.blocks`, tensor by tensor. A step's peak is the highest of its
+moments: each layer's forward, the loss, each layer's backward, over what is stored at that moment. Times are arithmetic
+over rates measured on an H200; other devices have other rates in about the same proportions, which is what a choice
+between levels depends on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args
+
+from ..config import Level
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+HOST_LEVELS = ("offload", "tiled")
+TILE_ROWS = 8192
+
+# Rates of an H200 (docs/log.md), per second; LORA: a product with its adapter over one without.
+GEMM_FLOPS, ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZED_BYTES, LINK_BYTES = 700e12, 400e12, 4.0e12, 3.1e12, 50e9
+LORA = 1.16
+
+# What tells the fused families apart in memory, by transformers' model_type; `models.families` has the rest.
+FUSED: dict[str, tuple[str, ...]] = {
+    "llama": (),
+    "mistral": (),
+    "qwen2": (),
+    "qwen3": ("qk_norm",),
+    "gemma": (),
+    "gemma2": ("sandwich",),
+    "gemma3_text": ("sandwich", "qk_norm"),
+    "phi3": ("fused",),
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A decoder layer and its micro-batch.
+
+    Args:
+        tokens: rows · length.
+        length: tokens that attend to one another.
+        hidden, inner: widths of the residual stream and of the MLP.
+        queries, keys: width of all query heads, and of all key heads.
+        heads: query heads.
+        rank: of each adapter.
+        dropout: whether the adapters drop inputs.
+        itemsize: bytes of an activation.
+        traits: of its family, from `FUSED`.
+    """
+
+    tokens: int
+    length: int
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    heads: int
+    rank: int
+    dropout: bool = False
+    itemsize: int = 2
+    traits: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text_config: Any, *, rows: int, length: int, rank: int, dropout: bool, itemsize: int) -> LayerShape:
+        """From a transformers config of a text model whose model_type is in `FUSED`."""
+        heads = text_config.num_attention_heads
+        width = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+        return cls(
+            tokens=rows * length,
+            length=length,
+            hidden=text_config.hidden_size,
+            inner=text_config.intermediate_size,
+            queries=heads * width,
+            keys=text_config.num_key_value_heads * width,
+            heads=heads,
+            rank=rank,
+            dropout=dropout,
+            itemsize=itemsize,
+            traits=FUSED[text_config.model_type],
+        )
+
+    # --- bytes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> int:
+        """One tensor [tokens, hidden]: a layer's input."""
+        return self.tokens * self.hidden * self.itemsize
+
+    @property
+    def _scratch(self) -> int:
+        """The largest weight, dequantized."""
+        return self.hidden * self.inner * self.itemsize
+
+    def _attention(self) -> int:
+        """What the attention half keeps, the layer's input among it."""
+        fused, h, q, k, r = "fused" in self.traits, self.hidden, self.queries, self.keys, self.rank
+        adapters = 1 if fused else 3
+        values = 2 * h + 2 * (q + k) + (adapters + 1) * r  # input, normed, q k v, output; x·Aᵀ
+        values += (q + k) * ("qk_norm" in self.traits) + h * ("sandwich" in self.traits)
+        numbers = 4 + 4 * self.heads + 4 * ("sandwich" in self.traits)  # fp32: the norms' rstd, attention's logsumexp
+        factors = r * ((adapters + 1) * h + 2 * q + 2 * k)
+        masks = (adapters * h + q) * self.dropout
+        return self.tokens * (values * self.itemsize + numbers + masks) + factors * self.itemsize
+
+    def _mlp(self, tokens: int) -> int:
+        """What the MLP half keeps, the stream that it normalises among it."""
+        fused, h, i, r = "fused" in self.traits, self.hidden, self.inner, self.rank
+        adapters = 1 if fused else 2
+        values = 2 * h + (3 if fused else 2) * i + (adapters + 1) * r + h * ("sandwich" in self.traits)
+        numbers = 4 + 4 * ("sandwich" in self.traits)
+        factors = r * (adapters * h + 2 * i + i + h)
+        masks = (adapters * h + i) * self.dropout
+        return tokens * (values * self.itemsize + numbers + masks) + factors * self.itemsize
+
+    def saved(self, level: Level) -> int:
+        """Bytes that wait on the device between a layer's forward and its backward."""
+        return {
+            "keep": self._attention() + self._mlp(self.tokens),
+            "recompute": self._attention() + self._mlp(self.tokens) - 2 * self.stream,
+            "recompute_mlp": self._attention(),  # the stream after attention in place of the first normed input
+            "checkpoint": self.stream,
+        }.get(level, 0)
+
+    def on_host(self, level: Level) -> int:
+        """Bytes that wait in the host's memory."""
+        return self.stream if level in HOST_LEVELS else 0
+
+    def forward(self, level: Level) -> int:
+        """Bytes beyond what is saved at the highest moment of a layer's forward."""
+        stream, inner = self.stream, self.tokens * self.inner * self.itemsize
+        attention = self.tokens * 2 * (self.queries + self.keys) * self.itemsize
+        if level in ("keep", "recompute"):
+            return inner + 2 * stream + self._scratch + (2 * stream if level == "recompute" else 0)
+        if level == "recompute_mlp":
+            return 3 * inner + 3 * stream + self._scratch
+        if level == "tiled":  # the input, one on its way out, and either attention or the sum and the result
+            return 2 * stream + max(2 * stream + attention, 2 * stream + self._tile()) + self._scratch
+        whole = 3 * inner + 4 * stream + self._scratch
+        return whole + (2 * stream if level == "offload" else 0)
+
+    def backward(self, level: Level) -> int:
+        """Bytes beyond what is saved at the highest moment of a layer's backward."""
+        stream, inner = self.stream, self.tokens * self.inner * self.itemsize
+        flowing = inner + 3 * stream + self._scratch  # dh, the gradient that came and the one that goes
+        if level in ("keep", "recompute"):
+            return flowing + (stream if level == "recompute" else 0)
+        if level == "recompute_mlp":
+            return flowing + self._mlp(self.tokens) - stream
+        if level == "tiled":  # its input and the next one; then the MLP's tiles, or attention with fp32 sums of dq
+            gradients = self.tokens * (4 * self.queries + 2 * self.keys) * self.itemsize
+            return self._attention() + stream + max(3 * stream + self._tile(), stream + gradients) + self._scratch
+        whole = flowing + self._attention() + self._mlp(self.tokens)
+        return whole + (stream if level == "offload" else -stream)
+
+    def _tile(self) -> int:
+        tokens = min(TILE_ROWS, self.tokens)
+        return self._mlp(tokens) + tokens * (self.inner + 3 * self.hidden) * self.itemsize
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def seconds(self, level: Level) -> float:
+        """Time that a level adds to `keep`'s."""
+        norm = 2 * self.stream / COPY_BYTES
+        if level == "keep":
+            return 0.0
+        if level == "recompute":
+            return 2 * norm
+        if level == "recompute_mlp":
+            return self._mlp_again() + 2.5 * norm  # the first norm, and a sum that no kernel takes along
+        again = self._mlp_again() + self._attention_again()
+        if level == "checkpoint":
+            return again
+        waiting = max(0.0, self.stream / LINK_BYTES - again)
+        again += 2 * (self.stream / COPY_BYTES + waiting)
+        if level == "tiled":
+            weights = 3 * self.hidden * self.inner * self.itemsize / DEQUANTIZED_BYTES
+            again += 2 * weights * (self.tokens // TILE_ROWS) + 4 * norm
+        return again
+
+    def _product(self, weights: int) -> float:
+        flops = 2 * self.tokens * weights * LORA / GEMM_FLOPS
+        return flops + weights * self.itemsize / DEQUANTIZED_BYTES
+
+    def _mlp_again(self) -> float:
+        elementwise = 3 * self.tokens * self.inner * self.itemsize + 2 * self.stream
+        return self._product(2 * self.hidden * self.inner) + elementwise / COPY_BYTES
+
+    def _attention_again(self) -> float:
+        products = self._product(2 * self.hidden * (self.queries + self.keys))
+        attention = 2 * self.tokens * self.length * self.queries / ATTENTION_FLOPS
+        rotated = 2 * self.tokens * (self.queries + self.keys) * self.itemsize
+        return products + attention + (rotated + 4 * self.stream) / COPY_BYTES
+
+
+def peak(shape: LayerShape, levels: Sequence[Level], *, loss: int, gradients: int, accumulated: bool) -> int:
+    """Bytes of the highest moment of a step, all gradients included.
+
+    Args:
+        levels: of each layer.
+        loss: scratch of the head, beyond the last hidden state and its gradient.
+        gradients: bytes of all gradients; they appear layer by layer in backward.
+        accumulated: those of an earlier micro-batch are there from the start.
+    """
+    stored, highest, share = 0, 0, gradients / len(levels)
+    there = float(gradients) if accumulated else 0.0
+    for level in levels:
+        stored += shape.saved(level)
+        highest = max(highest, stored + shape.forward(level) + int(there))
+    highest = max(highest, stored + 3 * shape.stream + loss + int(there))
+    for level in reversed(levels):
+        there = gradients if accumulated else there + share
+        highest = max(highest, stored + shape.backward(level) + int(there))
+        stored -= shape.saved(level)
+    return highest
+
+
+def mixes(layers: int) -> Iterator[tuple[Level, ...]]:
+    """Every split of the layers between two levels, the later ones keeping more: their memory is free again before
+    the earlier ones need scratch to recompute."""
+    for early, late in product(LEVELS, LEVELS):
+        if LEVELS.index(early) > LEVELS.index(late):
+            yield from ((early,) * count + (late,) * (layers - count) for count in range(1, layers))
+    yield from ((level,) * layers for level in LEVELS)
+
+
+def choose(
+    shape: LayerShape, layers: int, budget: int, *, host: int, loss: int, gradients: int, accumulated: bool
+) -> tuple[Level, ...]:
+    """The fastest mix of levels whose peak stays within `budget` bytes and its offloads within `host`'s; failing that,
+    the one with the lowest peak."""
+    costs: dict[tuple[Level, ...], tuple[float, int]] = {}
+    for levels in mixes(layers):
+        if sum(map(shape.on_host, levels)) <= host:
+            need = peak(shape, levels, loss=loss, gradients=gradients, accumulated=accumulated)
+            costs[levels] = sum(map(shape.seconds, levels)), need
+    fitting = {levels: cost for levels, cost in costs.items() if cost[1] <= budget}
+    if fitting:
+        return min(fitting, key=lambda levels: fitting[levels])
+    return min(costs, key=lambda levels: costs[levels][1])
+
+
+def in_words(levels: Sequence[Level]) -> str:
+    """Such as "12 layers checkpoint, 20 layers keep"."""
+    return ", ".join(f"{count} layers {level}" for level, count in Counter(levels).items())

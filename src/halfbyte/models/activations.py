@@ -1,0 +1,130 @@
+"""What each decoder layer keeps between forward and backward: the levels of `memory.policy`, carried out.
+
+A layer's level stands in an attribute that `patch` sets and `unpatch` deletes. Without one, a layer does as
+transformers' own gradient checkpointing says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..autograd.recompute import recompute
+from ..dispatch import on_compiler
+from ..errors import ModelError
+from ..memory.offload import Offload
+from ..memory.policy import HOST_LEVELS, LEVELS, TILE_ROWS, Level
+from ..notices import notice
+from .blocks import attention_half, mlp_half
+
+ACTIVATIONS = "_halfbyte_activations"  # the attribute of a layer that holds its `Activations`
+
+# transformers 5.17 checkpoints a layer in __call__, 5.23 around the class's forward, which a bound one replaces.
+CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A layer's level, and what carries its input to the host, where that is the level."""
+
+    level: Level
+    offload: Offload | None = None
+
+
+def set_activations(layers: Sequence[Any], levels: str | Sequence[str]) -> None:
+    """Give each decoder layer its level: one for all, or one each.
+
+    Raises:
+        ModelError: an unknown level, not one for each layer, or transformers' checkpointing is on as well.
+    """
+    named = [levels] * len(layers) if isinstance(levels, str) else list(levels)
+    unknown = set(named) - set(LEVELS)
+    if unknown:
+        raise ModelError(f"activations: {sorted(unknown)[0]!r} is no level", f"use {', '.join(LEVELS)}")
+    if len(named) != len(layers):
+        raise ModelError(f"activations: {len(named)} levels for {len(layers)} layers", "give one, or one a layer")
+    if any(layer.gradient_checkpointing for layer in layers):
+        raise ModelError(
+            "activations: transformers' gradient checkpointing is on in this model",
+            "call model.gradient_checkpointing_disable(), or leave `activations` out",
+        )
+    device = next(layers[0].parameters()).device
+    offload = None
+    if set(HOST_LEVELS) & set(named):
+        if device.type == "cuda":
+            offload = Offload(device)
+        else:
+            notice("offload", f"nothing is offloaded from {device}: layers keep their inputs there")
+    for layer, level in zip(layers, named, strict=True):
+        own = offload if level in HOST_LEVELS else None
+        setattr(layer, ACTIVATIONS, Activations(cast(Level, level), own))
+
+
+def clear_activations(layer: nn.Module) -> None:
+    """Undo `set_activations`."""
+    layer.__dict__.pop(ACTIVATIONS, None)
+
+
+def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer, as its level says."""
+    if args or kwargs.get("past_key_values") is not None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    activations = getattr(self, ACTIVATIONS, None)
+    if activations is not None and self.training and not on_compiler():  # a compiler decides what it keeps
+        return _with_level(self, activations, hidden_states, kwargs)
+    if CHECKPOINTS_FORWARD and self.gradient_checkpointing and self.training:
+        return self._gradient_checkpointing_func(partial(_block, self, **kwargs), hidden_states)
+    return _block(self, hidden_states, **kwargs)
+
+
+def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    return _total(mlp_half(self, *attention_half(self, hidden_states, False, **kwargs)))
+
+
+def _total(parts: tuple[Tensor, Tensor]) -> Tensor:
+    return parts[0] + parts[1]
+
+
+def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    level = activations.level
+    if level in ("keep", "recompute"):
+        again = level == "recompute"
+        return _total(mlp_half(self, *attention_half(self, hidden_states, again, **kwargs), again))
+    if level == "recompute_mlp":
+        return _mlp_recomputed(self, _total(attention_half(self, hidden_states, True, **kwargs)))
+
+    def block(x: Tensor, output: bool) -> tuple[Tensor, ...]:
+        if level == "tiled":
+            stream = _total(attention_half(self, x, False, **kwargs))
+            return (_mlp_recomputed(self, stream, TILE_ROWS, output),)
+        return mlp_half(self, *attention_half(self, x, False, **kwargs), output=output)
+
+    hooks = contextlib.nullcontext() if activations.offload is None else activations.offload.hooks()
+    with hooks:
+        return recompute(block, hidden_states, _trained(self), random=_draws(self))
+
+
+def _mlp_recomputed(self: Any, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
+    """`stream` and what the MLP adds to it, of which only `stream` is kept."""
+
+    def half(x: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
+        return mlp_half(self, x, None, output=needed)
+
+    return recompute(half, stream, _trained(self), rows=rows, random=_draws(self), output=output)
+
+
+def _trained(layer: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in layer.parameters() if parameter.requires_grad]
+
+
+def _draws(layer: Any) -> bool:
+    """Whether a layer draws random numbers."""
+    if layer.self_attn.attention_dropout:
+        return True
+    return any(isinstance(module, nn.Dropout) and module.p > 0 and module.training for module in layer.modules())

@@ -1,0 +1,214 @@
+"""Saved tensors that wait on the host: values, order of copies and buffers on a stand-in; on a GPU the memory too."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import halfbyte
+from halfbyte.autograd.recompute import recompute
+from halfbyte.errors import TrainingError
+from halfbyte.memory import offload
+from halfbyte.memory.offload import Offload
+
+
+class StandIn:
+    """torch.cuda's streams, on which everything happens at once."""
+
+    def __init__(self, code: int = 0):
+        self.capturing, self.registered, self.code = False, [], code
+
+    def stream_of(self, _device=None):
+        return SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None, record_event=object)
+
+    def register(self, pointer: int, size: int, _flags: int) -> int:
+        self.registered.append((pointer, size))
+        return self.code
+
+    def install(self, monkeypatch) -> None:
+        runtime = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=lambda _: 0)
+        replaced = {
+            "Stream": self.stream_of,
+            "current_stream": self.stream_of,
+            "stream": lambda _: contextlib.nullcontext(),
+            "is_current_stream_capturing": lambda: self.capturing,
+            "cudart": lambda: runtime,
+            "synchronize": lambda: None,
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(offload, "SMALLEST", 1024)
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> StandIn:
+    stand_in = StandIn()
+    stand_in.install(monkeypatch)
+    return stand_in
+
+
+def layers(weights, x, store=None):
+    for weight in weights:
+        with contextlib.nullcontext() if store is None else store.hooks():
+            x = recompute(lambda x, _, w=weight: (x, torch.tanh(x @ w)), x, [weight])
+    return x.square().sum()
+
+
+def test_gradients_and_buffers_over_steps(cuda):
+    weights = [torch.randn(16, 16, requires_grad=True) for _ in range(5)]
+    x = torch.randn(1, 32, 16, requires_grad=True)
+    expected = torch.autograd.grad(layers(weights, x), [x, *weights])
+    store = Offload(torch.device("cpu"))
+    for _ in range(3):
+        found = torch.autograd.grad(layers(weights, x, store), [x, *weights])
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [size for _, size in cuda.registered] == [x.nbytes] * 5  # made once, of the exact size
+    assert not store._in_flight
+    assert len(store._free[x.numel(), x.dtype]) == 5
+
+
+def test_order_of_the_copies(cuda):
+    store, tensors = Offload(torch.device("cpu")), [torch.randn(1, 32, 16) for _ in range(4)]
+    packed = [store._pack(tensor) for tensor in tensors]
+    assert [item.device is None for item in packed] == [True, True, True, False]  # the last is still there
+    assert torch.equal(store._unpack(packed[3]), tensors[3])
+    assert [item.device is None for item in packed] == [True, True, False, True]  # the one before is on its way
+    assert torch.equal(store._unpack(packed[2]), tensors[2])
+    assert [item.device is None for item in packed] == [True, False, True, True]
+    assert torch.equal(store._unpack(packed[3]), tensors[3])  # a second backward fetches it again
+
+
+def test_small_tensors_stay_and_forwards_without_backward_give_their_buffers_back(cuda):
+    store = Offload(torch.device("cpu"))
+    assert isinstance(store._pack(torch.ones(3)), torch.Tensor)
+    for _ in range(4):
+        store._pack(torch.randn(32, 16))
+    assert len(cuda.registered) <= 2
+
+
+def test_a_capture_is_refused(cuda):
+    cuda.capturing = True
+    with pytest.raises(RuntimeError, match="stream of their own"):
+        Offload(torch.device("cpu"))._pack(torch.randn(32, 16))
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch):
+    StandIn(code=2).install(monkeypatch)
+    with pytest.raises(TrainingError, match=r"could not be pinned \(CUDA error 2\)"):
+        Offload(torch.device("cpu"))._pack(torch.randn(32, 16))
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 64, "max_position_embeddings": 8192}  # fmt: skip
+
+
+def gpu_model() -> torch.nn.Module:
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to("cuda", torch.bfloat16)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1)).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def gpu_step(model: torch.nn.Module, levels) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """(bytes alive after forward, peak, gradients) of a second step."""
+    from halfbyte.models.head import causal_lm_loss
+
+    halfbyte.patch(model, levels)
+    tokens = torch.randint(0, 512, (2, 4096), generator=torch.Generator().manual_seed(1)).cuda()
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.manual_seed(5)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss, count = causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
+        alive = torch.cuda.memory_allocated() - before
+        (loss / count).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    return alive, peak, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("levels", ["offload", ["offload"] * 5 + ["recompute"] * 3, ["checkpoint", "offload"] * 4])
+def test_gradients_on_a_gpu_are_those_of_keep(levels):
+    """With dropout; equal but for what attention's backward adds up in another order."""
+    model = gpu_model()
+    _, kept_peak, expected = gpu_step(model, "keep")
+    _, peak, found = gpu_step(model, levels)
+    assert peak < kept_peak
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
+
+
+@pytest.mark.gpu
+def test_offloaded_inputs_leave_the_gpu():
+    model = gpu_model()
+    stream = 2 * 4096 * 512 * 2
+    kept, _, _ = gpu_step(model, "checkpoint")
+    alive, _, _ = gpu_step(model, "offload")
+    assert kept - alive >= (SHAPE["num_hidden_layers"] - 2) * stream
+
+
+@pytest.mark.gpu
+def test_tiles_on_a_gpu():
+    """8,192 tokens are one tile at the default size; a smaller one makes several, without dropout comparable."""
+    from halfbyte.models import activations
+
+    model = gpu_model()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    _, _, expected = gpu_step(model, "keep")
+    rows, activations.TILE_ROWS = activations.TILE_ROWS, 1000
+    try:
+        _, _, found = gpu_step(model, "tiled")
+    finally:
+        activations.TILE_ROWS = rows
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("level", "captured"), [("recompute", True), ("checkpoint", True), ("offload", False)])
+def test_levels_in_a_cuda_graph(level, captured):
+    """Recomputation is captured; offloads are refused with a reason, and train from Python."""
+    from halfbyte import notices
+    from halfbyte.models.head import causal_lm_loss
+    from halfbyte.train.graph import GraphedStep
+
+    notices.forget()
+    model = gpu_model()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    halfbyte.patch(model, level)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True, capturable=True)
+
+    def step(batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss, count = causal_lm_loss(model, batch)
+        loss = loss / count
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    graphed = GraphedStep(step, optimizer)
+    tokens = torch.randint(0, 512, (2, 1024), device="cuda")
+    losses = [graphed({"input_ids": tokens, "labels": tokens}).item() for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert any(graph is not None for graph in graphed._captured.values()) == captured
+    assert captured or "stream of their own" in notices.said()["cuda-graph"]
