@@ -49,7 +49,7 @@ def weights_of(rows: int, columns: int) -> list[tuple]:
     for _ in range(max(2, int(ROTATE / (rows * columns / 2)))):
         parts = format_.quantize(torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16))
         nested = parts["nested_absmax"], parts["nested_code"], parts["nested_offset"]
-        made.append((parts["packed"], parts["absmax"], nested, 64, "nf4"))
+        made.append((parts["packed"], parts["absmax"], nested, 64, "nf4", rows))
     return made
 
 

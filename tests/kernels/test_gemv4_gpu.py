@@ -2,14 +2,16 @@
 
 from functools import partial
 
+import gemv4_cases
 import parity
 import pytest
 import torch
-from gemv4_cases import arguments, check
-from parity import INTERPRETED, dtypes
+from gemv4_cases import check
+from parity import DEVICE, INTERPRETED, dtypes
 
 pytestmark = parity.mark
 pytest.importorskip("triton")
+arguments = partial(gemv4_cases.arguments, device=DEVICE)
 
 
 @pytest.fixture

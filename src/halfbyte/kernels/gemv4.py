@@ -236,7 +236,7 @@ class GemvBlocks(NamedTuple):
 
 
 class SmallBlocks(NamedTuple):
-    """Rows of W and 4-byte words of each that a program multiplies at a time, shares of K, and stages of prefetching."""
+    """Rows of W and 4-byte words of each that a program multiplies at a time, shares of K, stages of prefetching."""
 
     rows: int
     words: int
@@ -256,12 +256,11 @@ def small_blocks(rows: int, columns: int, batch: int) -> SmallBlocks:
 
 
 def gemv(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, bias: Tensor | None,
-    blocks: GemvBlocks,
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, blocks: GemvBlocks,
 ) -> Tensor:  # fmt: skip
     """`linear_blockwise4` for up to `GEMV_ROWS` rows."""
     batch, columns = x.shape
-    rows = 2 * packed.numel() // columns
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     _gemv_launcher(
         ceil_div(rows, blocks.rows),
@@ -274,12 +273,11 @@ def gemv(
 
 
 def small(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, bias: Tensor | None,
-    blocks: SmallBlocks,
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, blocks: SmallBlocks,
 ) -> Tensor:  # fmt: skip
     """`linear_blockwise4` on tensor cores, for up to `SMALL_ROWS` rows of 16 bits."""
     batch, columns = x.shape
-    rows = 2 * packed.numel() // columns
     part = torch.empty(blocks.splits, batch, rows, dtype=torch.float32, device=x.device)
     _small_launcher(
         ceil_div(rows, blocks.rows) * blocks.splits,
@@ -308,11 +306,17 @@ def _weight(packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str) -> 
 
 @linear_blockwise4.twin("cuda", "xpu")
 def linear(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, bias: Tensor | None
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    nested: Nested,
+    blocksize: int,
+    quant_type: str,
+    rows: int,
+    bias: Tensor | None,
 ) -> Tensor:
     batch, columns = x.shape
-    rows = 2 * packed.numel() // columns
-    weight = packed, absmax, nested, blocksize, quant_type
+    weight = packed, absmax, nested, blocksize, quant_type, rows
     if batch and columns % blocksize == 0 and packed.numel() < 2**33:  # whole blocks a row; a word's index fits 31 bits
         x = x.contiguous()
         gemv_by, small_by = gemv_blocks(rows, columns, batch), small_blocks(rows, columns, batch)
