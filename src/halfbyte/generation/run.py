@@ -89,17 +89,15 @@ def stream(
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
     generator = sampling.generator(device)
-    logits = engine.prefill(padded, padding)
-    open_rows = [True] * len(prompts)
-    for step in range(max_new_tokens):
-        if step:
-            logits = engine.step(drawn)
-        drawn = sampling.draw(logits, generator)
+    drawn = sampling.draw(engine.prefill(padded, padding), generator)
+    waiting = [True] * len(prompts)
+    for left in reversed(range(max_new_tokens)):
         tokens = drawn.tolist()
-        yield [token if is_open else None for token, is_open in zip(tokens, open_rows, strict=True)]
-        open_rows = [is_open and token not in ends for token, is_open in zip(tokens, open_rows, strict=True)]
-        if not any(open_rows):
+        yield [token if waits else None for token, waits in zip(tokens, waiting, strict=True)]
+        waiting = [waits and token not in ends for token, waits in zip(tokens, waiting, strict=True)]
+        if not left or not any(waiting):
             return
+        drawn = sampling.draw(engine.step(drawn), generator)
 
 
 def _engine(model: Any, adapters: Sequence[str | None], slots: int, kv_cache: str) -> Engine:
