@@ -17,7 +17,10 @@ HERE = Path(__file__).parent
 
 @pytest.mark.interpret
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process of its own")
-@pytest.mark.parametrize("name", ["test_norms_gpu.py", "test_rope_gpu.py", "test_glu_gpu.py", "test_gemv4_gpu.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["test_norms_gpu.py", "test_rope_gpu.py", "test_glu_gpu.py", "test_gemv4_gpu.py", "test_decode_attention_gpu.py"],
+)
 def test_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", str(HERE / name)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -19,7 +19,7 @@ from ..models.projections import hooked
 from ..ops.decode_attention import decode_attention
 from ..ops.glu import glu
 from ..ops.norms import rms_norm
-from ..ops.rope import rotate
+from ..ops.rope import qk_norm_rope, rope_
 from .linears import Linears, Unknown, adapter_names
 
 FP8 = torch.float8_e4m3fn
@@ -182,8 +182,10 @@ class StaticEngine:
             parts = parts[0].split((queries, keys, keys), dim=-1)
         q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
         if self.family.qk_norm:
-            q, k = self._norm(attention.q_norm, q)[0], self._norm(attention.k_norm, k)[0]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            weights = attention.q_norm.weight, attention.k_norm.weight
+            q, k = qk_norm_rope(q, k, *weights, cos, sin, epsilon(attention.q_norm), self.family.norm_offset)
+        else:
+            rope_(q, k, cos, sin, False)
         _store(layer.keys, slots, k)
         _store(layer.values, slots, v)
         cap = attention.attn_logit_softcapping if self.family.softcap else None

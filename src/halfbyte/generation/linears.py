@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..models.projections import hooked
+from ..tensor import QuantizedTensor
 
 
 class Unknown(Exception):
@@ -42,6 +44,15 @@ def _factors(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, dict[s
     return base, adapters
 
 
+def _product(linear: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """[M, K] → [M, N]; what a call would look up is bound once."""
+    bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+    weight: Any = linear.weight
+    if isinstance(weight, QuantizedTensor):
+        return partial(weight.format.linear, parts=weight.parts, shape=tuple(weight.shape), bias=bias)
+    return partial(F.linear, weight=weight.detach().to(dtype), bias=bias)
+
+
 class Linears:
     """Linears of one input, with the low-rank terms of every adapter in use.
 
@@ -57,7 +68,7 @@ class Linears:
     def __init__(self, modules: Sequence[nn.Module], adapters: Sequence[str | None], dtype: torch.dtype):
         names = sorted({name for name in adapters if name is not None})
         read = [_factors(module, names) for module in modules]
-        self.weights = [(base.weight, None if base.bias is None else base.bias.to(dtype)) for base, _ in read]
+        self.products = [_product(base, dtype) for base, _ in read]
         a, owners, self.b = [], [], []
         for _, factors in read:
             begin = len(owners)
@@ -74,17 +85,16 @@ class Linears:
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """[B, T, Nᵢ] each for x [B, T, K]."""
-        out = [F.linear(x, weight, bias) for weight, bias in self.weights]
-        if self.a is None:
-            return out
-        u = F.linear(x, self.a)
-        if self.mask is not None:
-            u = u * self.mask
-        for y, term in zip(out, self.b, strict=True):
-            if term is not None:
-                begin, end, b = term
-                y.flatten(0, 1).addmm_(u[..., begin:end].flatten(0, 1), b.t())
-        return out
+        rows = x.flatten(0, 1)
+        out = [product(rows) for product in self.products]
+        if self.a is not None:
+            u = F.linear(x, self.a)
+            u = (u if self.mask is None else u * self.mask).flatten(0, 1)
+            for y, term in zip(out, self.b, strict=True):
+                if term is not None:
+                    begin, end, b = term
+                    y.addmm_(u[:, begin:end], b.t())
+        return [y.unflatten(0, x.shape[:2]) for y in out]
 
 
 def adapter_names(model: Any) -> list[str]:

@@ -98,24 +98,29 @@ void halfbyte_dequantize4(const uint8_t *packed, const void *absmax, const float
 #undef RUN
 }
 
-/* Rows [first, last) of y = x·Wᵀ for x fp32 [M, columns] and y fp32 [M, rows]; whole blocks a row, of 16 values or more. */
+/* Rows [first, last) of y = x·Wᵀ for x fp32 [M, columns] and y fp32 [M, rows]; whole blocks a row, of 32 values or more. */
 INLINE void gemv(const uint8_t *packed, const void *absmax, const float *second, const float *code, float offset,
                  const float *codebook, const float *x, float *y, int64_t rows, int64_t columns, int64_t blocksize,
                  int64_t first, int64_t last, const int M) {
     i16v table;
     memcpy(&table, codebook, 64);
+    int64_t block = first * (columns / blocksize);
     for (int64_t row = first; row < last; row++) {
         f16v total[4] = {{0}};
-        for (int64_t k = 0; k < columns; k += blocksize) {
-            int64_t begin = row * columns + k, block = begin / blocksize;
+        for (int64_t k = 0; k < columns; k += blocksize, block++) {
+            int64_t begin = row * columns + k;
             float scale = second ? code[((const uint8_t *)absmax)[block]] * second[block / NESTED_BLOCK] + offset
                                  : ((const float *)absmax)[block];
-            f16v sum[4] = {{0}};
-            for (int64_t at = 0; at < blocksize; at += 16) {
-                f16v values = decode(packed, begin + at, table, 16);
-                for (int m = 0; m < M; m++) sum[m] += values * load(x, m * columns + k + at, FP32, 16);
+            f16v even[4] = {{0}}, odd[4] = {{0}}; /* two sums, so that one addition need not wait for the last */
+            for (int64_t at = 0; at < blocksize; at += 32) {
+                f16v values = decode(packed, begin + at, table, 16), more = decode(packed, begin + at + 16, table, 16);
+                for (int m = 0; m < M; m++) {
+                    const float *from = x + m * columns + k + at;
+                    even[m] += values * load(from, 0, FP32, 16);
+                    odd[m] += more * load(from, 16, FP32, 16);
+                }
             }
-            for (int m = 0; m < M; m++) total[m] += sum[m] * scale;
+            for (int m = 0; m < M; m++) total[m] += (even[m] + odd[m]) * scale;
         }
         for (int m = 0; m < M; m++) {
             float added = 0;
