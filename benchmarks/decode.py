@@ -1,10 +1,10 @@
 """Decoding speed: tokens a second after 128-token prompts, beside Hugging Face generate with bitsandbytes.
 
-python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--peers] [--json FILE]      on a GPU, random weights
-python -m benchmarks.decode --cpu FOLDER [--json FILE]      on the CPU: a real model in NF4, beside Hugging Face generate
+python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--peers] [--json FILE]   GPU, random weights
+python -m benchmarks.decode --cpu FOLDER [--json FILE]   CPU: a real model in NF4, beside Hugging Face generate
 
-On a GPU the fraction is of the time that reading a step's bytes takes at the bandwidth of a device copy: packed weights,
-head and the cache so far. The peer runs in a process of its own (`--peers`), so that neither has the other's memory.
+On a GPU the fraction is of the time that reading a step's bytes takes at the bandwidth of a device copy: packed
+weights, head and the cache so far. The peer runs in a process of its own (`--peers`), so that neither has the other's memory.
 """
 
 from __future__ import annotations

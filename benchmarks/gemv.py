@@ -28,10 +28,10 @@ ROTATE = 4e8  # bytes that a round over the weights reads at least, eight times 
 
 def candidates(batch: int) -> list[tuple[str, Callable, tuple]]:
     """Every block shape worth a try: (name, function, blocks)."""
-    from halfbyte.kernels.gemv4 import GEMV_ROWS, GemvBlocks, SmallBlocks, gemv, small
+    from halfbyte.kernels.gemv4 import GemvBlocks, SmallBlocks, gemv, small
 
     found: list[tuple[str, Callable, tuple]] = []
-    if batch <= GEMV_ROWS:
+    if batch <= 4:
         shapes = itertools.product((2, 4, 8, 16), ((64, 1), (128, 1), (256, 1), (256, 4), (512, 4)))
         for rows, (words, vector) in shapes:
             if rows * batch * vector <= 32:  # registers

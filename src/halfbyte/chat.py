@@ -71,7 +71,7 @@ class Conversation:
             adapter=ACTIVE if adapter else None,
         ):
             tokens.append(token)  # type: ignore[arg-type]  # the one row has not ended
-            whole = self.saved.tokenizer.decode(tokens, skip_special_tokens=True)
+            whole = str(self.saved.tokenizer.decode(tokens, skip_special_tokens=True))
             if len(whole) > len(said) and not whole.endswith(UNFINISHED):
                 yield whole[len(said) :]
                 said = whole

@@ -78,7 +78,8 @@ class StaticEngine:
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.steps, self.graph, self.logits = 0, None, torch.empty(0)
+        self.steps, self.logits = 0, torch.empty(0)
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def _layer(self, layer: Any, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype) -> Layer:
         attention, mlp, fused = layer.self_attn, layer.mlp, self.family.fused
@@ -91,7 +92,10 @@ class StaticEngine:
             window = getattr(holder, "sliding_window", None)
         return Layer(
             layer,
-            *(Linears(part, adapters, self.dtype) for part in (qkv, [attention.o_proj], gate_up, [mlp.down_proj])),
+            Linears(qkv, adapters, self.dtype),
+            Linears([attention.o_proj], adapters, self.dtype),
+            Linears(gate_up, adapters, self.dtype),
+            Linears([mlp.down_proj], adapters, self.dtype),
             window,
             attention.layer_type if self.family.name == "Gemma3" else None,
             torch.zeros(shape, dtype=cache_dtype, device=self.device),

@@ -20,7 +20,7 @@ class Unknown(Exception):
     """In words, why a model's own forwards must run."""
 
 
-def _plain(module: nn.Module) -> nn.Linear:
+def _plain(module: Any) -> nn.Linear:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or hooked(module):
         raise Unknown(f"{type(module).__name__} has a forward of its own")
     return module
@@ -49,7 +49,9 @@ def _product(linear: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor
     bias = None if linear.bias is None else linear.bias.detach().to(dtype)
     weight: Any = linear.weight
     if isinstance(weight, QuantizedTensor):
-        return partial(weight.format.linear, parts=weight.parts, shape=tuple(weight.shape), bias=bias)
+        return partial(
+            weight.format.linear, parts=weight.parts, shape=(linear.out_features, linear.in_features), bias=bias
+        )
     return partial(F.linear, weight=weight.detach().to(dtype), bias=bias)
 
 
@@ -69,7 +71,9 @@ class Linears:
         names = sorted({name for name in adapters if name is not None})
         read = [_factors(module, names) for module in modules]
         self.products = [_product(base, dtype) for base, _ in read]
-        a, owners, self.b = [], [], []
+        a: list[Tensor] = []
+        owners: list[str] = []
+        self.b: list[tuple[int, int, Tensor] | None] = []
         for _, factors in read:
             begin = len(owners)
             for name, (down, _, _) in factors.items():
