@@ -4,7 +4,8 @@ python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--peers] 
 python -m benchmarks.decode --cpu FOLDER [--json FILE]   CPU: a real model in NF4, beside Hugging Face generate
 
 On a GPU the fraction is of the time that reading a step's bytes takes at the bandwidth of a device copy: packed
-weights, head and the cache so far. The peer runs in a process of its own (`--peers`), so that neither has the other's memory.
+weights, head and the cache so far. The peer runs in a process of its own (`--peers`), so that neither has the other's
+memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Triton twins of `halfbyte.ops.gemv4`: two kernels that decode 4-bit weights in registers, chosen by the rows of x.
 
-Measured on an H200 (4096×14336, nested scales): 17.6 µs for one row, 34 for 4 to 16, 42 for 64, against 31-36 for cuBLAS
-on a dense bf16 weight and about 70 for dequantizing first. Both read the weight once. At 4 TB/s that is 23 weights a
-clock and SM, so what bounds them is not memory but how a code becomes a value: a warp's shuffle unit and its load unit each take 32 lanes a clock. `SHUFFLE`
-keeps the codebook in the lanes of a warp, a look-up being one shift and one shuffle, whose index the hardware takes
-modulo 32: the codebook is there twice, and a code needs no mask. Elsewhere (ROCm, the interpreter) it is a load from
-the first-level cache.
+Measured on an H200 (4096×14336, nested scales): 17.6 µs for one row, 34 for 4 to 16, 42 for 64, against 31-36 for
+cuBLAS on a dense bf16 weight, and some 70 for dequantizing first. Both read the weight once. At 4 TB/s that is 23
+weights a clock and SM, so what bounds them is not memory but how a code becomes a value: a warp's shuffle unit and its
+load unit each take 32 lanes a clock. `SHUFFLE` keeps the codebook in the lanes of a warp, a look-up being one shift and
+one shuffle, whose index the hardware takes modulo 32: the codebook is there twice, and a code needs no mask. Elsewhere
+(ROCm, the interpreter) it is a load from the first-level cache.
 
 `_gemv`, up to `GEMV_ROWS` rows of x: no tensor cores. A program has a few rows of W; its threads split K, each with its
 values of x in registers for all these rows, and sums in fp32.
