@@ -20,7 +20,7 @@ ORDER = [
     ["layers", "layers_int8", "memory", "optim", "functional"],
     ["adapters"],
     ["models"],
-    ["data", "saved"],
+    ["data", "saved", "generation"],
     ["report"],  # reads only the files of a run, so a run may end by writing its report
     ["export"],  # reads only saved runs, so a finished run can offer to merge itself
     ["train"],

@@ -15,6 +15,8 @@ _PUBLIC = {
     "load_model": "halfbyte.models.load",
     "load_tokenizer": "halfbyte.models.load",
     "add_adapter": "halfbyte.adapters",
+    "generate": "halfbyte.generation",
+    "Sampling": "halfbyte.generation",
     "patch": "halfbyte.models.patch",
     "unpatch": "halfbyte.models.patch",
     "HalfbyteConfig": "halfbyte.models.quantizer",

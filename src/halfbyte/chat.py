@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ModelError
@@ -16,34 +13,22 @@ from .notices import notice
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from .generation import Sampling
     from .saved import Place, Saved
 
 Message = dict[str, str]
 Style = Literal["template", "instruction", "text"]
+UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 STYLES = {"instruction": "an instruction of its own", "text": "continued as plain text"}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn; temperature 0 takes the likeliest token."""
-
-    max_new_tokens: int = 512
-    temperature: float = 0.7
-
-    def keys(self) -> dict[str, Any]:
-        """Arguments of HF `generate`."""
-        if self.temperature == 0:
-            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": True, "temperature": self.temperature}
 
 
 class Conversation:
     """The turns so far, and how the model is asked for the next one."""
 
-    def __init__(self, saved: Saved, sampling: Sampling):
+    def __init__(self, saved: Saved, sampling: Sampling, max_new_tokens: int = 512):
         from .train.samples import stop_tokens
 
-        self.saved, self.sampling = saved, sampling
+        self.saved, self.sampling, self.max_new_tokens = saved, sampling, max_new_tokens
         self.messages: list[Message] = []
         report = _data_report(saved.place)
         self.style = _style(saved.tokenizer, report)
@@ -67,62 +52,31 @@ class Conversation:
         """Add a finished exchange."""
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
+    def prompt_ids(self, text: str) -> list[int]:
+        """Tokens of `prompt`; a template writes its special tokens itself."""
+        return self.saved.tokenizer(self.prompt(text), add_special_tokens=self.style != "template")["input_ids"]
+
     def answer(self, text: str, adapter: bool = True) -> Iterator[str]:
         """Yield the answer to `text` in pieces; closing the iterator, or Ctrl-C, stops the generation."""
-        from transformers import TextIteratorStreamer
+        from .generation.run import ACTIVE, stream
 
-        tokenizer = self.saved.tokenizer
-        encoded = tokenizer(self.prompt(text), return_tensors="pt", add_special_tokens=self.style != "template")
-        inputs = {key: encoded[key].to(self.saved.model.device) for key in ("input_ids", "attention_mask")}
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop = Event()
-        failures: list[BaseException] = []
-        worker = Thread(target=self._generate, args=(inputs, streamer, stop, adapter, failures), daemon=True)
-        worker.start()
-        try:
-            yield from (piece for piece in streamer if piece)
-        finally:
-            stop.set()
-            worker.join()
-        if failures:
-            raise failures[0]
-
-    def _generate(
-        self, inputs: dict[str, Any], streamer: Any, stop: Event, adapter: bool, failures: list[BaseException]
-    ) -> None:
-        """Runs in a thread of its own, so contexts that belong to a thread are entered here."""
-        import torch
-        from transformers import StoppingCriteriaList
-
-        from .adapters import compute, no_input_casts
-
-        model: Any = self.saved.model
-        without = contextlib.nullcontext() if adapter else model.disable_adapter()
-        try:
-            with torch.inference_mode(), without, no_input_casts(model), compute(model):
-                model.generate(
-                    **inputs,
-                    streamer=streamer,
-                    eos_token_id=self.stops,
-                    pad_token_id=self.saved.tokenizer.pad_token_id,
-                    stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
-                    **self.sampling.keys(),
-                )
-        except Exception as error:  # raised again by `answer`, in the thread that waits for the text
-            failures.append(error)
-            streamer.end()
-
-
-class _Stopped:
-    """A stopping criterion that another thread sets."""
-
-    def __init__(self, stop: Event):
-        self.stop = stop
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        import torch
-
-        return torch.full((input_ids.shape[0],), self.stop.is_set(), dtype=torch.bool, device=input_ids.device)
+        tokens: list[int] = []
+        said = whole = ""
+        for (token,) in stream(
+            self.saved.model,
+            [self.prompt_ids(text)],
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            stops=self.stops,
+            adapter=ACTIVE if adapter else None,
+        ):
+            tokens.append(token)  # type: ignore[arg-type]  # the one row has not ended
+            whole = str(self.saved.tokenizer.decode(tokens, skip_special_tokens=True))
+            if len(whole) > len(said) and not whole.endswith(UNFINISHED):
+                yield whole[len(said) :]
+                said = whole
+        if whole != said:
+            yield whole[len(said) :]
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -158,11 +112,12 @@ def chat(name: str, *, compare_base: bool, max_new_tokens: int, temperature: flo
     Raises:
         ModelError: `compare_base` without an adapter.
     """
+    from .generation import Sampling
     from .saved import find, load_saved
 
     if compare_base and find(name).adapter is None:
         raise ModelError(f"--compare-base: {name} has no adapter to switch off", "name a run or an adapter")
-    conversation = Conversation(load_saved(name), Sampling(max_new_tokens, temperature))
+    conversation = Conversation(load_saved(name), Sampling(temperature), max_new_tokens)
     interactive = sys.stdin.isatty()
     if interactive:
         print("/reset starts over, /quit leaves; Ctrl-C stops an answer.")
@@ -173,9 +128,13 @@ def chat(name: str, *, compare_base: bool, max_new_tokens: int, temperature: flo
             conversation.messages.clear()
             print("(new conversation)")
             continue
-        if compare_base:
-            _stream(conversation, line, "base: ", adapter=False)
-        answer = _stream(conversation, line, "adapter: " if compare_base else "model: ", adapter=True)
+        try:
+            if compare_base:
+                _stream(conversation, line, "base: ", adapter=False)
+            answer = _stream(conversation, line, "adapter: " if compare_base else "model: ", adapter=True)
+        except ModelError as error:  # the conversation has outgrown the model's context
+            print(error)
+            continue
         conversation.remember(line, answer)
 
 

@@ -12,6 +12,7 @@ from halfbyte import chat, evaluate, notices, saved
 from halfbyte.config import dump_config, load_config
 from halfbyte.data.encode import INSTRUCTION
 from halfbyte.errors import CheckpointError, DataError, ModelError
+from halfbyte.generation import Sampling
 
 TEXTS = ("The cat sat on the mat.", "Once upon a time there was a small, small house by the sea.")
 
@@ -129,7 +130,7 @@ class TestEvaluating:
 
 class TestTalking:
     def conversation(self, folder, tokens=6):
-        return chat.Conversation(saved.load_saved(str(folder)), chat.Sampling(tokens, 0.0))
+        return chat.Conversation(saved.load_saved(str(folder)), Sampling(), tokens)
 
     def test_an_answer_equals_generate_and_the_adapter_can_be_left_out(self, run_folder):
         talk = self.conversation(run_folder)
@@ -158,13 +159,13 @@ class TestTalking:
         assert set(self.conversation(model_folder).stops) == ends
 
     def test_leaving_an_answer_stops_the_generation(self, run_folder):
-        answer = self.conversation(run_folder, tokens=100_000).answer("Hello")
+        answer = self.conversation(run_folder, tokens=1900).answer("Hello")
         next(answer)
         answer.close()
 
     def test_an_error_while_generating_is_raised_where_the_answer_is_read(self, run_folder, monkeypatch):
         talk = self.conversation(run_folder)
-        monkeypatch.setattr(talk.saved.model, "generate", lambda **keys: 1 / 0)
+        monkeypatch.setattr("halfbyte.generation.run.stream", lambda *rows, **keys: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(talk.answer("Hello"))
 
@@ -174,7 +175,7 @@ class TestTalking:
         loaded = saved.load_saved(str(run_folder))
         monkeypatch.setattr(loaded.tokenizer, "chat_template", None)
         monkeypatch.setattr(chat, "_data_report", lambda place: {"sources": [{"format": format}]})
-        talk = chat.Conversation(loaded, chat.Sampling())
+        talk = chat.Conversation(loaded, Sampling())
         assert talk.prompt("Hi") == prompt
         assert "no chat template" in notices.said()["chat"]
 
@@ -186,6 +187,14 @@ class TestTalking:
         assert starts[:2] == ["base", "adapter"]
         assert starts.count("adapter") == 2
         assert next(lines) == "never read"
+
+    def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(self, run_folder, monkeypatch, capsys):
+        lines = iter(["word " * 3000, "Hello", "/quit"])
+        monkeypatch.setattr("builtins.input", lambda *prompt: next(lines))
+        chat.chat(str(run_folder), compare_base=False, max_new_tokens=3, temperature=0.0)
+        said = capsys.readouterr().out
+        assert "pass the model's 2048 positions" in said
+        assert said.count("model: ") == 2
 
     def test_comparing_needs_an_adapter(self, model_folder):
         with pytest.raises(ModelError, match="no adapter to switch off"):

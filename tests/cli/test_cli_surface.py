@@ -18,6 +18,7 @@ SURFACE = {
     "train": ["config", "overrides", "--resume"],
     "eval": ["model", "data", "overrides"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature"],
+    "generate": ["model", "prompts", "--max-new-tokens", "--temperature", "--batch-size"],
     "merge": ["run", "out", "--base", "--verify --no-verify"],
     "env": [],
     "demo": ["output_dir"],

@@ -51,7 +51,10 @@ def build(format, dtype):
 
 
 def batch(step, dtype):
-    return torch.randn(ROWS, 48, generator=torch.Generator().manual_seed(step)).to(dtype)
+    """Rows of their own for each rank in fp32. In 16 bits both ranks get the same: where gradients of different rows
+    cancel in their mean, what is left may be no more than the rounding of each."""
+    rows = torch.randn(ROWS, 48, generator=torch.Generator().manual_seed(step)).to(dtype)
+    return rows if dtype == torch.float32 else rows[: ROWS // RANKS].repeat(RANKS, 1)
 
 
 def trained(model):
@@ -93,7 +96,7 @@ def compare(format, rank, dtype, policy):
             assert abs(2 * local.raw.numel() - weights[name].nbytes) <= 2 * 16 + 16 * len(weights[name].parts)
     share = ROWS // RANKS
     found = two_steps(model, slice(rank * share, (rank + 1) * share), dtype)
-    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
+    tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
     for mine, reference in zip(found, expected, strict=True):
         for name, value in reference.items():
             value = value[rank * share : (rank + 1) * share] if name == "y" else value

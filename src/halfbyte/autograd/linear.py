@@ -1,5 +1,7 @@
 """y = x·Wᵀ + b with a frozen quantized W: dequantize, multiply, forget; dequantize again for dX.
 
+Where no gradient is wanted, the format multiplies as it likes: few rows need no dequantized copy of W.
+
 Nothing of W is saved in full precision and W gets no gradient. In eager mode this is an `autograd.Function`. Under
 torch.compile it must be two *distinct* opaque ops: with a visible dequantize, common-subexpression elimination merges
 the forward's with the backward's and keeps the full-precision weight alive in between (docs/design.md, decision 3).
@@ -40,7 +42,11 @@ def quantized_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None
         return torch.ops.halfbyte.quantized_linear(
             input, list(weight.parts.values()), bias, weight.format.spec, list(weight.shape)
         )
-    return _QuantizedLinear.apply(input, weight, bias)
+    if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+        return _QuantizedLinear.apply(input, weight, bias)
+    rows, columns = weight.shape
+    product = weight.format.linear(input.reshape(-1, columns), weight.parts, (rows, columns), bias)
+    return product.view(*input.shape[:-1], rows)
 
 
 class _QuantizedLinear(torch.autograd.Function):

@@ -119,6 +119,21 @@ def chat(
 
 
 @app.command()
+def generate(
+    model: RunOrModel,
+    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="a text file, or .jsonl with prompt in each line")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
+) -> None:
+    """Answer the prompts of a file; JSON lines go to the output."""
+    from .generate import answer_file
+
+    for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size):
+        typer.echo(line)
+
+
+@app.command()
 def merge(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's output_dir or an adapter")],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="new folder; default: RUN/merged")] = None,

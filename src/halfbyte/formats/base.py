@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
@@ -64,6 +65,10 @@ class Format(abc.ABC):
     @abc.abstractmethod
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Values of `shape` in `dtype`, rounded once from fp32."""
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        """[M, N] = x·Wᵀ + b for x [M, K], no gradient. Formats override it where few rows need no dequantized copy."""
+        return F.linear(x, self.dequantize(parts, shape, x.dtype), bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         """`dtype` [rows, width]: chosen rows of a two-dimensional table. Formats override it to decode only those."""

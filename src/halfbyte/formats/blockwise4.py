@@ -30,6 +30,7 @@ from ..ops.blockwise4 import (
     quantize_scales,
 )
 from ..ops.codebooks import codebook4, dynamic_map
+from ..ops.gemv4 import linear_blockwise4
 from .base import FLOATS, Format, Parts, PartSpecs, check_parts, json_entry, read_json_entry, register_format
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -112,6 +113,10 @@ class Blockwise4(Format):
         return dequantize_blockwise4(
             parts["packed"], parts["absmax"], self._nested(parts), self.blocksize, self.quant_type, numel, dtype
         ).view(shape)
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        scales = parts["absmax"], self._nested(parts)
+        return linear_blockwise4(x, parts["packed"], *scales, self.blocksize, self.quant_type, shape[0], bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_blockwise4(

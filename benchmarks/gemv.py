@@ -1,0 +1,119 @@
+"""Products of 1 to 64 rows with an NF4 weight (nested scales) beside cuBLAS in bf16, on a GPU, from a CUDA graph.
+
+python -m benchmarks.gemv [--sweep] [--batches 1,4] [--json FILE]
+
+Calls rotate over weights, so that none comes from the cache. TB/s is of packed bytes: codes and scales. `--sweep` times
+every block shape of both kernels and prints the best five of each; without it, what `linear_blockwise4` picks is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.common import copy_bandwidth, graph_us, write_result
+from halfbyte.formats import Blockwise4
+from halfbyte.ops.gemv4 import linear_blockwise4
+
+SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+ROTATE = 4e8  # bytes that a round over the weights reads at least, eight times the second-level cache
+
+
+def candidates(batch: int) -> list[tuple[str, Callable, tuple]]:
+    """Every block shape worth a try: (name, function, blocks)."""
+    from halfbyte.kernels.gemv4 import GemvBlocks, SmallBlocks, gemv, small
+
+    found: list[tuple[str, Callable, tuple]] = []
+    if batch <= 4:
+        shapes = itertools.product((2, 4, 8, 16), ((64, 1), (128, 1), (256, 1), (256, 4), (512, 4)))
+        for rows, (words, vector) in shapes:
+            if rows * batch * vector <= 32:  # registers
+                found.append(("gemv", gemv, GemvBlocks(rows, words, vector)))
+    for rows, words, stages, splits in itertools.product((64, 128), (16, 32), (1, 2, 3), (1, 2, 4, 8)):
+        if rows * words <= 2048 or batch > 16:
+            found.append(("small", small, SmallBlocks(rows, words, splits, stages)))
+    return found
+
+
+def weights_of(rows: int, columns: int) -> list[tuple]:
+    """Arguments of `linear_blockwise4` between x and bias."""
+    format_ = Blockwise4("nf4", 64, True)
+    made = []
+    for _ in range(max(2, int(ROTATE / (rows * columns / 2)))):
+        parts = format_.quantize(torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16))
+        nested = parts["nested_absmax"], parts["nested_code"], parts["nested_offset"]
+        made.append((parts["packed"], parts["absmax"], nested, 64, "nf4", rows))
+    return made
+
+
+def dense_us(x: Tensor, rows: int) -> float:
+    """cuBLAS in bf16 over weights that together pass the cache as often."""
+    columns = x.shape[1]
+    dense = [
+        torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        for _ in range(max(2, int(ROTATE / (rows * columns * 2))))
+    ]
+    return graph_us([partial(F.linear, x, weight) for weight in dense])
+
+
+def error_of(x: Tensor, weight: tuple) -> float:
+    """Relative error against the fp32 weight and fp32 sums."""
+    expected = linear_blockwise4.reference(x.float(), *weight, None)
+    return float((linear_blockwise4(x, *weight, None) - expected).norm() / expected.norm())
+
+
+def sweep(x: Tensor, weights: list[tuple]) -> dict[str, list[tuple[float, tuple]]]:
+    """(µs, blocks) of each kernel's block shapes, best first."""
+    times: dict[str, list[tuple[float, tuple]]] = {}
+    for name, function, blocks in candidates(x.shape[0]):
+        try:
+            us = graph_us([partial(function, x, *weight, None, blocks) for weight in weights], 5)
+        except Exception as error:  # a shape that the compiler or the device refuses is no candidate
+            print(f"    {name} {tuple(blocks)}: {type(error).__name__} {str(error).splitlines()[0][:100]}")
+            torch.cuda.synchronize()
+            continue
+        times.setdefault(name, []).append((us, tuple(blocks)))
+    return {name: sorted(found) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    copy = copy_bandwidth()
+    result: dict = {"copy_TBps": copy, "rows": []}
+    print(f"copy {copy:.2f} TB/s")
+    for shape in given.shapes.split(","):
+        rows, columns = map(int, shape.split("x"))
+        weights = weights_of(rows, columns)
+        moved = rows * columns * (0.5 + 1 / 64)
+        for batch in map(int, given.batches.split(",")):
+            x = torch.randn(batch, columns, device="cuda", dtype=torch.bfloat16)
+            ours = graph_us([partial(linear_blockwise4, x, *weight, None) for weight in weights])
+            dense, error = dense_us(x, rows), error_of(x, weights[0])
+            rate = moved / ours / 1e6
+            row = {"shape": shape, "batch": batch, "us": ours, "cublas_us": dense, "ratio": dense / ours, "TBps": rate,
+                   "of_copy": rate / copy, "error": error}  # fmt: skip
+            print(f"{shape:>11} M={batch:<2}: {ours:6.1f} µs, {rate:.2f} TB/s ({rate / copy:.0%} of copy), "
+                  f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
+            if given.sweep:
+                row["sweep"] = sweep(x, weights)
+                for name, found in row["sweep"].items():
+                    best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in found[:5])
+                    print(f"    {name}: {best}", flush=True)
+            result["rows"].append(row)
+    write_result(given.json, result)
+
+
+if __name__ == "__main__":
+    main()

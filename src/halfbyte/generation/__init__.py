@@ -1,0 +1,6 @@
+"""Generating text: a static key-value cache, one token a step, adapters applied without merging."""
+
+from .run import generate, stream
+from .sampling import Sampling
+
+__all__ = ["Sampling", "generate", "stream"]

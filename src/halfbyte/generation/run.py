@@ -1,0 +1,153 @@
+"""`generate` and `stream`: a batch of prompts, left-padded to one length, until each has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, ModelError
+from ..notices import notice
+from .engine import FP8, Engine, StaticEngine, StockEngine
+from .linears import Unknown, adapter_names
+from .sampling import Sampling
+
+ROUND = 64  # the cache's size is a multiple of this
+CACHES = {"auto": None, "fp8": FP8}
+ACTIVE = "active"  # stands for the adapter that is active in the model
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    tokenizer: Any = None,
+    *,
+    max_new_tokens: int = 256,
+    sampling: Sampling | None = None,
+    stops: Sequence[int] | None = None,
+    adapter: str | Sequence[str | None] | None = ACTIVE,
+    kv_cache: str = "auto",
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[Any]:
+    """Continue each prompt.
+
+    Args:
+        model: a causal LM, or a PeftModel around one, in eval mode; not changed.
+        prompts: texts, which need `tokenizer`, or token ids.
+        tokenizer: makes ids of texts, as they are, and texts of what is generated, without special tokens.
+        max_new_tokens: most tokens a prompt gets.
+        sampling: default: the likeliest token always.
+        stops: tokens that end a row; default: the EOS tokens of the model's generation config.
+        adapter: "active"; an adapter's name; None for the base; or one of these names, or None, for each prompt.
+        kv_cache: "auto" (the model's dtype) or "fp8".
+        on_token: called with (row, token) as tokens come.
+
+    Returns:
+        Texts for texts; for ids the new ids, a stop token included.
+
+    Raises:
+        ModelError: a prompt is empty, or too long for the model's context with `max_new_tokens`.
+        ConfigError: an argument out of range.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts and tokenizer is None:
+        raise ConfigError("prompts are texts, and there is no tokenizer", "pass the tokenizer, or token ids")
+    ids: Any = [tokenizer(text)["input_ids"] for text in texts] if texts else prompts
+    results: list[list[int]] = [[] for _ in ids]
+    for tokens in stream(
+        model, ids, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops, adapter=adapter, kv_cache=kv_cache
+    ):
+        for row, token in enumerate(tokens):
+            if token is not None:
+                results[row].append(token)
+                if on_token is not None:
+                    on_token(row, token)
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in results] if texts else results
+
+
+def stream(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stops: Sequence[int] | None = None,
+    adapter: str | Sequence[str | None] | None = ACTIVE,
+    kv_cache: str = "auto",
+) -> Iterator[list[int | None]]:
+    """Yield the new token of each row, None for rows that have ended, until all have. Arguments as in `generate`."""
+    if not prompts:
+        return
+    sampling, longest = sampling or Sampling(), max(map(len, prompts))
+    _check(model, prompts, max_new_tokens, kv_cache)
+    adapters = _adapters(model, adapter, len(prompts))
+    ends = _stops(model) if stops is None else set(stops)
+    slots = -(-(longest + max_new_tokens) // ROUND) * ROUND
+    engine = _engine(model, adapters, slots, kv_cache)
+    device = next(model.parameters()).device
+    padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
+    padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
+    generator = sampling.generator(device)
+    drawn = sampling.draw(engine.prefill(padded, padding), generator)
+    waiting = [True] * len(prompts)
+    for left in reversed(range(max_new_tokens)):
+        tokens = drawn.tolist()
+        yield [token if waits else None for token, waits in zip(tokens, waiting, strict=True)]
+        waiting = [waits and token not in ends for token, waits in zip(tokens, waiting, strict=True)]
+        if not left or not any(waiting):
+            return
+        drawn = sampling.draw(engine.step(drawn), generator)
+
+
+def _engine(model: Any, adapters: Sequence[str | None], slots: int, kv_cache: str) -> Engine:
+    try:
+        with torch.inference_mode():
+            return StaticEngine(model, adapters, slots, CACHES[kv_cache])
+    except Unknown as reason:
+        notice(f"generation: {reason}", f"generating with transformers' own forward, more slowly: {reason}")
+        if kv_cache != "auto":
+            raise ModelError(f"kv_cache: {kv_cache}, but {reason}", "use kv_cache: auto") from reason
+        return StockEngine(model, adapters)
+
+
+def _check(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, kv_cache: str) -> None:
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}", "use 1 or more")
+    if kv_cache not in CACHES:
+        raise ConfigError(f"kv_cache is {kv_cache!r}", f"use one of {', '.join(CACHES)}")
+    for row, ids in enumerate(prompts):
+        if len(ids) == 0:
+            raise ModelError(f"prompt {row} has no tokens", "give at least one, e.g. the BOS token")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(map(len, prompts))
+    if limit is not None and longest + max_new_tokens > limit:
+        raise ModelError(
+            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} pass the model's {limit} positions",
+            "shorten the prompt (/reset in chat), or lower max_new_tokens",
+        )
+
+
+def _adapters(model: Any, adapter: str | Sequence[str | None] | None, rows: int) -> list[str | None]:
+    """The adapter of each row, by name."""
+    wanted = [adapter] * rows if adapter is None or isinstance(adapter, str) else list(adapter)
+    if len(wanted) != rows:
+        raise ConfigError(f"adapter names {len(wanted)} adapters for {rows} prompts", "name one for each, or one")
+    known = adapter_names(model)
+    if ACTIVE in wanted and ACTIVE not in known:
+        active = model.active_adapter if known and not _disabled(model) else None
+        wanted = [active if name == ACTIVE else name for name in wanted]
+    for name in wanted:
+        if name is not None and name not in known:
+            raise ModelError(f"the model has no adapter {name!r}", f"it has: {', '.join(known) or 'none'}")
+    return wanted
+
+
+def _disabled(model: Any) -> bool:
+    """Whether the adapters are switched off, as within `disable_adapter()`."""
+    return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+
+
+def _stops(model: Any) -> set[int]:
+    own = model.generation_config.eos_token_id
+    return set(own) if isinstance(own, list) else {own} - {None}

@@ -1,0 +1,66 @@
+"""Drawing the next token from its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Args:
+        temperature: divides the logits; 0 takes the likeliest token, and nothing below matters.
+        top_k: draw among so many of the likeliest tokens; 0 for all.
+        top_p: draw among the likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019,
+            arXiv:1904.09751, section 3.1), the one that reaches it included.
+        seed: of the draws; None takes torch's global generator.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, wrong, fix in (
+            ("temperature", self.temperature < 0, "0 or more"),
+            ("top_k", self.top_k < 0, "0 or more"),
+            ("top_p", not 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if wrong:
+                raise ConfigError(f"{name} is {getattr(self, name)}", f"use a value {fix}")
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """What `draw` takes its random numbers from."""
+        return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """int64 [B]: a token for each row of logits [B, V]."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        probabilities = self.probabilities(logits)
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """fp32 [B, V], zero for tokens that cannot be drawn."""
+        logits = logits.float() / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            lowest = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        probabilities = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = probabilities.sort(descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p
+            dropped = torch.zeros_like(beyond).scatter(1, order, beyond)
+            probabilities = probabilities.masked_fill(dropped, 0)
+            probabilities /= probabilities.sum(-1, keepdim=True)
+        return probabilities

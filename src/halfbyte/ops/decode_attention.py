@@ -1,0 +1,53 @@
+"""Attention of one new token a row over a static key-value cache: the specification.
+
+The cache has room for more tokens than it holds: slots [firstᵦ, last] of row b count, firstᵦ being where a prompt that
+was padded on the left begins. `last` is a tensor, so that a captured CUDA graph follows it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+
+
+@op(twins="decode_attention")
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """softmax(cap(scale · q·Kᵀ))·V over the slots in use.
+
+    Args:
+        q: [B, Hq, 1, D]; fp32, fp16 or bf16.
+        keys, values: [B, Hk, S, D] in q's dtype or float8_e4m3fn, Hk dividing Hq.
+        first: int32 [B].
+        last: int64 [1]; the newest token's slot.
+        scale: of the scores.
+        window: slots that a token sees, its own among them; None for all.
+        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
+
+    Returns:
+        [B, Hq, 1, D] in q's dtype.
+    """
+    batch, heads, _, size = q.shape
+    slot = torch.arange(keys.shape[2], device=q.device)
+    seen = (slot >= first.unsqueeze(1)) & (slot <= last)
+    if window is not None:
+        seen &= slot > last - window
+    grouped = q.view(batch, keys.shape[1], -1, size)
+    scores = (grouped @ keys.to(q.dtype).transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill_(~seen.view(batch, 1, 1, -1), -torch.inf).softmax(-1)
+    return (weights.to(q.dtype) @ values.to(q.dtype)).view(batch, heads, 1, size)
+
+
+decode_attention.twin("cpu")(decode_attention.reference)  # on a CPU the reference is the product

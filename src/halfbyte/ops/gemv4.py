@@ -1,0 +1,56 @@
+"""Products of a few rows with a 4-bit weight: the specification of what generation runs for every token.
+
+y = x·Wᵀ + b for x [M, K] and W [N, K] in `ops.blockwise4`'s storage. With few rows the product is bound by reading W,
+so the twins decode W in registers and never write it: K·N/2 bytes of codes and a scale per block are all that moves.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import op
+from .blockwise4 import dequantize_blockwise4
+
+
+@op(twins="gemv4")
+def linear_blockwise4(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    blocksize: int,
+    quant_type: str,
+    rows: int,
+    bias: Tensor | None,
+) -> Tensor:
+    """`F.linear` of rows with a packed weight; no gradient.
+
+    Twins may sum in another order, and keep the weights in fp32 where this one rounds them to x's dtype.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        packed: uint8, (N·K+1)//2 bytes.
+        absmax, nested, blocksize, quant_type: as in `dequantize_blockwise4`; blocks may cross rows.
+        rows: N.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return F.linear(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias)
+
+
+def dequantized(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    blocksize: int,
+    quant_type: str,
+    rows: int,
+) -> Tensor:
+    """[N, K] in x's dtype: the weight of `linear_blockwise4`."""
+    numel = rows * x.shape[1]
+    values = dequantize_blockwise4(packed, absmax, nested, blocksize, quant_type, numel, x.dtype)
+    return values.view(rows, x.shape[1])

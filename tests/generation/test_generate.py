@@ -1,0 +1,175 @@
+"""Generation beside transformers' own, token by token: families, padding, adapters, caches, sampling, errors."""
+
+import pytest
+import torch
+import transformers
+from patch_models import FAMILIES, tiny
+from peft import LoraConfig
+
+import halfbyte
+from halfbyte import generation, notices
+from halfbyte.errors import ConfigError, ModelError
+from halfbyte.generation import Sampling
+from halfbyte.generation.engine import StaticEngine
+
+PROMPTS = [[5, 9, 17, 33, 2, 71, 8, 90, 44, 3, 21], [7, 64], [50, 51, 52, 53, 54]]
+
+
+def theirs(model, ids, new):
+    """transformers' greedy continuation of one prompt, which runs to its end."""
+    prompt = torch.tensor([ids])
+    keys = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **keys)
+    return found[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family):
+    model = tiny(family).eval()
+    if family == "Gemma2":
+        model.get_base_model().set_attn_implementation("eager")
+    found = generation.generate(model, PROMPTS, max_new_tokens=20, stops=[])
+    assert not any(key.startswith("generation") for key in notices.said())
+    for ids, mine in zip(PROMPTS, found, strict=True):
+        assert mine == theirs(model, ids, 20), family
+
+
+def test_quantized_llama_40m_continues_like_transformers(shared):
+    model = halfbyte.load_model(str(shared / "models/llama-40m"), device="cpu", dtype="float32")
+    prompts = [[11, 52, 300, 7, 9], [1200, 44]]
+    found = generation.generate(model, prompts, max_new_tokens=24, stops=[])
+    assert found == [theirs(model, ids, 24) for ids in prompts]
+
+
+def adapted():
+    model = tiny("Llama").eval()
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B.other" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_each_row_its_adapter():
+    model = adapted()
+    mixed = generation.generate(
+        model, [PROMPTS[0]] * 4, max_new_tokens=12, stops=[], adapter=["other", None, "default", "active"]
+    )
+    expected = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        expected[name] = theirs(model, PROMPTS[0], 12)
+    with model.disable_adapter():
+        expected[None] = theirs(model, PROMPTS[0], 12)
+    assert mixed == [expected["other"], expected[None], expected["default"], expected["default"]]
+    assert len(set(map(tuple, mixed))) == 3
+    for name in ("default", "other", None):
+        assert generation.generate(model, [PROMPTS[0]], max_new_tokens=12, stops=[], adapter=name) == [expected[name]]
+
+
+def test_a_model_of_no_known_family_runs_its_own_forward():
+    notices.forget()
+    config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    found = generation.generate(model, PROMPTS, max_new_tokens=10, stops=[])
+    assert found == [theirs(model, ids, 10) for ids in PROMPTS]
+    assert any("GPT2LMHeadModel is of no family" in text for text in notices.said().values())
+    with pytest.raises(ModelError, match="kv_cache: fp8"):
+        generation.generate(model, PROMPTS, kv_cache="fp8", max_new_tokens=2)
+
+
+def test_dora_runs_its_own_forward():
+    model = tiny("Llama", use_dora=True).eval()
+    found = generation.generate(model, PROMPTS[:2], max_new_tokens=8, stops=[])
+    assert found == [theirs(model, ids, 8) for ids in PROMPTS[:2]]
+
+
+def test_rows_stop_on_their_own_and_tokens_are_called_back():
+    model = tiny("Llama", adapter=False).eval()
+    whole = generation.generate(model, PROMPTS, max_new_tokens=16, stops=[])
+    stop = next(token for token in whole[0][2:8] if token not in whole[0][:2])
+    came = []
+    found = generation.generate(
+        model, PROMPTS, max_new_tokens=16, stops=[stop], on_token=lambda *pair: came.append(pair)
+    )
+    for mine, all_tokens in zip(found, whole, strict=True):
+        cut = all_tokens.index(stop) + 1 if stop in all_tokens else 16
+        assert mine == all_tokens[:cut]
+    assert [[token for at, token in came if at == row] for row in range(3)] == found
+    model.generation_config.eos_token_id = [stop]
+    assert generation.generate(model, PROMPTS, max_new_tokens=16) == found
+
+
+def test_an_8_bit_cache_stays_close():
+    model = tiny("Qwen3").eval()
+    with torch.inference_mode():
+        logits = {}
+        for cache in (None, torch.float8_e4m3fn):
+            engine = StaticEngine(model, [None], 64, cache)
+            engine.prefill(torch.tensor([PROMPTS[0]]), torch.tensor([0]))
+            logits[cache] = engine.step(torch.tensor([4]))
+    error = (logits[None] - logits[torch.float8_e4m3fn]).norm() / logits[None].norm()
+    assert 0 < error < 0.05
+
+
+def test_sampling():
+    logits = torch.tensor([[3.0, 2.0, 1.0, -1.0]])
+    full = logits.softmax(-1)
+    torch.testing.assert_close(Sampling(1.0).probabilities(logits), full)
+    torch.testing.assert_close(Sampling(0.5).probabilities(logits), (2 * logits).softmax(-1))
+    assert (Sampling(1.0, top_k=2).probabilities(logits) > 0).tolist() == [[True, True, False, False]]
+    nucleus = Sampling(1.0, top_p=0.7).probabilities(logits)
+    torch.testing.assert_close(nucleus[0, :2], full[0, :2] / full[0, :2].sum())
+    assert nucleus[0, 2:].tolist() == [0, 0]
+    assert Sampling().draw(logits, None).tolist() == [0]
+    draws = [[Sampling(1.0, seed=seed).draw(logits, g).item() for _ in range(8)] for seed in (1, 1, 2)
+             for g in [Sampling(seed=seed).generator(logits.device)]]  # fmt: skip
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_texts_need_a_tokenizer(shared):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(shared / "models/llama-40m")
+    model = tiny("Llama", adapter=False, shape={"vocab_size": len(tokenizer)}).eval()
+    texts = ["Hello", "Once upon a time"]
+    found = generation.generate(model, texts, tokenizer, max_new_tokens=4, stops=[])
+    ids = generation.generate(model, [tokenizer(text)["input_ids"] for text in texts], max_new_tokens=4, stops=[])
+    assert found == [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        generation.generate(model, texts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 4096}, "11 tokens and max_new_tokens 4096 pass the model's 2048"),
+        ({"kv_cache": "int3"}, "kv_cache is 'int3'"),
+        ({"adapter": "missing"}, "no adapter 'missing'"),
+        ({"adapter": [None]}, "names 1 adapters for 3 prompts"),
+    ],
+)
+def test_bad_requests(keys, message):
+    with pytest.raises((ConfigError, ModelError), match=message):
+        generation.generate(tiny("Llama", adapter=False).eval(), PROMPTS, **keys)
+
+
+def test_an_empty_prompt_and_none():
+    model = tiny("Llama", adapter=False).eval()
+    assert generation.generate(model, []) == []
+    with pytest.raises(ModelError, match="prompt 1 has no tokens"):
+        generation.generate(model, [[1], []])
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_k", -2), ("top_p", 0), ("top_p", 1.5)])
+def test_sampling_out_of_range(name, value):
+    with pytest.raises(ConfigError, match=name):
+        Sampling(**{name: value})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text"])
+def test_captured_steps_equal_the_cpus(family):
+    """In float32, so that two orders of the same sums choose the same token."""
+    model = tiny(family).eval()
+    expected = generation.generate(model, PROMPTS, max_new_tokens=24, stops=[])
+    assert generation.generate(model.cuda(), PROMPTS, max_new_tokens=24, stops=[]) == expected

@@ -1,0 +1,57 @@
+"""Attention over a static cache beside the reference: padded rows, windows, caps, an 8-bit cache, a moving slot."""
+
+import parity
+import pytest
+import torch
+from parity import DEVICE, INTERPRETED, dtypes, random
+
+from halfbyte.ops.decode_attention import decode_attention
+
+pytestmark = parity.mark
+pytest.importorskip("triton")
+
+
+def attend(*arguments):
+    from halfbyte.kernels.decode_attention import attend as kernel
+
+    return kernel(*arguments)
+
+
+def tensors(dtype, heads=(4, 2), size=24, slots=192, rows=2):
+    q = random(rows, heads[0], 1, size, dtype=dtype)
+    keys, values = (random(rows, heads[1], slots, size, dtype=dtype) for _ in range(2))
+    first = torch.tensor([0, 70][:rows], dtype=torch.int32, device=DEVICE)
+    return q, keys, values, first, torch.tensor([130], device=DEVICE)
+
+
+@dtypes
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 5.0)])
+def test_the_reference(dtype, window, softcap):
+    arguments = (*tensors(dtype), 0.2, window, softcap)
+    expected = decode_attention.reference(*(x.float() if torch.is_tensor(x) and x.is_floating_point() else x
+                                            for x in arguments))  # fmt: skip
+    found = attend(*arguments)
+    assert (found.shape, found.dtype) == (arguments[0].shape, dtype)
+    assert (found.float() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs FP8 conversions")
+def test_an_8_bit_cache():
+    q, keys, values, *rest = tensors(torch.bfloat16, (32, 8), 128)
+    keys, values = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
+    expected = decode_attention.reference(q.float(), keys.float(), values.float(), *rest, 0.1, None, None)
+    found = attend(q, keys, values, *rest, 0.1, None, None)
+    assert (found.float() - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
+def test_a_graph_follows_the_last_slot():
+    q, keys, values, first, last = tensors(torch.bfloat16, (32, 8), 128)
+    call = (q, keys, values, first, last, 0.1, None, None)
+    attend(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(*call)
+    last.add_(7)
+    graph.replay()
+    assert torch.equal(out, attend(*call))
