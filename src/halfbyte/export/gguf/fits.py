@@ -1,0 +1,115 @@
+"""Scales for blocks of weights: searches over a grid of candidates, each refined by weighted least squares.
+
+ggml's K-quants are defined by what their bytes decode to; how the scales are found is left to the encoder. The searches
+here are of the kind that ggml's own encoder makes (llama.cpp pull request 1684, "k-quants"): a candidate scale gives the
+codes, the codes give the best scale for them in closed form, and the candidate with the smallest weighted squared
+error is kept. All functions work on the last dimension and take any leading ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TINY = 1e-15  # a block whose largest weight is below this is stored as zeros
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Candidates: the largest weight is mapped to levels + start + k·step, for k = 0 … count - 1."""
+
+    start: float
+    step: float
+    count: int
+
+    def offsets(self) -> list[float]:
+        return [self.start + k * self.step for k in range(self.count)]
+
+
+def inverse(value: Tensor) -> Tensor:
+    """1/value, and 0 where that is not finite."""
+    return torch.nan_to_num(1 / value, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def fit_symmetric(x: Tensor, weight: Tensor, levels: int) -> Tensor:
+    """The scale s that makes s·q close to x, with q an integer in [-levels, levels - 1].
+
+    Args:
+        x: fp32 [..., n].
+        weight: fp32 [..., n], of the squared errors.
+
+    Returns:
+        fp32 [..., 1]; negative where the largest weight is positive, so that -levels, the longer side, serves it.
+    """
+    largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    best = torch.zeros_like(largest)
+    scale = torch.zeros_like(largest)
+    weighted = weight * x
+    for offset in Grid(-0.9, 0.1, 19).offsets():
+        q = (x * inverse(largest).mul(-(levels + offset))).round_().clamp_(-levels, levels - 1)
+        along = (weighted * q).sum(-1, keepdim=True)
+        norm = (q.square_().mul_(weight)).sum(-1, keepdim=True)
+        gain = torch.nan_to_num(along.square() / norm)  # how much of Σ w·x² the candidate explains
+        better = gain > best
+        best = torch.where(better, gain, best)
+        scale = torch.where(better, along / norm, scale)
+    return torch.where(largest.abs() < TINY, 0.0, scale)
+
+
+def fit_affine(x: Tensor, weight: Tensor, levels: int, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The scale s ≥ 0 and offset m ≥ 0 that make s·q - m close to x, with q an integer in [0, levels].
+
+    Args:
+        x: fp32 [..., n].
+        weight: fp32 [..., n], of the squared errors.
+
+    Returns:
+        s and m, fp32 [..., 1].
+    """
+    low = x.amin(-1, keepdim=True).clamp_(max=0)
+    spread = x.amax(-1, keepdim=True) - low
+    per_level = inverse(spread)
+    above = x - low
+    sum_w = weight.sum(-1, keepdim=True)
+    sum_x = (weight * x).sum(-1, keepdim=True)
+    scale, offset, best = spread / levels, low, torch.full_like(low, torch.inf)
+    for k, shift in enumerate([0.0, *grid.offsets()]):
+        q = (above * (per_level * (levels + shift))).round_().clamp_(0, levels)
+        wq = weight * q
+        sum_q = wq.sum(-1, keepdim=True)
+        sum_qx = (wq * x).sum(-1, keepdim=True)
+        sum_qq = wq.mul_(q).sum(-1, keepdim=True)
+        if k == 0:  # the plain range, as it is
+            s, m = scale, offset
+        else:
+            determinant = sum_w * sum_qq - sum_q.square()
+            s = (sum_w * sum_qx - sum_x * sum_q) / determinant
+            m = (sum_qq * sum_x - sum_q * sum_qx) / determinant
+            s = torch.where(m > 0, sum_qx / sum_qq, s)
+            m = m.clamp(max=0)
+        # Σ w·(s·q + m - x)² without its constant part
+        error = s * (s * sum_qq + 2 * (m * sum_q - sum_qx)) + m * (m * sum_w - 2 * sum_x)
+        better = error < best  # False for the NaN of a constant block
+        best = torch.where(better, error, best)
+        scale, offset = torch.where(better, s, scale), torch.where(better, m, offset)
+    return scale.clamp_(min=0), -offset
+
+
+def fit_positive(x: Tensor, weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """The scale s and the integers q in [0, levels] that make s·q close to x ≥ 0.
+
+    Returns:
+        s, fp32 [..., 1], and q, fp32 [..., n].
+    """
+    largest = x.amax(-1, keepdim=True)
+    best, scale, codes = torch.full_like(largest, -1.0), torch.zeros_like(largest), torch.zeros_like(x)
+    for offset in Grid(-0.4, 0.1, 9).offsets():
+        q = (x * inverse(largest).mul(levels + offset)).round_().clamp_(0, levels)
+        along, norm = (weight * x * q).sum(-1, keepdim=True), (weight * q * q).sum(-1, keepdim=True)
+        gain = torch.nan_to_num(along.square() / norm)
+        better = gain > best
+        best, codes = torch.where(better, gain, best), torch.where(better, q, codes)
+        scale = torch.where(better, torch.nan_to_num(along / norm), scale)
+    return scale, codes
