@@ -94,7 +94,7 @@ def iq4_nl(x: Tensor, importance: Tensor | None) -> Tensor:
     between = (levels[1:] + levels[:-1]) / 2
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
     best, d = torch.zeros_like(largest), torch.zeros_like(largest)
-    for shift in range(-7, 8):
+    for shift in range(-20, 21, 2):
         q = levels[torch.bucketize(x * inverse(largest) * (shift + LEVELS[0]), between)]
         along, norm = (weight * x * q).sum(-1, keepdim=True), (weight * q * q).sum(-1, keepdim=True)
         gain = torch.nan_to_num(along.square() / norm)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 TINY = 1e-15  # a block whose largest weight is below this is stored as zeros
+REFINEMENTS = 2  # rounds of Lloyd's iteration after the grid: codes of the best scale, then the best scale of the codes
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,12 @@ def fit_symmetric(x: Tensor, weight: Tensor, levels: int) -> Tensor:
         fp32 [..., 1]; negative where the largest weight is positive, so that -levels, the longer side, serves it.
     """
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
-    best = torch.zeros_like(largest)
-    scale = torch.zeros_like(largest)
+    per_level = -inverse(largest)
+    best, scale = torch.zeros_like(largest), torch.zeros_like(largest)
     weighted = weight * x
-    for offset in Grid(-0.9, 0.1, 19).offsets():
-        q = (x * inverse(largest).mul(-(levels + offset))).round_().clamp_(-levels, levels - 1)
+    for offset in (*Grid(-0.9, 0.1, 19).offsets(), *[None] * REFINEMENTS):
+        inverse_scale = inverse(scale) if offset is None else per_level * (levels + offset)
+        q = (x * inverse_scale).round_().clamp_(-levels, levels - 1)
         along = (weighted * q).sum(-1, keepdim=True)
         norm = (q.square_().mul_(weight)).sum(-1, keepdim=True)
         gain = torch.nan_to_num(along.square() / norm)  # how much of Σ w·x² the candidate explains
@@ -71,27 +73,26 @@ def fit_affine(x: Tensor, weight: Tensor, levels: int, grid: Grid) -> tuple[Tens
     low = x.amin(-1, keepdim=True).clamp_(max=0)
     spread = x.amax(-1, keepdim=True) - low
     per_level = inverse(spread)
-    above = x - low
-    sum_w = weight.sum(-1, keepdim=True)
-    sum_x = (weight * x).sum(-1, keepdim=True)
+    weighted = weight * x
+    sum_w, sum_x = weight.sum(-1, keepdim=True), weighted.sum(-1, keepdim=True)
     scale, offset, best = spread / levels, low, torch.full_like(low, torch.inf)
-    for k, shift in enumerate([0.0, *grid.offsets()]):
-        q = (above * (per_level * (levels + shift))).round_().clamp_(0, levels)
+    for shift in (*grid.offsets(), *[None] * REFINEMENTS):
+        if shift is None:
+            q = ((x - offset) * inverse(scale)).round_().clamp_(0, levels)
+        else:
+            q = ((x - low) * (per_level * (levels + shift))).round_().clamp_(0, levels)
+        sum_qx = (weighted * q).sum(-1, keepdim=True)
         wq = weight * q
         sum_q = wq.sum(-1, keepdim=True)
-        sum_qx = (wq * x).sum(-1, keepdim=True)
         sum_qq = wq.mul_(q).sum(-1, keepdim=True)
-        if k == 0:  # the plain range, as it is
-            s, m = scale, offset
-        else:
-            determinant = sum_w * sum_qq - sum_q.square()
-            s = (sum_w * sum_qx - sum_x * sum_q) / determinant
-            m = (sum_qq * sum_x - sum_q * sum_qx) / determinant
-            s = torch.where(m > 0, sum_qx / sum_qq, s)
-            m = m.clamp(max=0)
+        determinant = sum_w * sum_qq - sum_q.square()
+        s = (sum_w * sum_qx - sum_x * sum_q) / determinant
+        m = (sum_qq * sum_x - sum_q * sum_qx) / determinant
+        s = torch.where(m > 0, sum_qx / sum_qq, s)
+        m = m.clamp_(max=0)
         # Σ w·(s·q + m - x)² without its constant part
         error = s * (s * sum_qq + 2 * (m * sum_q - sum_qx)) + m * (m * sum_w - 2 * sum_x)
-        better = error < best  # False for the NaN of a constant block
+        better = error < best  # False for the NaN of a constant block, which keeps its range
         best = torch.where(better, error, best)
         scale, offset = torch.where(better, s, scale), torch.where(better, m, offset)
     return scale.clamp_(min=0), -offset

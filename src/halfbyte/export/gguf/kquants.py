@@ -9,8 +9,9 @@
 | Q6_K | 16        | d·s·(q - 32)      | 8 bits, signed   | 6.5625        |
 
 d and dmin are fp16. Layouts: ggml-common.h (block_q2_K … block_q6_K). The scale searches are in `fits`; after them the
-codes are taken once more, from the scales as they are stored. Without importances, the squared error of a weight counts
-by its size, as in ggml's encoder: large weights meet large activations' products.
+super-block's d (and dmin) is fitted to the integers, and the codes are taken once more, from the scales as they are
+stored. Without importances the squared error of a weight counts more the larger the weight is, as in ggml's encoder;
+how much was chosen for the smallest error beside ggml's (tests/export/test_gguf_llamacpp.py).
 """
 
 from __future__ import annotations
@@ -48,25 +49,47 @@ def _affine(x: Tensor, importance: Tensor | None, sub: int, levels: int, top: in
     elif levels == 3:
         weight = x.abs()
     else:
-        weight = x.abs() + x.square().mean(-1, keepdim=True).sqrt()
+        weight = x.abs() + 2 * x.square().mean(-1, keepdim=True).sqrt()
     s, m = fit_affine(x, weight, levels, grid)
     scales, d, minima, dmin = _stored_pair(s, m, weight.sum(-1), top, importance is not None)
     codes = ((x + dmin * minima) * inverse(d * scales)).round_().clamp_(0, levels)
+    d, dmin = _refit_pair(x, weight, codes * scales, minima.expand_as(codes), d, dmin)
+    codes = ((x + dmin * minima) * inverse(d * scales)).round_().clamp_(0, levels)
     return codes.flatten(1), scales.squeeze(-1), minima.squeeze(-1), d.squeeze(-1), dmin.squeeze(-1)
+
+
+def _refit_pair(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor]:
+    """The d and dmin, rounded to fp16, with the smallest Σ w·(d·up - dmin·down - x)² over each super-block.
+
+    Where that is not defined (a super-block of zeros) or negative, those given.
+    """
+    uu, vv, uv = ((weight * a * b).sum((-1, -2), keepdim=True) for a, b in ((up, up), (down, down), (up, down)))
+    ux, vx = ((weight * a * x).sum((-1, -2), keepdim=True) for a in (up, down))
+    determinant = uu * vv - uv.square()
+    new_d, new_min = (ux * vv - vx * uv) / determinant, (ux * uv - vx * uu) / determinant
+    sound = (determinant > 1e-6 * uu * vv) & (new_d > 0) & (new_min >= 0)
+    found = (torch.where(sound, new_d, d), torch.where(sound, new_min, dmin))
+    return found[0].half().float(), found[1].half().float()
 
 
 def _symmetric(x: Tensor, importance: Tensor | None, levels: int, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Super-blocks [N, 256] → codes [N, 256] in [0, 2·levels), sub-block scales in [-top, top) [N, 16], d [N, 1]."""
     x = x.view(-1, 16, 16)
-    weight = x.square() if importance is None else importance.view_as(x)
+    if importance is not None:
+        weight = importance.view_as(x)
+    else:
+        weight = x.square() + (levels == 4) * x.square().mean(-1, keepdim=True)
     s = fit_symmetric(x, weight, levels).squeeze(-1)
     if importance is None or top > 32:
         d = s.gather(-1, s.abs().argmax(-1, keepdim=True)) / -top
     else:
         d = fit_symmetric(s, weight.sum(-1), top)
     scales = (s * inverse(d)).round_().clamp_(-top, top - 1)
-    d = d.half().float()
-    codes = (x * inverse(d.unsqueeze(-1) * scales.unsqueeze(-1))).round_().clamp_(-levels, levels - 1)
+    step = scales.unsqueeze(-1)
+    codes = (x * inverse(d.unsqueeze(-1) * step)).round_().clamp_(-levels, levels - 1)
+    along, norm = ((weight * codes * step * y).sum((-1, -2)) for y in (x, codes * step))
+    d = torch.where(norm > 0, along / norm, d.squeeze(-1)).unsqueeze(-1).half().float()
+    codes = (x * inverse(d.unsqueeze(-1) * step)).round_().clamp_(-levels, levels - 1)
     return codes.flatten(1) + levels, scales, d
 
 

@@ -44,7 +44,8 @@ def quantize(weight: Tensor, type_: GGMLQuantizationType, importance: Tensor | N
 
     Args:
         weight: any float dtype, [..., columns]; columns a multiple of the type's block.
-        importance: [columns], ≥ 0: mean square of the activation that meets each column (an importance matrix).
+        importance: [columns], > 0: mean square of the activation that meets each column (an importance matrix). The
+            squared error is weighted by it: what is minimised is the expected error of the product.
 
     Returns:
         uint8 [..., bytes of a row], on the weight's device.
@@ -65,12 +66,6 @@ def quantize(weight: Tensor, type_: GGMLQuantizationType, importance: Tensor | N
         x = rows[start : start + step].float()
         if not bool(x.isfinite().all()):
             raise CheckpointError("a weight has NaN or Inf", "train with a lower learning rate")
-        weighed = None if importance is None else _importance(x, importance).view(-1, block)
+        weighed = None if importance is None else importance.to(x).expand_as(x).reshape(-1, block)
         out[start : start + step] = ENCODERS[type_](x.reshape(-1, block), weighed).view(x.shape[0], -1)
     return out.view(*weight.shape[:-1], -1)
-
-
-def _importance(x: Tensor, importance: Tensor) -> Tensor:
-    """What the squared error of each weight counts: the column's importance, more for large weights of a row."""
-    mean = x.square().mean(-1, keepdim=True)
-    return importance.to(x) * (mean + x.square()).sqrt()
