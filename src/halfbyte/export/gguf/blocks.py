@@ -89,7 +89,7 @@ def q5_1(x: Tensor, importance: Tensor | None) -> Tensor:
 
 def iq4_nl(x: Tensor, importance: Tensor | None) -> Tensor:
     """Blocks [N, 32] → bytes [N, 18]: d·LEVELS[q]."""
-    weight = x.square() if importance is None else importance
+    weight = x.square() + x.square().mean(-1, keepdim=True) if importance is None else importance
     levels = torch.tensor(LEVELS, dtype=torch.float32, device=x.device)
     between = (levels[1:] + levels[:-1]) / 2
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))

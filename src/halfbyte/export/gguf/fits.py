@@ -1,7 +1,7 @@
 """Scales for blocks of weights: searches over a grid of candidates, each refined by weighted least squares.
 
 ggml's K-quants are defined by what their bytes decode to; how the scales are found is left to the encoder. The searches
-here are of the kind that ggml's own encoder makes (llama.cpp pull request 1684, "k-quants"): a candidate scale gives the
+here are of the kind that ggml's own encoder makes (llama.cpp pull request 1684): a candidate scale gives the
 codes, the codes give the best scale for them in closed form, and the candidate with the smallest weighted squared
 error is kept. All functions work on the last dimension and take any leading ones.
 """
@@ -34,6 +34,11 @@ def inverse(value: Tensor) -> Tensor:
     return torch.nan_to_num(1 / value, nan=0.0, posinf=0.0, neginf=0.0)
 
 
+def _columns(x: Tensor) -> Tensor:
+    """Blocks [..., n] as columns [n, blocks]: sums over few values are quicker along the outer dimension."""
+    return x.reshape(-1, x.shape[-1]).T.contiguous()
+
+
 def fit_symmetric(x: Tensor, weight: Tensor, levels: int) -> Tensor:
     """The scale s that makes s·q close to x, with q an integer in [-levels, levels - 1].
 
@@ -44,20 +49,22 @@ def fit_symmetric(x: Tensor, weight: Tensor, levels: int) -> Tensor:
     Returns:
         fp32 [..., 1]; negative where the largest weight is positive, so that -levels, the longer side, serves it.
     """
-    largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    leading = x.shape[:-1]
+    x, weight = _columns(x), _columns(weight)
+    largest = x.gather(0, x.abs().argmax(0, keepdim=True))
     per_level = -inverse(largest)
     best, scale = torch.zeros_like(largest), torch.zeros_like(largest)
     weighted = weight * x
     for offset in (*Grid(-0.9, 0.1, 19).offsets(), *[None] * REFINEMENTS):
         inverse_scale = inverse(scale) if offset is None else per_level * (levels + offset)
         q = (x * inverse_scale).round_().clamp_(-levels, levels - 1)
-        along = (weighted * q).sum(-1, keepdim=True)
-        norm = (q.square_().mul_(weight)).sum(-1, keepdim=True)
+        along = (weighted * q).sum(0, keepdim=True)
+        norm = (q.square_().mul_(weight)).sum(0, keepdim=True)
         gain = torch.nan_to_num(along.square() / norm)  # how much of Σ w·x² the candidate explains
         better = gain > best
         best = torch.where(better, gain, best)
         scale = torch.where(better, along / norm, scale)
-    return torch.where(largest.abs() < TINY, 0.0, scale)
+    return torch.where(largest.abs() < TINY, 0.0, scale).view(*leading, 1)
 
 
 def fit_affine(x: Tensor, weight: Tensor, levels: int, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -70,21 +77,23 @@ def fit_affine(x: Tensor, weight: Tensor, levels: int, grid: Grid) -> tuple[Tens
     Returns:
         s and m, fp32 [..., 1].
     """
-    low = x.amin(-1, keepdim=True).clamp_(max=0)
-    spread = x.amax(-1, keepdim=True) - low
+    leading = x.shape[:-1]
+    x, weight = _columns(x), _columns(weight)
+    low = x.amin(0, keepdim=True).clamp_(max=0)
+    spread = x.amax(0, keepdim=True) - low
     per_level = inverse(spread)
     weighted = weight * x
-    sum_w, sum_x = weight.sum(-1, keepdim=True), weighted.sum(-1, keepdim=True)
+    sum_w, sum_x = weight.sum(0, keepdim=True), weighted.sum(0, keepdim=True)
     scale, offset, best = spread / levels, low, torch.full_like(low, torch.inf)
     for shift in (*grid.offsets(), *[None] * REFINEMENTS):
         if shift is None:
             q = ((x - offset) * inverse(scale)).round_().clamp_(0, levels)
         else:
             q = ((x - low) * (per_level * (levels + shift))).round_().clamp_(0, levels)
-        sum_qx = (weighted * q).sum(-1, keepdim=True)
+        sum_qx = (weighted * q).sum(0, keepdim=True)
         wq = weight * q
-        sum_q = wq.sum(-1, keepdim=True)
-        sum_qq = wq.mul_(q).sum(-1, keepdim=True)
+        sum_q = wq.sum(0, keepdim=True)
+        sum_qq = wq.mul_(q).sum(0, keepdim=True)
         determinant = sum_w * sum_qq - sum_q.square()
         s = (sum_w * sum_qx - sum_x * sum_q) / determinant
         m = (sum_qq * sum_x - sum_q * sum_qx) / determinant
@@ -95,7 +104,7 @@ def fit_affine(x: Tensor, weight: Tensor, levels: int, grid: Grid) -> tuple[Tens
         better = error < best  # False for the NaN of a constant block, which keeps its range
         best = torch.where(better, error, best)
         scale, offset = torch.where(better, s, scale), torch.where(better, m, offset)
-    return scale.clamp_(min=0), -offset
+    return scale.clamp_(min=0).view(*leading, 1), -offset.view(*leading, 1)
 
 
 def fit_positive(x: Tensor, weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
