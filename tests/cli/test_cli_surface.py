@@ -19,6 +19,7 @@ SURFACE = {
     "eval": ["model", "data", "overrides"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature"],
     "merge": ["run", "out", "--base", "--verify --no-verify"],
+    "export": ["source", "--gguf", "--out", "--adapter-only", "--imatrix"],
     "env": [],
     "demo": ["output_dir"],
     "import-config": ["file"],
