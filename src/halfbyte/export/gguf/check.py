@@ -24,6 +24,7 @@ BOUNDS = {
     Type.Q5_0: 0.12, Type.Q5_1: 0.12, Type.IQ4_NL: 0.25, Type.Q2_K: 0.6, Type.Q3_K: 0.4, Type.Q4_K: 0.25,
     Type.Q5_K: 0.12, Type.Q6_K: 0.06,
 }  # fmt: skip
+FP16_SCALES = 1e-5  # values well below this have no scale in fp16 and become zeros
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _error(stored: np.ndarray, written: Written) -> float:
     decoded = gguf.quants.dequantize(encoded, written.type).reshape(written.sample.shape)
     size = float(np.sqrt(np.mean(written.sample.astype(np.float64) ** 2)))
     off = float(np.sqrt(np.mean((decoded.astype(np.float64) - written.sample) ** 2)))
-    return off / size if size else off
+    return off / (size + FP16_SCALES)
 
 
 def _check_metadata(reader: gguf.GGUFReader, path: Path, family: Family, config: Any) -> None:
