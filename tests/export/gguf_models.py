@@ -14,7 +14,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 THETA = {"rope_theta": 10000.0}
 ORIGINAL = THETA | {"original_max_position_embeddings": 64}
 LLAMA3 = ORIGINAL | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LONG = THETA | {"original_max_position_embeddings": 256, "rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [2.0] * 8}
+LONG = THETA | {
+    "original_max_position_embeddings": 256,
+    "rope_type": "longrope",
+    "short_factor": [1.1] * 8,
+    "long_factor": [2.0] * 8,
+}
 WINDOW = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}
 
 # name → transformers' class, keys of its config beyond SIZES

@@ -34,8 +34,7 @@ def llama(tmp_path_factory):
 
 def read(path):
     return {
-        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        for tensor in gguf.GGUFReader(path).tensors
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors
     }
 
 
@@ -72,7 +71,9 @@ def test_a_run_is_exported_as_its_merge(tmp_path, llama):
 
 
 def test_the_adapter_alone_is_the_update(tmp_path, llama):
-    run = save_run(tmp_path / "run", llama, tokenizer=llama, use_rslora=True, rank_pattern={"q_proj": 2}, lora_alpha=12.0)
+    run = save_run(
+        tmp_path / "run", llama, tokenizer=llama, use_rslora=True, rank_pattern={"q_proj": 2}, lora_alpha=12.0
+    )
     path = export_adapter(run, "f32")
     reader = gguf.GGUFReader(path)
     found = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in reader.tensors}

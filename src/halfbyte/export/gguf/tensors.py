@@ -108,9 +108,7 @@ def gguf_name(key: str, names: TensorNameMap, family: Family) -> str:
 Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 
 
-def _placed(
-    key: str, weight: Weight, names: TensorNameMap, config: Any, family: Family
-) -> Iterator[Placed]:
+def _placed(key: str, weight: Weight, names: TensorNameMap, config: Any, family: Family) -> Iterator[Placed]:
     """What of the file a weight of the checkpoint becomes: (name, shape of the part, how to make it)."""
     if match := EXPERT.fullmatch(key):
         layer = _layer_of(key)
@@ -184,5 +182,3 @@ def _check_complete(planned: Mapping[str, Planned], config: Any, family: Family)
 
 
 HEADED = {arch for arch, tensors in MODEL_TENSORS.items() if MODEL_TENSOR.OUTPUT in tensors}
-
-
