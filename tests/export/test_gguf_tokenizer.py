@@ -86,7 +86,7 @@ def test_special_tokens_templates_and_unused_rows(tmp_path):
     tokenizer.add_tokens(["<tool>"])
     found = keys(tokenizer, 272, tmp_path, end_ids=[258, 259])
     assert found["ggml.pre"] == "gpt-2"
-    assert found["ggml.tokens"][256:262] == ["Ġt", "</s>", "<pad>", "<s>", "<tool>", "[PAD261]"] or True
+    assert found["ggml.tokens"][256] == "Ġt"
     special = {token: tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>", "<pad>", "<tool>")}
     types = found["ggml.token_type"]
     assert [types[special[token]] for token in special] == [3, 3, 3, 4]

@@ -1,4 +1,4 @@
-"""Reading a GGUF file back: shapes, types and metadata by the gguf library, bytes by checksum, values by its decoders."""
+"""Reading a GGUF file back: shapes and metadata by the gguf library, bytes by checksum, values by its decoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model families that export knows: which of llama.cpp's architectures each is, and what that one takes for granted.
+"""The model families that export knows: llama.cpp's architecture for each, and what that one takes for granted.
 
 A row is what a family's graph in llama.cpp does with the tensors (src/models/*.cpp there). What a checkpoint asks for
 beyond that is refused here, by the name of its key, because the file would load and compute something else.

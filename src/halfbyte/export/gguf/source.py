@@ -1,4 +1,4 @@
-"""What is exported: a model folder, a hub id, or a run, whose adapter is merged one weight at a time while it is read."""
+"""What is exported: a model folder, a hub id, or a run, whose adapter is merged weight by weight while it is read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tokenizers as GGUF's keys. The source is the tokenizer.json that every fast tokenizer of transformers can give.
 
-llama.cpp has two tokenizers that the families here need. "llama": SentencePiece's BPE, which merges the pair whose piece
-has the highest score, falls back to bytes and writes spaces as ▁. "gpt2": byte-level BPE with merges by rank, after
-splitting the text by one of the patterns that llama.cpp knows by name.
+llama.cpp has two tokenizers that the families here need. "llama": SentencePiece's BPE, which merges the pair whose
+piece has the highest score, falls back to bytes and writes spaces as ▁. "gpt2": byte-level BPE with merges by rank,
+after splitting the text by one of the patterns that llama.cpp knows by name.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _tokens(described: dict[str, Any], vocab_size: int) -> tuple[list[str], list
 
 
 def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Scores that make SentencePiece's merging choose as merges by rank do: the earlier a piece is merged, the higher."""
+    """Scores that make SentencePiece choose as merges by rank do: the earlier a piece is merged, the higher."""
     rank: dict[str, int] = {}
     for merge in model["merges"]:
         rank.setdefault("".join(_pair(merge)), len(rank))
