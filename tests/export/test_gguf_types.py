@@ -15,7 +15,7 @@ EQUAL = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.BF16, Type.
 # Relative RMS error on normal weights. ggml's own encoders get the same within 0.3% (test_gguf_llamacpp.py).
 ERRORS = {
     Type.Q8_0: 0.006, Type.Q6_K: 0.02, Type.Q5_0: 0.045, Type.Q5_1: 0.04, Type.Q5_K: 0.04, Type.Q4_0: 0.09,
-    Type.Q4_1: 0.082, Type.Q4_K: 0.077, Type.IQ4_NL: 0.082, Type.Q3_K: 0.16, Type.Q2_K: 0.3,
+    Type.Q4_1: 0.082, Type.Q4_K: 0.077, Type.Q3_K: 0.16, Type.Q2_K: 0.3,
 }  # fmt: skip
 
 

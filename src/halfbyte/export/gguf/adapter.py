@@ -7,6 +7,7 @@ is brought to that form by scaling B.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -71,6 +72,7 @@ def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Te
     if adapter.whole:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
     alpha, found = float(config.lora_alpha), {}
+    layer: Any
     for parameter, layer in adapter.layers.items():
         if not layer.lora_A or layer.use_dora.get("default"):
             what = "DoRA" if layer.lora_A else "an adapter of the embedding"

@@ -14,8 +14,6 @@ from .fits import Grid, fit_affine, fit_symmetric, inverse
 
 BLOCK = 32
 WITH_IMPORTANCE = Grid(-0.9, 0.05, 36)
-# IQ4_NL's sixteen levels (ggml-common.h, kvalues_iq4nl), what llama.cpp falls back to for short rows
-LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def as_bytes(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,20 +83,3 @@ def q5_1(x: Tensor, importance: Tensor | None) -> Tensor:
     d, m, codes = _affine(x, importance, 31)
     parts = [as_bytes(d, torch.float16), as_bytes(m, torch.float16), fifth_bits(codes), nibbles(codes)]
     return torch.cat(parts, -1)
-
-
-def iq4_nl(x: Tensor, importance: Tensor | None) -> Tensor:
-    """Blocks [N, 32] → bytes [N, 18]: d·LEVELS[q]."""
-    weight = x.square() + x.square().mean(-1, keepdim=True) if importance is None else importance
-    levels = torch.tensor(LEVELS, dtype=torch.float32, device=x.device)
-    between = (levels[1:] + levels[:-1]) / 2
-    largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
-    best, d = torch.zeros_like(largest), torch.zeros_like(largest)
-    for shift in range(-20, 21, 2):
-        q = levels[torch.bucketize(x * inverse(largest) * (shift + LEVELS[0]), between)]
-        along, norm = (weight * x * q).sum(-1, keepdim=True), (weight * q * q).sum(-1, keepdim=True)
-        gain = torch.nan_to_num(along.square() / norm)
-        better = gain > best
-        best, d = torch.where(better, gain, best), torch.where(better, along / norm, d)
-    codes = torch.bucketize(x * inverse(d), between)
-    return torch.cat([as_bytes(d, torch.float16), nibbles(codes)], -1)

@@ -21,7 +21,7 @@ from .types import Type, row_bytes
 # is about a third of these; a wrong layout gives 1 and more.
 BOUNDS = {
     Type.F32: 0.0, Type.F16: 1e-3, Type.BF16: 4e-3, Type.Q8_0: 0.02, Type.Q4_0: 0.25, Type.Q4_1: 0.25,
-    Type.Q5_0: 0.12, Type.Q5_1: 0.12, Type.IQ4_NL: 0.25, Type.Q2_K: 0.6, Type.Q3_K: 0.4, Type.Q4_K: 0.25,
+    Type.Q5_0: 0.12, Type.Q5_1: 0.12,  Type.Q2_K: 0.6, Type.Q3_K: 0.4, Type.Q4_K: 0.25,
     Type.Q5_K: 0.12, Type.Q6_K: 0.06,
 }  # fmt: skip
 FP16_SCALES = 1e-5  # values well below this have no scale in fp16 and become zeros
@@ -40,7 +40,7 @@ class Written:
 
     @classmethod
     def of(cls, planned: Planned, type_: Type, data: np.ndarray, sample: np.ndarray) -> Written:
-        return cls(planned.name, planned.shape, type_, zlib.crc32(data), sample)
+        return cls(planned.name, planned.shape, type_, zlib.crc32(data.data), sample)
 
 
 def check_file(path: Path, family: Family, config: Any, written: Sequence[Written]) -> dict[str, float]:
@@ -63,7 +63,7 @@ def check_file(path: Path, family: Family, config: Any, written: Sequence[Writte
         if tuple(reversed(tensor.shape.tolist())) != each.shape or tensor.tensor_type != each.type:
             raise CheckpointError(f"{path}: {each.name} reads back as {tensor.tensor_type.name} {tensor.shape}")
         stored = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
-        if zlib.crc32(stored) != each.checksum:
+        if zlib.crc32(stored.data) != each.checksum:
             raise CheckpointError(f"{path}: {each.name} reads back with other bytes", "check the disk")
         error = _error(stored, each)
         if not error <= BOUNDS[each.type]:

@@ -38,14 +38,13 @@ MIXES = {
 }
 # For rows that are no multiple of 256
 SHORT_ROWS = {
-    Type.Q2_K: Type.IQ4_NL,
-    Type.Q3_K: Type.IQ4_NL,
+    Type.Q2_K: Type.Q4_0,
+    Type.Q3_K: Type.Q4_0,
     Type.Q4_K: Type.Q5_0,
     Type.Q5_K: Type.Q5_1,
     Type.Q6_K: Type.Q8_0,
 }
 ATTENTION_OUTPUT = {"q2_k": Type.Q3_K, "q3_k_m": Type.Q4_K, "q3_k_l": Type.Q5_K}
-FUSED_QKV = {"q3_k_m": Type.Q4_K, "q3_k_l": Type.Q4_K, "q4_k_m": Type.Q5_K, "q5_k_m": Type.Q6_K}
 LAYERS_OF_70B = 80
 
 
@@ -104,14 +103,12 @@ class _Rules:
         if found is None:
             return self.base
         layer, kind = int(found[1]), found[2].removesuffix("_exps").removesuffix("_shexp")
-        if kind == "attn_v":
+        if kind in ("attn_v", "attn_qkv"):  # a fused projection gets what its values need
             return self._value(layer)
         if kind == "attn_k" and self.experts == 8:
             return Type.Q8_0
         if kind == "attn_output":
             return self._attention_output()
-        if kind == "attn_qkv":
-            return FUSED_QKV.get(self.mix, self.base)
         return self._down(layer) if kind == "ffn_down" else self.base
 
     def _more_bits(self, layer: int) -> bool:

@@ -17,7 +17,7 @@ from halfbyte.notices import notice
 from .source import Source
 
 MARKS = {"system": "\ue000", "user": "\ue001", "assistant": "\ue002"}  # private use: in no template
-PROBES = (
+PROBES: tuple[tuple[str, ...], ...] = (
     ("user",),
     ("system", "user"),
     ("user", "assistant", "user"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from halfbyte.saved import Place, find, saved_config, tokenizer_keys
 
 from ..adapter import AdapterLayers
 from ..base import BaseCheckpoint
-from ..weights import MergedWeights, Output, Target
+from ..weights import MergedWeights, Target
 from .families import Family, family_of
 from .tensors import Weight
 
@@ -60,12 +61,12 @@ def open_source(run_or_model: str, device: str | None = None) -> Source:
     base = BaseCheckpoint(config)
     name = config.model_name_or_path.rstrip("/").split("/")[-1]
     target = torch.device(device or config.device or best_device())
-    weights, merged = {each.name: Weight(each.shape, lambda s=each: base.read(s)) for each in base.weights}, ""
+    weights, merged = {each.name: Weight(each.shape, partial(base.read, each)) for each in base.weights}, ""
     if place.adapter:
         both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
         goal: Target = "dequantized" if config.load_in_4bit or base.quantized else "original"
         outputs = [output for shard in both.shards.values() for output in shard]
-        weights = {each.entry.name: Weight(each.entry.shape, _merging(both, each, goal)) for each in outputs}
+        weights = {each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal)) for each in outputs}
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
         merged, name = goal, Path(run_or_model).resolve().name
     end_ids = _end_ids(base.folder)
@@ -84,10 +85,6 @@ def tokenizer_of(place: Place, config: RunConfig) -> Any:
     if place.adapter and (place.adapter / "tokenizer_config.json").is_file():
         return AutoTokenizer.from_pretrained(place.adapter, trust_remote_code=config.trust_remote_code)
     return load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-
-
-def _merging(both: MergedWeights, output: Output, target: Target) -> Any:
-    return lambda: both.tensor(output, target)
 
 
 def _end_ids(folder: Path) -> list[int]:

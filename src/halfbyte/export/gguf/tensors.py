@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gguf import MODEL_ARCH, MODEL_TENSOR, MODEL_TENSORS, TENSOR_NAMES, TensorNameMap, get_tensor_name_map
@@ -129,13 +130,17 @@ def _fused_experts(layer: int, kind: str, weight: Weight) -> Iterator[Placed]:
     experts, rows, columns = weight.shape
     if kind == "down_proj":
         for expert in range(experts):
-            yield f"blk.{layer}.ffn_down_exps.weight", (rows, columns), lambda e=expert: weight.read()[e]
+            yield f"blk.{layer}.ffn_down_exps.weight", (rows, columns), partial(_expert, weight, expert, slice(None))
         return
     half = rows // 2
     for half_name, start in (("gate", 0), ("up", half)):
         for expert in range(experts):
             name = f"blk.{layer}.ffn_{half_name}_exps.weight"
-            yield name, (half, columns), lambda e=expert, s=start: weight.read()[e, s : s + half]
+            yield name, (half, columns), partial(_expert, weight, expert, slice(start, start + half))
+
+
+def _expert(weight: Weight, expert: int, rows: slice) -> Tensor:
+    return weight.read()[expert, rows]
 
 
 def transformed(name: str, value: Tensor, config: Any, family: Family) -> Tensor:

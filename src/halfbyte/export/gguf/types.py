@@ -20,7 +20,6 @@ ENCODERS: dict[GGMLQuantizationType, Callable[[Tensor, Tensor | None], Tensor]] 
     Type.Q4_1: blocks.q4_1,
     Type.Q5_0: blocks.q5_0,
     Type.Q5_1: blocks.q5_1,
-    Type.IQ4_NL: blocks.iq4_nl,
     Type.Q2_K: kquants.q2_k,
     Type.Q3_K: kquants.q3_k,
     Type.Q4_K: kquants.q4_k,
