@@ -52,6 +52,7 @@ def keys(tokenizer, size, tmp_path, **more):
     return {name.removeprefix("tokenizer."): value.value for name, value in writer.kv_data[0].items()}
 
 
+@pytest.mark.slow  # the gguf library reads 280,000 merges one by one
 @pytest.mark.parametrize("fixture", SOURCES)
 def test_the_vocabulary_is_llamacpps(shared, tmp_path, fixture):
     found = gguf.GGUFReader(write_vocabulary(shared, fixture, tmp_path / "v.gguf"))
