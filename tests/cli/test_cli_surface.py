@@ -20,6 +20,7 @@ SURFACE = {
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature"],
     "generate": ["model", "prompts", "--max-new-tokens", "--temperature", "--batch-size"],
     "merge": ["run", "out", "--base", "--verify --no-verify"],
+    "export": ["source", "--gguf", "--out", "--adapter-only", "--imatrix"],
     "env": [],
     "demo": ["output_dir"],
     "import-config": ["file"],
