@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
-FUSED_MARGIN = 0.95  # the same where the fused forwards run, whose plan is within 2% of what was measured
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
@@ -201,7 +200,7 @@ def _fused_plan(shapes: ModelShapes, layer: LayerShape, capacity: int) -> Memory
     if want != "auto":
         level: Level = want if isinstance(want, str) else "checkpoint" if want else "keep"
         return planned((level,) * layers)
-    budget = int(FUSED_MARGIN * capacity) - (still.total - trained.bytes)
+    budget = int(MARGIN * capacity) - (still.total - trained.bytes)
     host = int(HOST_MARGIN * available_bytes())
     plan = planned(choose(layer, layers, budget, host=host, **moments))
     kept = planned(("keep",) * layers)
