@@ -200,4 +200,5 @@ def _attach(saved: Saved, folder: Path, name: Any) -> None:
         else:
             saved.model = PeftModel.from_pretrained(model, str(folder), name)
     except (RuntimeError, ValueError) as error:  # PEFT's words for shapes and for modules that are not there
-        raise CheckpointError(f"{folder} does not fit the model: {error}", "use an adapter of this base") from error
+        first = " ".join(str(error).split("\n\t")[:2])  # torch lists every tensor
+        raise CheckpointError(f"{folder} does not fit the model: {first}", "use an adapter of this base") from error
