@@ -71,11 +71,11 @@ class HalfbyteLM(TemplateLM):
             overrides["device"] = device
         self.saved = load_saved(pretrained, [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
         self.tokenizer: Any = self.saved.tokenizer
-        self.model: Any = self.saved.model
-        self.batch_size = int(batch_size)
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        model: Any = self.saved.model
+        self.model, self.batch_size = model, int(batch_size)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = max_length or positions or DEFAULT_CONTEXT
-        self._device = next(self.model.parameters()).device
+        self._device = next(model.parameters()).device
 
     @property
     def eot_token_id(self) -> int:

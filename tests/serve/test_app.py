@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.generation import generate
-from halfbyte.serve.app import application
+from halfbyte.serve.app import Endpoints, application
 from halfbyte.serve.model import Limits, load
 from halfbyte.serve.text import Piece
 
@@ -31,7 +31,7 @@ def served(base_folder, adapters):
 
 @pytest.fixture(scope="module")
 def client(served):
-    with TestClient(application(served), raise_server_exceptions=False) as client:
+    with TestClient(application(Endpoints(served)), raise_server_exceptions=False) as client:
         yield client
 
 
@@ -220,7 +220,7 @@ def test_methods_and_content_types(client):
 
 def test_limits_name_the_numbers(base_folder):
     served = load(str(base_folder), {}, Limits(body_bytes=200, prompt_tokens=8, max_tokens=5))
-    with TestClient(application(served)) as client:
+    with TestClient(application(Endpoints(served))) as client:
         assert "longer than 200 bytes" in error_of(client.post(TEXT, json=ONCE | {"user": "x" * 200}), 413)["message"]
         long = client.post(TEXT, json=ONCE | {"prompt": "123456789"})
         assert error_of(long, 400)["message"] == "prompt: 9 tokens; this server takes 8"
@@ -279,7 +279,7 @@ def test_a_client_that_leaves_stops_the_generation(served, monkeypatch, stream):
     async def scenario():
         endless, gone = Endless(), asyncio.Event()
         monkeypatch.setattr(served, "answer", endless)
-        app = application(served)
+        app = application(Endpoints(served))
         request = asyncio.create_task(ask(app, ONCE | {"stream": stream}, gone))
         await asyncio.to_thread(endless.running.wait, 10)
         await asyncio.sleep(0.1)
@@ -294,7 +294,7 @@ def test_a_client_that_leaves_stops_the_generation(served, monkeypatch, stream):
 def test_a_full_queue_refuses_and_the_next_one_gets_its_turn(served, monkeypatch):
     async def scenario():
         monkeypatch.setattr(served, "limits", Limits(queue=1))
-        app = application(served)
+        app = application(Endpoints(served))
         endless, gone, stays = Endless(), asyncio.Event(), asyncio.Event()
         monkeypatch.setattr(served, "answer", endless)
         running = asyncio.create_task(ask(app, ONCE, gone))
@@ -314,11 +314,29 @@ def test_a_full_queue_refuses_and_the_next_one_gets_its_turn(served, monkeypatch
     asyncio.run(scenario())
 
 
+def test_stopping_ends_what_runs_and_what_waits(served, monkeypatch):
+    async def scenario():
+        endless, stays = Endless(), asyncio.Event()
+        monkeypatch.setattr(served, "answer", endless)
+        endpoints = Endpoints(served)
+        app = application(endpoints)
+        requests = [asyncio.create_task(ask(app, ONCE, stays)) for _ in range(2)]
+        await asyncio.to_thread(endless.running.wait, 10)
+        endpoints.stop()
+        for request in requests:
+            status, body = await asyncio.wait_for(request, 10)
+            assert status["status"] == 503
+            assert json.loads(body["body"])["error"]["message"] == "the server is shutting down"
+        assert await asyncio.to_thread(endless.closed.wait, 10)
+
+    asyncio.run(scenario())
+
+
 def test_time_runs_out(served, monkeypatch):
     monkeypatch.setattr(served, "limits", Limits(seconds=0.3))
     endless = Endless()
     monkeypatch.setattr(served, "answer", endless)
-    with TestClient(application(served)) as client:
+    with TestClient(application(Endpoints(served))) as client:
         error = error_of(client.post(TEXT, json=ONCE), 504)
         assert error["code"] == "timeout"
         assert "ran out of time after" in error["message"]
@@ -350,7 +368,7 @@ class TestLoading:
 
     def test_no_template_takes_one_user_message(self, base_folder, served, monkeypatch):
         monkeypatch.setattr(served.talk, "style", "instruction")
-        with TestClient(application(served)) as client:
+        with TestClient(application(Endpoints(served))) as client:
             answer = client.post(CHAT, json=HELLO | GREEDY).json()
             assert answer["choices"][0]["message"]["content"] == theirs(base_folder, served.talk.prompt("Hello"))
             turns = [{"role": "system", "content": "x"}, *HELLO["messages"]]
@@ -359,7 +377,7 @@ class TestLoading:
     def test_names_and_folders(self, base_folder, adapters, tmp_path):
         with pytest.raises(ConfigError, match="--adapter tiny: the model has this name"):
             load(str(base_folder), {"tiny": str(adapters["poet"])})
-        with pytest.raises(CheckpointError, match="has no adapter_config.json"):
+        with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
             load(str(base_folder), {"poet": str(base_folder)})
 
     @pytest.mark.parametrize("first", [True, False])

@@ -70,12 +70,11 @@ class Endpoints:
     def __init__(self, served: Served):
         self.served, self.limits, self.turns = served, served.limits, Turns(served.limits.queue)
         self.thread = ThreadPoolExecutor(1, "model")
-        self.created = int(time.time())
+        self.created, self.stopping = int(time.time()), False
 
-    @contextlib.asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        yield
-        self.thread.shutdown()
+    def stop(self) -> None:
+        """End what runs and what waits, within a token's time, with an error that says so."""
+        self.stopping = True
 
     async def models(self, _: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.served.names]})
@@ -129,11 +128,13 @@ class Endpoints:
             pieces = self.served.answer(work)
             new_tokens = 0
             try:
-                while some := await loop.run_in_executor(self.thread, _next_few, pieces):
+                while not self.stopping and (some := await loop.run_in_executor(self.thread, _next_few, pieces)):
                     yield some
                     new_tokens += len(some)
                     if loop.time() > deadline:
                         raise _late(f"after {new_tokens} tokens")
+                if self.stopping:
+                    raise RequestError(503, "the server is shutting down", kind="server_error")
             except torch.OutOfMemoryError:
                 message = f"out of memory with {len(work.prompts)} prompts of {work.prompt_tokens} tokens in all"
                 raise RequestError(503, message, code="out_of_memory", kind="server_error") from None
@@ -235,9 +236,8 @@ def _nobody(_: HttpRequest, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def application(served: Served) -> Starlette:
-    """The ASGI application that answers with `served`."""
-    endpoints = Endpoints(served)
+def application(endpoints: Endpoints) -> Starlette:
+    """The ASGI application."""
     return Starlette(
         routes=[
             Route("/v1/models", endpoints.models, methods=["GET"]),
@@ -251,5 +251,4 @@ def application(served: Served) -> Starlette:
             ClientDisconnect: _nobody,
             Exception: _bug,
         },
-        lifespan=endpoints.lifespan,
     )

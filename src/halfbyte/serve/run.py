@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Mapping
@@ -10,11 +11,24 @@ import uvicorn
 
 from ..errors import ConfigError
 from ..notices import notice
-from .app import application
+from .app import Endpoints, application
 from .model import Limits, load
 
-GRACE_SECONDS = 10  # that running requests get at the end
+GRACE_SECONDS = 10.0  # that running requests get to finish
+HANGUP_SECONDS = 5  # then, for clients to read why they were stopped
 SPARE_CONNECTIONS = 64  # beyond the queue, for clients that hold one open or are still sending
+
+
+class Server(uvicorn.Server):
+    """Stops generating some time after a signal, so that no request is cut off without a word."""
+
+    def __init__(self, config: uvicorn.Config, endpoints: Endpoints):
+        super().__init__(config)
+        self.endpoints = endpoints
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(GRACE_SECONDS, self.endpoints.stop)
+        await super().shutdown(sockets)
 
 
 def serve(name: str, host: str, port: int, adapters: Mapping[str, str], limits: Limits) -> None:
@@ -34,10 +48,12 @@ def serve(name: str, host: str, port: int, adapters: Mapping[str, str], limits: 
         served = load(name, adapters, limits)
         if not _is_local(host):
             notice("serve", f"whoever reaches {host} can use the model: there is no authentication")
+        endpoints = Endpoints(served)
         config = uvicorn.Config(
-            application(served),
+            application(endpoints),
             log_level="warning",
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            lifespan="off",
+            timeout_graceful_shutdown=int(GRACE_SECONDS) + HANGUP_SECONDS,
             limit_concurrency=limits.queue + SPARE_CONNECTIONS,
         )
         listener.listen()
@@ -47,7 +63,7 @@ def serve(name: str, host: str, port: int, adapters: Mapping[str, str], limits: 
         # uvicorn repeats a signal once it has shut down, for whoever handled it before; that is nobody now.
         before = {sign: signal.signal(sign, lambda *_: None) for sign in (signal.SIGINT, signal.SIGTERM)}
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            Server(config, endpoints).run(sockets=[listener])
         finally:
             for sign, handler in before.items():
                 signal.signal(sign, handler)
