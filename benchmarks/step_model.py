@@ -65,6 +65,7 @@ def fill(model: Any, device: str, quantize: Any) -> None:
             if type(child) is nn.Linear and name in TARGETS:
                 child.weight = nn.Parameter(random_weight(child.weight.shape, device), requires_grad=False)
                 setattr(module, name, quantize(child))
+                del child.weight  # the list of modules still holds the layer
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:

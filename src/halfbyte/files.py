@@ -83,3 +83,31 @@ def new_directory(path: Path | str) -> Iterator[Path]:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(former, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_file(path: Path | str) -> Iterator[Path]:
+    """Yield a path beside `path` to write; on success that file is synced and renamed to `path`.
+
+    On any error it is removed and a former `path` stays.
+
+    Raises:
+        TrainingError: the disk is full or the place cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(descriptor)
+        aside = Path(name)
+        try:
+            yield aside
+            with open(aside, "rb") as file:
+                os.fsync(file.fileno())
+            os.chmod(aside, 0o644)
+            os.replace(aside, path)
+            _sync_directory(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise TrainingError(f"cannot write {path}: {error.strerror}", "free some space and run again") from error

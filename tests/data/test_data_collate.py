@@ -94,12 +94,40 @@ def test_padding_free_is_one_row():
     assert batch["labels"].tolist() == [[-100, 6, -100, -100, 9]]
 
 
+def test_fused_batches_come_in_few_shapes_and_without_a_mask():
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    batch = PaddedCollator(PAD, fused=True)(rows)
+    assert set(batch) == {"input_ids", "labels"}
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, 128)
+    assert batch["input_ids"][0, :4].tolist() == [5, 6, 7, PAD]
+    assert batch["labels"][:, 3:].eq(-100).all()
+
+
+def test_fused_flat_batches_say_where_documents_begin():
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "seq_lengths": [3, 1]},
+        {"input_ids": [9, 4], "labels": [9, 4], "seq_lengths": [2]},
+    ]
+    batch = PackedCollator(PAD, fused=True)(rows)
+    assert batch["position_ids"].shape == (2, 128)
+    bounds = batch["cu_seq_lens_q"]
+    assert (bounds.dtype, len(bounds)) == (torch.int32, 33)
+    assert bounds[:6].tolist() == [0, 3, 4, 128, 130, 256]
+    assert bounds[5:].eq(256).all()
+    assert batch["max_length_q"] == batch["max_length_k"] == 128
+    begins = batch["position_ids"].flatten().eq(0).nonzero().flatten()
+    assert begins.tolist() == bounds[:5].tolist()
+    assert PackedCollator(PAD, True, True)(rows)["input_ids"].shape == (1, 128)
+
+
 def test_make_collator(config, make_tokenizer):
     tokenizer = make_tokenizer("plain")
     pad = tokenizer.pad_token_id
     assert make_collator(config("d"), tokenizer) == PaddedCollator(pad)
     assert make_collator(config("d", packing=True), tokenizer) == PackedCollator(pad)
     assert make_collator(config("d", padding_free=True), tokenizer) == PackedCollator(pad, one_row=True)
+    assert make_collator(config("d"), tokenizer, fused=True) == PaddedCollator(pad, fused=True)
+    assert make_collator(config("d", packing=True), tokenizer, fused=True) == PackedCollator(pad, fused=True)
 
 
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])

@@ -6,7 +6,7 @@ from torch import nn
 
 from halfbyte import notices
 from halfbyte.errors import TrainingError
-from halfbyte.train.graph import GraphedStep
+from halfbyte.train.graph import GraphedBackward, GraphedStep
 
 
 def training(waits=False):
@@ -54,6 +54,40 @@ def test_a_step_that_waits_for_the_device_stays_eager_and_is_said():
     graphed = GraphedStep(step, optimizer)
     assert [graphed(batch).item() for batch in batches(12)] == pytest.approx(expected, rel=1e-5)
     assert "cuda-graph" in notices.said()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 3])
+def test_gradients_of_a_window_are_those_of_eager_backward(window):
+    """Gradients are handed over, added up over a window, and an eager batch in between adds to them too."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).cuda()
+        unused = nn.Parameter(torch.ones(3, device="cuda"))
+        trained = [*model.parameters(), unused]
+        optimizer = torch.optim.AdamW(trained, lr=0.05, fused=True)
+
+        def backward(batch):
+            loss = (model(batch["x"]) - batch["y"]).square().mean() / window
+            loss.backward()
+            return loss.detach()
+
+        call = wrap(backward, trained)
+        losses = []
+        for i, batch in enumerate(batches(24)):
+            losses.append(call(batch).item())
+            if (i + 1) % window == 0:
+                torch.nn.utils.clip_grad_norm_(trained, 0.5)  # in place, where a graph will write again
+                optimizer.step()
+                optimizer.zero_grad()
+        assert unused.grad is None
+        return losses
+
+    graphs = []
+    found = run(lambda step, trained: graphs.append(GraphedBackward(step, trained, window > 1)) or graphs[0])
+    assert found == pytest.approx(run(lambda step, _: step), rel=1e-4)
+    assert sum(captured is not None for captured in graphs[0]._captured.values()) == 2
 
 
 def test_an_optimizer_that_cannot_be_captured_is_refused():

@@ -4,6 +4,10 @@ transformers keeps the documents of a row apart when it is given `position_ids` 
 key-value cache (masking_utils, 5.23). With a mask of ones beside them, or with the cache that a model makes by default
 outside of Trainer, documents would see each other, silently. So a batch has a mask or positions, never both, and a
 model must be given a flat batch with `use_cache=False`.
+
+For the fused step on an accelerator (`fused=True`) batches come in few shapes, so that each can be a CUDA graph:
+lengths are rounded up. They need no mask: a row is padded on its right, which causal attention never looks at from the
+left, and the padding is not trained. And they say where documents begin, so that no layer waits for the device for it.
 """
 
 from __future__ import annotations
@@ -12,38 +16,47 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
 from .encode import IGNORED
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
+
+LENGTHS, DOCUMENTS = 128, 32  # lengths of fused batches, and their numbers of documents, are multiples of these
 
 
-def make_collator(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PaddedCollator | PackedCollator:
+def make_collator(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, fused: bool = False
+) -> PaddedCollator | PackedCollator:
     """The collator that `config` asks for: flat for packing or padding_free, else padded."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if config.packing or config.padding_free:
-        return PackedCollator(pad, one_row=config.padding_free)
-    return PaddedCollator(pad)
+        return PackedCollator(pad, config.padding_free, fused)
+    return PaddedCollator(pad, fused)
 
 
 @dataclass(frozen=True)
 class PaddedCollator:
     """One document a row, padded on the right to the longest.
 
-    Gives input_ids, labels and attention_mask, int64 of shape [rows, longest].
+    Gives input_ids, labels and attention_mask, int64 of shape [rows, longest]; no mask when `fused`.
     """
 
     pad_token_id: int
+    fused: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         longest = max(len(row["input_ids"]) for row in rows)
-        return {
-            "input_ids": _stack([row["input_ids"] for row in rows], longest, self.pad_token_id),
-            "labels": _stack([_without_first(row["labels"], [0]) for row in rows], longest, IGNORED),
-            "attention_mask": _stack([[1] * len(row["input_ids"]) for row in rows], longest, 0),
+        width = _up(longest, LENGTHS) if self.fused else longest
+        batch = {
+            "input_ids": _stack([row["input_ids"] for row in rows], width, self.pad_token_id),
+            "labels": _stack([_without_first(row["labels"], [0]) for row in rows], width, IGNORED),
         }
+        if not self.fused:
+            batch["attention_mask"] = _stack([[1] * len(row["input_ids"]) for row in rows], width, 0)
+        return batch
 
 
 @dataclass(frozen=True)
@@ -54,10 +67,15 @@ class PackedCollator:
     shorter row lacks is padded with a document of its own, which is not trained. Use with `use_cache=False`, see above.
 
     Rows may carry `seq_lengths` (the lengths of their documents); without it a row is one document.
+
+    When `fused`, also what transformers' flash attention reads: cu_seq_lens_q and cu_seq_lens_k (int32, where each
+    document begins in the flattened batch; repeated at the end, where they stand for documents of no tokens), and
+    max_length_q and max_length_k (a power of two that no document exceeds).
     """
 
     pad_token_id: int
     one_row: bool = False
+    fused: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         ids = [list(row["input_ids"]) for row in rows]
@@ -66,14 +84,29 @@ class PackedCollator:
         if self.one_row:
             ids, labels, lengths = ([[item for row in rows for item in row]] for rows in (ids, labels, lengths))
         longest = max(map(len, ids))
-        positions = [
-            [position for length in (*parts, longest - sum(parts)) for position in range(length)] for parts in lengths
-        ]
-        return {
-            "input_ids": _stack(ids, longest, self.pad_token_id),
-            "labels": _stack(labels, longest, IGNORED),
-            "position_ids": _stack(positions, longest, 0),
+        width = _up(longest, LENGTHS) if self.fused else longest
+        documents = [(*parts, width - sum(parts)) for parts in lengths]
+        positions = [[position for length in parts for position in range(length)] for parts in documents]
+        batch: Batch = {
+            "input_ids": _stack(ids, width, self.pad_token_id),
+            "labels": _stack(labels, width, IGNORED),
+            "position_ids": _stack(positions, width, 0),
         }
+        return batch | _bounds([length for parts in documents for length in parts]) if self.fused else batch
+
+
+def _bounds(lengths: list[int]) -> Batch:
+    """Where documents of these lengths begin, in one of few shapes."""
+    ends = torch.tensor(lengths).cumsum(0)
+    bounds = F.pad(ends, (1, 0))
+    bounds = F.pad(bounds, (0, _up(len(lengths), DOCUMENTS) - len(lengths)), value=int(ends[-1])).to(torch.int32)
+    longest = 1 << (max(lengths) - 1).bit_length()
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def _up(size: int, step: int) -> int:
+    """`size` rounded up to a multiple of `step`."""
+    return -(-size // step) * step
 
 
 def _starts(lengths: list[int]) -> list[int]:

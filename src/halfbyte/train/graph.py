@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: forward, backward and optimizer without a launch from Python.
+"""Training steps as CUDA graphs: forward and backward, or the optimizer too, without a launch from Python.
 
 Below about 4k tokens a step's time is that of its launches, not of its arithmetic; a graph replays them in one
 (docs/design.md, decision 5). A graph holds for the shapes it was captured with, so there is one for each, in one memory
@@ -7,7 +7,7 @@ pool: they never run at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.notices import notice
 
 WARMUP = 3  # steps in which kernels compile, autotune and make their buffers, which a capture does not allow
+GRAPHS = 24  # shapes that get one: each holds its inputs, its results and its kernels' parameters
 
 Batch = Mapping[str, Any]
 Shapes = tuple[Any, ...]
@@ -27,6 +28,7 @@ class _Captured:
 
     def __init__(self, step: Callable[[Batch], Tensor], batch: Batch, stream: torch.cuda.Stream, pool: Any):
         self.batch = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
+        self.gradients: list[Tensor | None] = []
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, stream=stream):
             self.result = step(self.batch)
@@ -39,28 +41,22 @@ class _Captured:
         return self.result.clone()
 
 
-class GraphedStep:
+class _Graphs:
     """Runs `step` on each batch: eagerly for the first `WARMUP` batches of a shape, then as a CUDA graph.
 
     Every call trains, the warm-up too. What a capture cannot hold (a wait for the device, a shape that depends on
-    values) is said once, and that shape stays eager.
+    values) is said once, and that shape stays eager, as do shapes beyond the first `GRAPHS`.
 
     Args:
-        step: batch → a tensor to report, such as the loss. It must leave no gradients behind (`zero_grad` at its end),
-            read numbers that change between steps, such as the learning rate, from tensors on the device.
-        optimizer: the one that `step` runs, made with `capturable=True`.
-
-    Raises:
-        TrainingError: the optimizer is not capturable.
+        step: batch → a tensor to report, such as the loss. What changes between steps it reads from the device.
+        discard: drops the gradients that a failed capture may leave, which were never computed.
 
     Call with a batch of tensors on the device and plain numbers; a number is part of the shape. Returns the step's
     result, a tensor of its own.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], optimizer: torch.optim.Optimizer):
-        if not all(group.get("capturable") for group in optimizer.param_groups):
-            raise TrainingError("a CUDA graph cannot hold this optimizer", "make it with capturable=True")
-        self.step, self.optimizer = step, optimizer
+    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any]):
+        self.step, self.discard = step, discard
         self.stream = torch.cuda.Stream()  # warm-up and capture share it: autograd remembers a leaf's stream
         self.pool = torch.cuda.graph_pool_handle()
         self._seen: dict[Shapes, int] = {}
@@ -69,12 +65,12 @@ class GraphedStep:
     def __call__(self, batch: Batch) -> Tensor:
         shapes = tuple((key, _shape(value)) for key, value in sorted(batch.items()))
         if shapes not in self._captured:
-            if self._seen.get(shapes, 0) < WARMUP:
+            if self._seen.get(shapes, 0) < WARMUP or len(self._captured) >= GRAPHS:
                 self._seen[shapes] = self._seen.get(shapes, 0) + 1
                 return self._eager(batch)
             self._captured[shapes] = self._capture(batch)
         captured = self._captured[shapes]
-        return self._eager(batch) if captured is None else captured.replay(batch)
+        return self._eager(batch) if captured is None else self._replay(captured, batch)
 
     def _eager(self, batch: Batch) -> Tensor:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -89,8 +85,75 @@ class GraphedStep:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             notice("cuda-graph", f"the training step is launched from Python, not as a CUDA graph: {reason}")
-            self.optimizer.zero_grad(set_to_none=True)  # the capture may have left some that were never computed
+            self.discard()
             return None
+
+    def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
+        return captured.replay(batch)
+
+
+class GraphedStep(_Graphs):
+    """A whole training step: it must leave no gradients behind (`zero_grad` at its end).
+
+    Args:
+        step: batch → a tensor to report. Numbers that change, such as the learning rate, are tensors on the device.
+        optimizer: the one that `step` runs, made with `capturable=True`.
+
+    Raises:
+        TrainingError: the optimizer is not capturable.
+    """
+
+    def __init__(self, step: Callable[[Batch], Tensor], optimizer: torch.optim.Optimizer):
+        if not all(group.get("capturable") for group in optimizer.param_groups):
+            raise TrainingError("a CUDA graph cannot hold this optimizer", "make it with capturable=True")
+        super().__init__(step, optimizer.zero_grad)
+
+
+class GraphedBackward(_Graphs):
+    """A micro-batch's forward and backward: gradients are added to the parameters' `.grad`, as eager does.
+
+    A graph writes its gradients where it was captured to. They are handed over as they are while `.grad` is None: a
+    graph's next replay overwrites them, so an accumulating caller (`accumulates`) gets copies.
+
+    Args:
+        step: batch → a tensor to report; runs `backward` and nothing after it.
+        parameters: those that get gradients.
+        accumulates: several calls before the gradients are used.
+    """
+
+    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], accumulates: bool):
+        super().__init__(step, self._take)
+        self.parameters, self.accumulates = list(parameters), accumulates
+
+    def _take(self) -> list[Tensor | None]:
+        """The gradients that are there, which are there no more."""
+        found = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return found
+
+    def _capture(self, batch: Batch) -> _Captured | None:
+        before = self._take()
+        captured = super()._capture(batch)
+        if captured is not None:
+            captured.gradients = self._take()
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient
+        return captured
+
+    def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
+        result = super()._replay(captured, batch)
+        pairs = [(p, new) for p, new in zip(self.parameters, captured.gradients, strict=True) if new is not None]
+        fresh = [(parameter, new) for parameter, new in pairs if parameter.grad is None]
+        added = [(parameter.grad, new) for parameter, new in pairs if parameter.grad is not None]
+        if added:
+            torch._foreach_add_(*map(list, zip(*added, strict=True)))
+        handed = [new for _, new in fresh]
+        if self.accumulates and handed:
+            handed = list(torch._foreach_add(handed, 0.0))
+        for (parameter, _), new in zip(fresh, handed, strict=True):
+            parameter.grad = new
+        return result
 
 
 def _shape(value: Any) -> Any:

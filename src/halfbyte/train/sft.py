@@ -21,6 +21,7 @@ from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
+from halfbyte.memory.policy import HOST_LEVELS
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.notices import forget
@@ -99,6 +100,8 @@ def _run(job: Job, console: Console) -> RunResult:
             console.print(str(report), highlight=False)
             loss = results["first_step"]["loss"]
             results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
+            if _graphs(job):
+                trainer.use_graphs()
         before = _answers(job, model, prompts)
         _train(job, trainer, console)
         after = _answers(job, model, prompts)
@@ -153,8 +156,14 @@ def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
         args=training_arguments(job.config, job.device, job.compute_dtype, rows=rows, evaluate=evaluate),
         train_dataset=job.data.train,
         eval_dataset=job.data.eval,
-        data_collator=make_collator(job.config, job.tokenizer),
+        data_collator=make_collator(job.config, job.tokenizer, fused=_graphs(job)),
     )
+
+
+def _graphs(job: Job) -> bool:
+    """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor with layers offloaded to the host."""
+    fused = job.config.use_kernels and job.device.type == "cuda" and job.compute_dtype != torch.float16
+    return fused and not set(job.plan.levels or ()) & set(HOST_LEVELS)
 
 
 def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:

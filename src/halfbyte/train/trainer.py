@@ -5,6 +5,7 @@ What differs from the Trainer it derives from:
 - The loss of a step is the sum over its trained tokens divided by their number, over the whole accumulation window, so
   accumulating equals the large batch. It never goes through full logits (`models.head.causal_lm_loss`).
 - Evaluation weighs every token alike and keeps one number.
+- On a CUDA device, micro-batches of a shape that comes again run as one CUDA graph (`graph`).
 - NaN or Inf in loss or gradient, and windows with nothing to train on, stop the run before the optimizer moves.
 - Checkpoints hold adapters, optimizer, schedule and random states, written aside and renamed.
 """
@@ -32,9 +33,11 @@ from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
 
 from . import checkpoint as checkpoints
 from .arguments import total_steps
+from .graph import GraphedBackward
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"
+TRAINED = "trained_tokens"  # of the whole step, in a micro-batch that a graph reads
 
 
 class _Counting:
@@ -71,6 +74,7 @@ class HalfbyteTrainer(Trainer):
         self.output = Path(config.output_dir)
         self.window = Window()
         self._loss_sum: torch.Tensor | float = 0.0
+        self._graphs: GraphedBackward | None = None
         self._step_began: float | None = None
 
     def train_from(self, checkpoint: Path | None) -> None:
@@ -81,6 +85,12 @@ class HalfbyteTrainer(Trainer):
         else:  # transformers would train one step more
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState.load_from_json(str(checkpoint / checkpoints.TRAINER_STATE))
+
+    def use_graphs(self) -> None:
+        """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        accumulates = self.args.gradient_accumulation_steps > 1
+        self._graphs = GraphedBackward(self._forward_and_backward, trained, accumulates)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -109,12 +119,31 @@ class HalfbyteTrainer(Trainer):
         counts = [(batch["labels"][..., 1:] != IGNORE_INDEX).sum() for batch in batch_samples]
         return torch.stack(counts).sum().to(device)
 
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """Forward and backward of a micro-batch."""
+        if self._graphs is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        if not model.training:  # after an evaluation; it walks all modules
+            model.train()
+        losses = self._graphs({**self._prepare_inputs(inputs), TRAINED: num_items_in_batch})
+        self._loss_sum = self._loss_sum + losses[1]
+        return losses[0]
+
+    def _forward_and_backward(self, batch) -> torch.Tensor:
+        """[the share of the step's mean loss, the loss's sum]; what a graph captures."""
+        loss, loss_sum = self._losses(self.model, {k: v for k, v in batch.items() if k != TRAINED}, batch[TRAINED])
+        loss.backward()
+        return torch.stack([loss.detach(), loss_sum.detach()])
+
+    def _losses(self, model, inputs, trained) -> tuple[torch.Tensor, torch.Tensor]:
+        with compute(model, self.compute_dtype):
+            loss_sum, own = causal_lm_loss(model, inputs)
+        return loss_sum / (own if trained is None else trained), loss_sum
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The micro-batch's share of the step's mean loss per trained token."""
-        with compute(model, self.compute_dtype):
-            loss_sum, trained = causal_lm_loss(model, inputs)
+        loss, loss_sum = self._losses(model, inputs, num_items_in_batch)
         self._loss_sum = self._loss_sum + loss_sum.detach()
-        loss = loss_sum / (trained if num_items_in_batch is None else num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -1,0 +1,35 @@
+"""`halfbyte export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from ..errors import ConfigError
+
+
+def export_model(source: str, mix: str, out: Path | None, adapter_only: bool, imatrix: Path | None) -> None:
+    """Write `source` as GGUF and say what was written.
+
+    Raises:
+        ConfigError: the gguf library is missing, or options that do not go together.
+    """
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("export --gguf needs the gguf library", "pip install 'halfbyte[gguf]'") from error
+    console = Console(soft_wrap=True)
+    if adapter_only:
+        if imatrix:
+            raise ConfigError("--imatrix weighs quantization, and an adapter is not quantized", "leave it out")
+        from ..export.gguf.adapter import export_adapter
+
+        path = export_adapter(source, mix, out)
+        console.print(f"adapter in {path}: llama-cli --model BASE.gguf --lora {path}")
+        return
+    from ..export.gguf.export import export_gguf
+
+    report = export_gguf(source, mix, out, importances=imatrix, console=console)
+    console.print(str(report), highlight=False)
+    console.print(f"{report.path}\n{report.modelfile}: ollama create NAME -f {report.modelfile.name}", highlight=False)

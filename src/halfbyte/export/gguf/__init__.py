@@ -1,0 +1,1 @@
+"""GGUF files, as llama.cpp and Ollama read them."""

@@ -1,0 +1,249 @@
+"""Writing a GGUF file: read, merge, quantize and write one tensor after another, then read the file back.
+
+Host memory holds one tensor of the checkpoint and its quantized bytes. The file appears under its name when it is whole
+and checked.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGML_QUANT_VERSION, GGUFWriter
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError, ConfigError, TrainingError
+from halfbyte.files import new_file, write_text
+
+from .check import Written, check_file
+from .metadata import add_hyperparameters, experts_of
+from .mixes import MIXES, check_mix, choose
+from .modelfile import modelfile
+from .source import Source, open_source
+from .tensors import Planned, plan
+from .tokenizer import add_tokenizer
+from .types import Type, quantize, row_bytes
+
+HEADROOM = 64 << 20  # bytes for metadata and vocabulary
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What `export_gguf` wrote.
+
+    Attributes:
+        path: the file.
+        mix: its types, as llama.cpp calls them.
+        nbytes: its size.
+        parameters: how many weights it holds.
+        types: type → how many tensors have it.
+        errors: type → the largest relative error of a tensor's sample, read back: RMS of the difference over RMS.
+        merged: the base that the adapter was merged onto; empty without one.
+        modelfile: the Ollama Modelfile beside it.
+        seconds: of the whole export.
+    """
+
+    path: Path
+    mix: str
+    nbytes: int
+    parameters: int
+    types: Mapping[str, int]
+    errors: Mapping[str, float]
+    merged: str
+    modelfile: Path
+    seconds: float
+
+    def __str__(self) -> str:
+        bits = 8 * self.nbytes / self.parameters
+        types = ", ".join(f"{count} {name}" for name, count in self.types.items())
+        merged = f"adapter merged onto the {self.merged} base\n" if self.merged else ""
+        errors = ", ".join(f"{name} {error:.2g}" for name, error in self.errors.items())
+        return (
+            f"{merged}{self.mix}: {self.parameters:,} weights in {self.nbytes / 2**20:,.1f} MiB, {bits:.2f} bits each"
+            f" ({types})\nread back: every byte as written; largest relative error {errors}"
+        )
+
+
+def export_gguf(
+    run_or_model: Path | str,
+    mix: str = "q4_k_m",
+    out: Path | str | None = None,
+    *,
+    importances: Path | str | None = None,
+    device: str | None = None,
+    console: Console | None = None,
+) -> ExportReport:
+    """Write a model as GGUF, and an Ollama Modelfile beside it.
+
+    Args:
+        run_or_model: a run's output_dir or an adapter (merged while it is written, onto what it was trained on), a
+            model's folder, or a hub id.
+        mix: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or one of llama.cpp's mixes q2_k … q6_k.
+        out: the file; default: NAME-MIX.gguf in the run's or model's folder.
+        importances: an importance matrix as llama.cpp's imatrix tool writes it (GGUF).
+        device: where to quantize; default: the run's, or the first accelerator.
+        console: where progress is shown; default: nowhere.
+
+    Raises:
+        ConfigError: no such mix, or the file exists.
+        ModelError: an architecture, tensor or tokenizer that llama.cpp has no place for.
+        CheckpointError: a damaged checkpoint, or a file that does not read back as it was written.
+        TrainingError: no space. In every case nothing is left under `out`.
+    """
+    started = time.perf_counter()
+    mix = check_mix(mix)
+    source = open_source(str(run_or_model), device)
+    path = output_path(run_or_model, out, f"{source.name}-{mix}.gguf")
+    planned = plan(source.weights, source.config, source.family)
+    weighed = read_importances(Path(importances)) if importances else {}
+    types = choose(
+        planned,
+        mix,
+        layers=source.config.num_hidden_layers,
+        heads_per_kv=source.config.num_attention_heads // source.config.num_key_value_heads,
+        experts=experts_of(source.config),
+        important=bool(weighed),
+    )
+    sizes = {each.name: _nbytes(each, types[each.name]) for each in planned}
+    check_space(path, sum(sizes.values()) + HEADROOM)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console or Console(quiet=True), transient=True)
+    with bar as progress, new_file(path) as aside:
+        writer = _open(aside, source, mix)
+        for each in planned:
+            writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), sizes[each.name], types[each.name])
+        written = _write(writer, planned, types, weighed, source.device, progress)
+        errors = check_file(aside, source.family, source.config, written)
+    beside = write_text(path.with_suffix(".Modelfile"), modelfile(path.name, source))
+    return ExportReport(
+        path,
+        mix,
+        path.stat().st_size,
+        sum(torch.Size(each.shape).numel() for each in planned),
+        dict(Counter(type_.name for type_ in types.values()).most_common()),
+        errors,
+        source.merged,
+        beside,
+        time.perf_counter() - started,
+    )
+
+
+# --- before long work ------------------------------------------------------------------------------------------------
+
+
+def output_path(source: Path | str, out: Path | str | None, name: str) -> Path:
+    """Where to write: `out`, or `name` in the source's folder (the working directory for a hub id).
+
+    Raises:
+        ConfigError: something is there.
+    """
+    path = Path(out) if out else (Path(source) if Path(source).is_dir() else Path()) / name
+    if path.exists():
+        raise ConfigError(f"{path} exists already; export does not overwrite", "name another file, or remove this one")
+    return path
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Raises:
+    TrainingError: the disk of `path` has fewer than `needed` bytes free.
+    """
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise TrainingError(
+            f"no space for {path}: it takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
+            "free some space, name a file on another disk (--out), or choose a smaller type",
+        )
+
+
+def read_importances(path: Path) -> dict[str, Tensor]:
+    """Tensor name → mean square of the activation at each column, fp32 [columns] or [experts, columns].
+
+    Raises:
+        CheckpointError: not an importance matrix.
+    """
+    try:
+        found = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in gguf.GGUFReader(path).tensors}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", "name a file that llama-imatrix wrote") from error
+    sums = {name.removesuffix(".in_sum2"): value for name, value in found.items() if name.endswith(".in_sum2")}
+    if not sums:
+        raise CheckpointError(f"{path} is not an importance matrix", "name a file that llama-imatrix wrote")
+    means = {}
+    for name, value in sums.items():
+        mean = (value / found[f"{name}.counts"].clamp(min=1).view(-1, 1)).squeeze(0)
+        means[name] = mean + 1e-4 * mean.mean(-1, keepdim=True) + 1e-30  # a column never seen still has an error
+    return means
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _nbytes(planned: Planned, type_: Type) -> int:
+    return torch.Size(planned.shape[:-1]).numel() * row_bytes(planned.shape[-1], type_)
+
+
+def _open(path: Path, source: Source, mix: str) -> GGUFWriter:
+    """A writer with all metadata."""
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[source.family.arch])
+    writer.add_type("model")
+    writer.add_name(source.name)
+    writer.add_file_type(MIXES[mix][1])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    add_hyperparameters(writer, source.config, source.family)
+    add_tokenizer(writer, source.tokenizer, source.config.vocab_size, source.end_ids)
+    return writer
+
+
+def _write(
+    writer: GGUFWriter,
+    planned: list[Planned],
+    types: Mapping[str, Type],
+    importances: Mapping[str, Tensor],
+    device: torch.device,
+    progress: Progress,
+) -> list[Written]:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    task = progress.add_task("writing", total=sum(torch.Size(each.shape).numel() for each in planned))
+    written = []
+    for each in planned:
+        data, sample = _encoded(each, types[each.name], importances.get(each.name), device)
+        writer.write_tensor_data(data)
+        written.append(Written.of(each, types[each.name], data, sample))
+        progress.advance(task, torch.Size(each.shape).numel())
+    writer.close()
+    return written
+
+
+def _encoded(
+    planned: Planned, type_: Type, importance: Tensor | None, device: torch.device
+) -> tuple[np.ndarray, np.ndarray]:
+    """A tensor's bytes, and its first values in fp32."""
+    data = np.empty(_nbytes(planned, type_), np.uint8)
+    if importance is not None and importance.shape[-1] != planned.shape[-1]:
+        raise CheckpointError(f"the importance matrix has {importance.shape[-1]} columns for {planned.name}")
+    start, sample = 0, np.empty(0, np.float32)
+    for index, piece in enumerate(planned.pieces()):
+        weight = piece.to(device)
+        weighed = importance[index] if importance is not None and importance.ndim > 1 else importance
+        try:
+            encoded = quantize(weight, type_, weighed).flatten().cpu().numpy()
+        except CheckpointError as error:
+            raise CheckpointError(f"{planned.name}: {error.message}") from error
+        data[start : start + encoded.size] = encoded
+        start += encoded.size
+        if index == 0:
+            rows = weight if weight.ndim == 1 else weight[: Written.ROWS]
+            sample = rows.float().cpu().numpy()
+    return data, sample

@@ -1,0 +1,93 @@
+"""What is exported: a model folder, a hub id, or a run, whose adapter is merged weight by weight while it is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from halfbyte.config import RunConfig
+from halfbyte.hardware import best_device
+from halfbyte.models.load import load_model_config, load_tokenizer
+from halfbyte.saved import Place, find, saved_config, tokenizer_keys
+
+from ..adapter import AdapterLayers
+from ..base import BaseCheckpoint
+from ..weights import MergedWeights, Target
+from .families import Family, family_of
+from .tensors import Weight
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model ready to be written.
+
+    Attributes:
+        name: what the model is called in the file.
+        weights: by their names in the checkpoint, adapter merged.
+        config: (text) config of transformers, as the weights are.
+        family: its row.
+        tokenizer: the one trained with.
+        end_ids: tokens that end an answer.
+        device: where to compute.
+        merged: onto which base the adapter was merged; empty without one.
+    """
+
+    name: str
+    weights: dict[str, Weight]
+    config: Any
+    family: Family
+    tokenizer: Any
+    end_ids: list[int]
+    device: torch.device
+    merged: str = ""
+
+
+def open_source(run_or_model: str, device: str | None = None) -> Source:
+    """Recognise and look over a run, an adapter, a merged model or any other; reads no weights.
+
+    Raises:
+        CheckpointError, ConfigError, ModelError: nothing that can be exported.
+    """
+    place = find(run_or_model)
+    config = saved_config(place)
+    model_config = text_config(config)
+    family = family_of(model_config)
+    base = BaseCheckpoint(config)
+    name = config.model_name_or_path.rstrip("/").split("/")[-1]
+    target = torch.device(device or config.device or best_device())
+    weights, merged = {each.name: Weight(each.shape, partial(base.read, each)) for each in base.weights}, ""
+    if place.adapter:
+        both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
+        goal: Target = "dequantized" if config.load_in_4bit or base.quantized else "original"
+        outputs = [output for shard in both.shards.values() for output in shard]
+        weights = {each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal)) for each in outputs}
+        model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
+        merged, name = goal, Path(run_or_model).resolve().name
+    end_ids = _end_ids(base.folder)
+    return Source(name, weights, model_config, family, tokenizer_of(place, config), end_ids, target, merged)
+
+
+def text_config(config: RunConfig) -> Any:
+    """The language model's config of transformers."""
+    trust = config.trust_remote_code
+    whole = load_model_config(config.model_name_or_path, revision=config.model_revision, trust_remote_code=trust)
+    return whole.get_text_config()
+
+
+def tokenizer_of(place: Place, config: RunConfig) -> Any:
+    """The tokenizer a run was trained with, or the model's own."""
+    if place.adapter and (place.adapter / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(place.adapter, trust_remote_code=config.trust_remote_code)
+    return load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+
+
+def _end_ids(folder: Path) -> list[int]:
+    path = folder / "generation_config.json"
+    stored = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    return stored if isinstance(stored, list) else [] if stored is None else [stored]

@@ -1,0 +1,68 @@
+"""Tiny random models of every family that export knows, with a tokenizer that llama.cpp takes."""
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SIZES = {
+    "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15, "pad_token_id": 0,
+    "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+THETA = {"rope_theta": 10000.0}
+ORIGINAL = THETA | {"original_max_position_embeddings": 64}
+LLAMA3 = ORIGINAL | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = THETA | {
+    "original_max_position_embeddings": 256,
+    "rope_type": "longrope",
+    "short_factor": [1.1] * 8,
+    "long_factor": [2.0] * 8,
+}
+WINDOW = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}
+
+# name → transformers' class, keys of its config beyond SIZES
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama, llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama, linear rope, biases": (
+        "Llama", {"attention_bias": True, "rope_parameters": THETA | {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, yarn": ("Qwen2", {"rope_parameters": ORIGINAL | {"rope_type": "yarn", "factor": 4.0}}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen2_moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 80, "norm_topk_prob": False}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", WINDOW),
+    "gemma3": ("Gemma3Text", WINDOW | {"num_hidden_layers": 7}),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3, longrope": ("Phi3", {"sliding_window": None, "rope_parameters": LONG,
+                                "max_position_embeddings": 1024, "original_max_position_embeddings": 256}),
+}  # fmt: skip
+
+
+def byte_tokenizer():
+    """A token per byte and one merge: llama.cpp wants at least one."""
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary | {"Ġt": 256}, merges=[("Ġ", "t")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+
+
+def save_model(folder, name, **keys):
+    """Save the model `name` of MODELS into `folder` and return it, fp32."""
+    torch.manual_seed(1)
+    family, own = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**(SIZES | own | keys))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():  # norms start at one and biases at zero: make them matter
+        parameter.data += 0.03 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return model

@@ -1,0 +1,119 @@
+"""Tokenizers as GGUF's keys: against llama.cpp's vocabulary files of the same tokenizers."""
+
+import json
+
+import gguf
+import pytest
+from gguf_models import byte_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from halfbyte.errors import ModelError
+from halfbyte.export.gguf.tokenizer import add_tokenizer, plain_template, pre_tokenizer
+
+SOURCES = {
+    "llama-spm": ("llama2-hf/tokenizer.json", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, 32000),
+    "llama-bpe": (
+        "llama3/tokenizer.json", {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}, 128256,
+    ),
+    "qwen2": ("qwen2/tokenizer.qwen2.5.json", {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}, 151936),
+    "gpt-2": ("gpt2/tokenizer.json", {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}, 50257),
+}  # fmt: skip
+
+
+def write_vocabulary(shared, fixture, path):
+    """A GGUF file with the tokenizer alone, the other keys those of the fixture."""
+    file, keys, size = SOURCES[fixture]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(shared / "data/tokenizers" / file), **keys)
+    reader = gguf.GGUFReader(shared / f"data/gguf/ggml-vocab-{fixture}.gguf")
+    arch = reader.get_field("general.architecture").contents()
+    writer = gguf.GGUFWriter(path, arch)
+    for name, field in reader.fields.items():
+        if name.startswith(f"{arch}."):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    add_tokenizer(writer, tokenizer, size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return path
+
+
+def fixture_texts(shared, fixture):
+    stem = shared / f"data/gguf/ggml-vocab-{fixture}.gguf"
+    texts = stem.with_name(stem.name + ".inp").read_text().split("\n__ggml_vocab_test__\n")
+    rows = stem.with_name(stem.name + ".out").read_text().split("\n")
+    return [(text, [int(each) for each in row.split()]) for text, row in zip(texts, rows, strict=False)]
+
+
+def keys(tokenizer, size, tmp_path, **more):
+    writer = gguf.GGUFWriter(tmp_path / "keys.gguf", "llama")
+    add_tokenizer(writer, tokenizer, size, **more)
+    return {name.removeprefix("tokenizer."): value.value for name, value in writer.kv_data[0].items()}
+
+
+@pytest.mark.slow  # the gguf library reads 280,000 merges one by one
+@pytest.mark.parametrize("fixture", SOURCES)
+def test_the_vocabulary_is_llamacpps(shared, tmp_path, fixture):
+    found = gguf.GGUFReader(write_vocabulary(shared, fixture, tmp_path / "v.gguf"))
+    theirs = gguf.GGUFReader(shared / f"data/gguf/ggml-vocab-{fixture}.gguf")
+
+    def value(reader, key):
+        return reader.get_field(f"tokenizer.ggml.{key}").contents()
+
+    assert value(found, "model") == value(theirs, "model")
+    assert value(found, "pre") == value(theirs, "pre")
+    tokens, expected = value(found, "tokens"), value(theirs, "tokens")
+    types, expected_types = value(found, "token_type"), value(theirs, "token_type")
+    known = [index for index, type_ in enumerate(expected_types) if type_ == gguf.TokenType.NORMAL]
+    assert [tokens[index] for index in known] == [expected[index] for index in known]
+    assert len(tokens) == len(expected)
+    different = {index for index in range(len(types)) if types[index] != expected_types[index]}
+    # Qwen 2.5 has 19 tokens more than the Qwen 2 of the fixture
+    assert different <= (set(range(151643, 151665)) if fixture == "qwen2" else set())
+    if fixture == "llama-spm":
+        scores, theirs_scores = value(found, "scores"), value(theirs, "scores")
+        merged = [index for index in known if scores[index] > -1e6]
+        assert len(merged) > 25_000
+        by_theirs = sorted(merged, key=lambda index: -theirs_scores[index])
+        assert sorted(merged, key=lambda index: -scores[index]) == by_theirs
+    else:
+        assert value(found, "merges") == value(theirs, "merges")
+
+
+def test_special_tokens_templates_and_unused_rows(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{%- generation -%}{{ m }}{% endgeneration %}{% endfor %}"
+    tokenizer.add_tokens(["<tool>"])
+    found = keys(tokenizer, 272, tmp_path, end_ids=[258, 259])
+    assert found["ggml.pre"] == "gpt-2"
+    assert found["ggml.tokens"][256] == "Ġt"
+    special = {token: tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>", "<pad>", "<tool>")}
+    types = found["ggml.token_type"]
+    assert [types[special[token]] for token in special] == [3, 3, 3, 4]
+    assert found["ggml.tokens"][271] == "[PAD271]"
+    assert types[271] == gguf.TokenType.UNUSED
+    assert (found["ggml.bos_token_id"], found["ggml.eos_token_id"]) == (special["<s>"], special["</s>"])
+    assert found["ggml.eot_token_id"] == next(i for i in (258, 259) if i != special["</s>"])
+    assert found["ggml.add_bos_token"] is False
+    assert found["chat_template"] == "{% for m in messages %}{%- if true -%}{{ m }}{% endif %}{% endfor %}"
+
+
+def test_generation_marks_keep_their_whitespace_control():
+    marked = "a {%- generation %} b {%+endgeneration-%} c {% generationx %}"
+    assert plain_template(marked) == "a {%- if true %} b {%+ endif -%} c {% generationx %}"
+
+
+def test_a_larger_tokenizer_than_the_embedding_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="258 rows"):
+        keys(byte_tokenizer(), 258, tmp_path)
+
+
+def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path):
+    unigram = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0)], unk_id=0)))
+    with pytest.raises(ModelError, match="Unigram"):
+        keys(unigram, 10, tmp_path)
+    described = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    described["pre_tokenizer"] = {"type": "Whitespace"}
+    with pytest.raises(ModelError, match="Whitespace"):
+        pre_tokenizer(described)
