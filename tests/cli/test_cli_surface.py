@@ -18,7 +18,6 @@ SURFACE = {
     "train": ["config", "overrides", "--resume"],
     "eval": ["model", "data", "overrides"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature"],
-    "mix": ["model", "data", "--bits", "--formats", "--tokens"],
     "generate": ["model", "prompts", "--max-new-tokens", "--temperature", "--batch-size"],
     "serve": [
         "model",
@@ -31,6 +30,7 @@ SURFACE = {
         "--max-queue",
     ],
     "merge": ["run", "out", "--base", "--verify --no-verify"],
+    "mix": ["model", "data", "--bits", "--formats", "--tokens"],
     "export": ["source", "--gguf", "--out", "--adapter-only", "--imatrix"],
     "env": [],
     "demo": ["output_dir"],
