@@ -25,6 +25,8 @@ ORDER = [
     ["export"],  # reads only saved runs, so a finished run can offer to merge itself
     ["train"],
     ["evaluate", "chat"],
+    ["serve"],
+    ["lm_eval"],
     ["demo"],
     ["cli", "__main__"],
 ]

@@ -134,6 +134,26 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: RunOrModel,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="A further adapter; may be repeated.")
+    ] = None,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 8192,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
+    max_seconds: Annotated[float, typer.Option(min=0.1, help="Longest time of a request, waiting included.")] = 300.0,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 16,
+) -> None:
+    """Answer OpenAI's HTTP interface."""
+    from .serve import serve_model
+
+    limits = {"prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens, "seconds": max_seconds, "queue": max_queue}
+    serve_model(model, host, port, adapter or [], **limits)
+
+
+@app.command()
 def merge(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's output_dir or an adapter")],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="new folder; default: RUN/merged")] = None,

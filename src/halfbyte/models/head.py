@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd.losses import linear_cross_entropy
+from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..notices import notice
 
 IGNORE_INDEX = -100
 PROBE_TOKENS = 8
+ARGMAX_ROWS = 256  # positions whose logits are made at a time
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,35 @@ def _loss_of_full_logits(model: nn.Module, inputs: dict[str, Any], labels: Tenso
     if getattr(output, "aux_loss", None) is not None:  # of a mixture of experts; a mean, as transformers adds it
         loss = loss + _config(model).router_aux_loss_coef * output.aux_loss * trained_tokens
     return loss
+
+
+def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens that are asked about, and whether each is the likeliest, without full logits.
+
+    Like `causal_lm_loss` it does not go through `model.forward`.
+
+    Args:
+        model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`.
+        inputs: of the model; `input_ids` [B, T] and more.
+        labels: int64 [B, T], the token that may follow position t (no shift); -100 where nothing is asked.
+
+    Returns:
+        log-probabilities fp32 [N] and bool [N] of the N positions that are asked about, row by row.
+    """
+    asked = labels != IGNORE_INDEX
+    wanted = labels[asked]
+    head = _head_of(model, dict(inputs))
+    if isinstance(head, str):
+        notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
+        logits = model(**inputs, use_cache=False).logits[asked].float()
+        return -F.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1) == wanted
+    causal_lm = _causal_lm(model)
+    hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[asked]
+    weight = causal_lm.get_output_embeddings().weight
+    log_probs, _ = linear_log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
+    # The largest stays the largest under a scale and a softcap.
+    likeliest = [(rows.to(weight.dtype) @ weight.T).argmax(-1) for rows in hidden.split(ARGMAX_ROWS)]
+    return log_probs, torch.cat(likeliest) == wanted
 
 
 def _causal_lm(model: nn.Module) -> Any:

@@ -1,0 +1,206 @@
+"""Runs and models of halfbyte in EleutherAI's lm-evaluation-harness, as its model "halfbyte".
+
+import halfbyte.lm_eval, lm_eval
+lm_eval.simple_evaluate("halfbyte", model_args={"pretrained": "out"}, tasks=["hellaswag"])
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from .adapters import compute, no_input_casts
+from .chat import turn_end
+from .errors import ConfigError, ModelError
+from .generation import Sampling
+from .models.head import IGNORE_INDEX, token_log_probs
+from .saved import load_saved
+from .serve.text import continue_texts
+from .train.samples import stop_tokens
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as missing:
+    raise ConfigError(f"lm-evaluation-harness cannot be imported: {missing}", "pip install lm_eval") from missing
+
+DEFAULT_CONTEXT = 2048  # where the model's config names none
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness takes all of them
+DEFAULT_LENGTH = 256
+Pair = tuple[list[int], list[int]]  # context, continuation
+Score = tuple[float, bool]  # log-probability in nats, whether greedy decoding gives the continuation
+
+
+@register_model("halfbyte")
+class HalfbyteLM(TemplateLM):
+    """A run, an adapter or a model, loaded as `halfbyte chat` loads it.
+
+    Args:
+        pretrained: a run's output_dir, an adapter, or a model.
+        batch_size: texts in a forward; a number.
+        max_length: tokens of context and continuation; default: the model's positions.
+        device: as in a run's configuration.
+        max_batch_size: the harness passes it for automatic batch sizes, which this class does not have.
+        overrides: keys of the run's configuration, e.g. load_in_4bit=True.
+
+    Raises:
+        ConfigError: a batch size that is not a number.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 8,
+        max_length: int | None = None,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **overrides: Any,
+    ):
+        super().__init__()
+        if max_batch_size is not None or not str(batch_size).isdigit() or int(batch_size) < 1:
+            asked = batch_size if max_batch_size is None else f"{batch_size} up to {max_batch_size}"
+            raise ConfigError(f"batch_size is {asked}", "use a number")
+        if device is not None:
+            overrides["device"] = device
+        self.saved = load_saved(pretrained, [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
+        self.tokenizer: Any = self.saved.tokenizer
+        model: Any = self.saved.model
+        self.model, self.batch_size = model, int(batch_size)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = max_length or positions or DEFAULT_CONTEXT
+        self._device = next(model.parameters()).device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context: BOS, where there is one."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids; with the tokenizer's BOS unless the text, e.g. from a chat template, has it already."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
+        return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[Score]:
+        scores = self._scores([(context, continuation) for _, context, continuation in requests])
+        for (texts, _, _), score in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, score)
+        return scores
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        pairs: list[Pair] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
+                pairs.append(make_disjoint_window(window))
+                owners.append(owner)
+        sums = [0.0] * len(requests)
+        for owner, (log_prob, _) in zip(owners, self._scores(pairs), strict=True):
+            sums[owner] += log_prob
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    @torch.inference_mode()
+    def _scores(self, pairs: Sequence[Pair]) -> list[Score]:
+        """The score of each continuation; texts of similar lengths go together, the longest first."""
+        order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
+        scores: dict[int, Score] = {}
+        for first in range(0, len(order), self.batch_size):
+            some = order[first : first + self.batch_size]
+            rows = [self._row(*pairs[index]) for index in some]
+            # A token does not see what follows it, so padding at the end needs no mask.
+            ids = pad_sequence([row[0] for row in rows], batch_first=True).to(self._device)
+            labels = pad_sequence([row[1] for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
+            with no_input_casts(self.model), compute(self.model):
+                log_probs, greedy = token_log_probs(self.model, {"input_ids": ids}, labels.to(self._device))
+            lengths = [len(pairs[index][1]) for index in some]
+            parts = zip(some, log_probs.cpu().split(lengths), greedy.cpu().split(lengths), strict=True)
+            scores |= {index: (float(part.double().sum()), bool(same.all())) for index, part, same in parts}
+        return [scores[index] for index in range(len(pairs))]
+
+    def _row(self, context: list[int], continuation: list[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and, for each, the token asked about; a long context loses its beginning."""
+        if len(continuation) > self.max_length:
+            raise ModelError(
+                f"a continuation of {len(continuation)} tokens passes max_length {self.max_length}",
+                "raise max_length, where the model allows it",
+            )
+        tokens = torch.tensor((context + continuation)[-(self.max_length + 1) :])
+        labels = tokens[1:].clone()
+        labels[: len(labels) - len(continuation)] = IGNORE_INDEX
+        return tokens[:-1], labels
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        groups: dict[str, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            groups[json.dumps(request.args[1], sort_keys=True)].append(index)
+        answers = [""] * len(requests)
+        for options, members in groups.items():
+            members.sort(key=lambda index: -len(requests[index].args[0]))
+            for first in range(0, len(members), self.batch_size):
+                some = members[first : first + self.batch_size]
+                found = self._continue([requests[index].args[0] for index in some], json.loads(options))
+                for index, answer in zip(some, found, strict=True):
+                    answers[index] = answer
+                    self.cache_hook.add_partial("generate_until", requests[index].args, answer)
+        return answers
+
+    def _continue(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:
+        """The answers of a batch. `options` as tasks write them.
+
+        Raises:
+            ConfigError: an option that generation does not have, or no room for a prompt.
+        """
+        until = options.pop("until", None) or []
+        lengths = [options.pop(name) for name in LENGTHS if name in options]
+        new = int(lengths[0]) if lengths else DEFAULT_LENGTH
+        sampled = options.pop("do_sample", None)
+        temperature = 0.0 if sampled is False else options.pop("temperature", 1.0 if sampled else 0.0)
+        options.pop("temperature", None)
+        sampling = Sampling(float(temperature), int(options.pop("top_k", 0)), float(options.pop("top_p", 1.0)))
+        if options:
+            raise ConfigError(f"generation option {next(iter(options))} is unknown", "leave it out of --gen_kwargs")
+        if new >= self.max_length:
+            raise ConfigError(
+                f"{new} new tokens leave no room for a prompt within {self.max_length}", "lower max_gen_toks"
+            )
+        template = self.tokenizer.chat_template
+        answers = [""] * len(contexts)
+        for piece in continue_texts(
+            self.model,
+            self.tokenizer,
+            [self.tok_encode(context)[-(self.max_length - new) :] for context in contexts],
+            max_new_tokens=new,
+            sampling=sampling,
+            ends=stop_tokens(self.tokenizer, self.model, turn_end(self.tokenizer) if template else []),
+            stops=[stop for stop in ([until] if isinstance(until, str) else until) if stop],
+        ):
+            answers[piece.row] += piece.text
+        return answers

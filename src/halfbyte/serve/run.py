@@ -1,0 +1,88 @@
+"""Binding, loading, serving, and leaving at a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Mapping
+
+import uvicorn
+
+from ..errors import ConfigError
+from ..notices import notice
+from .app import Endpoints, application
+from .model import Limits, load
+
+GRACE_SECONDS = 10.0  # that running requests get to finish
+HANGUP_SECONDS = 5  # then, for clients to read why they were stopped
+SPARE_CONNECTIONS = 64  # beyond the queue, for clients that hold one open or are still sending
+
+
+class Server(uvicorn.Server):
+    """Stops generating some time after a signal, so that no request is cut off without a word."""
+
+    def __init__(self, config: uvicorn.Config, endpoints: Endpoints):
+        super().__init__(config)
+        self.endpoints = endpoints
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(GRACE_SECONDS, self.endpoints.stop)
+        await super().shutdown(sockets)
+
+
+def serve(name: str, host: str, port: int, adapters: Mapping[str, str], limits: Limits) -> None:
+    """Serve a run or a model until SIGINT or SIGTERM; returns after running requests have ended.
+
+    Args:
+        name: a run's output_dir, an adapter, or a model.
+        port: 0 for any free one; the line printed at the start has it.
+        adapters: name in requests → folder.
+
+    Raises:
+        ConfigError: the address cannot be had.
+        HalfbyteError: the model or an adapter cannot be loaded.
+    """
+    listener = _bind(host, port)
+    with listener:
+        served = load(name, adapters, limits)
+        if not _is_local(host):
+            notice("serve", f"whoever reaches {host} can use the model: there is no authentication")
+        endpoints = Endpoints(served)
+        config = uvicorn.Config(
+            application(endpoints),
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=int(GRACE_SECONDS) + HANGUP_SECONDS,
+            limit_concurrency=limits.queue + SPARE_CONNECTIONS,
+        )
+        listener.listen()
+        where = f"[{host}]" if ":" in host else host
+        address = f"http://{where}:{listener.getsockname()[1]}/v1"
+        print(f"serving {', '.join(served.names)} at {address}; Ctrl-C stops", flush=True)
+        # uvicorn repeats a signal once it has shut down, for whoever handled it before; that is nobody now.
+        before = {sign: signal.signal(sign, lambda *_: None) for sign in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            Server(config, endpoints).run(sockets=[listener])
+        finally:
+            for sign, handler in before.items():
+                signal.signal(sign, handler)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket at the address, before the model is loaded: a port in use is known at once."""
+    listener = None
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}", "choose another --host or --port") from error
+    return listener
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

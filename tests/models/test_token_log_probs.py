@@ -1,0 +1,40 @@
+"""Log-probabilities of asked tokens beside those of the model's own full logits."""
+
+import pytest
+import torch
+from patch_models import FAMILIES, batch, tiny
+from torch import nn
+
+from halfbyte import notices
+from halfbyte.models.head import token_log_probs
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("head", ["plain", "biased"])
+def test_they_equal_those_of_full_logits(family, head):
+    assert "final_logit_softcapping" in FAMILIES["Gemma2"]
+    notices.forget()
+    model = tiny(family).eval()
+    if head == "biased":
+        model.get_base_model().lm_head.bias = nn.Parameter(torch.randn(101))
+    inputs = {"input_ids": batch()["input_ids"]}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        labels = torch.randint(0, 101, inputs["input_ids"].shape)
+        labels[:, ::2] = logits[:, ::2].argmax(-1)
+        labels[1, 3:9] = -100
+        log_probs, likeliest = token_log_probs(model, inputs, labels)
+    asked = labels != -100
+    expected = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)[asked]
+    torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(likeliest, (logits.argmax(-1) == labels)[asked])
+    assert 0 < likeliest.sum() < len(likeliest)
+    assert ("full_logits" in notices.said()) == (head == "biased")
+
+
+def test_nothing_asked():
+    model = tiny("Llama").eval()
+    inputs = {"input_ids": batch()["input_ids"]}
+    with torch.inference_mode():
+        found = token_log_probs(model, inputs, torch.full_like(inputs["input_ids"], -100))
+    assert [len(part) for part in found] == [0, 0]

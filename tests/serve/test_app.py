@@ -1,0 +1,389 @@
+"""The server in this process: answers beside transformers' own, streams, adapters, limits, refusals."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+import torch
+from peft import PeftModel
+from serve_tiny import CONTEXT, random_adapter
+from starlette.testclient import TestClient
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.generation import generate
+from halfbyte.serve.app import Endpoints, application
+from halfbyte.serve.model import Limits, load
+from halfbyte.serve.text import Piece
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+ONCE = {"model": "tiny", "prompt": "Once"}
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def served(base_folder, adapters):
+    return load(str(base_folder), {name: str(path) for name, path in adapters.items()})
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with TestClient(application(Endpoints(served)), raise_server_exceptions=False) as client:
+        yield client
+
+
+def theirs(folder, prompt: str, adapter=None, new=12) -> str:
+    """transformers' greedy continuation."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), LlamaForCausalLM.from_pretrained(folder)
+    if adapter:
+        model = PeftModel.from_pretrained(model, adapter)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
+    found = model.generate(**ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return tokenizer.decode(found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def events(response) -> list[dict]:
+    """The data of a stream, which must end with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def error_of(response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+class TestAnswers:
+    def test_models(self, client):
+        listed = client.get("/v1/models").json()
+        assert listed["object"] == "list"
+        assert [model["id"] for model in listed["data"]] == ["tiny", "poet", "clerk"]
+        assert client.get("/v1/models/poet").json()["id"] == "poet"
+        assert error_of(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+
+    def test_a_chat_equals_transformers(self, client, base_folder):
+        answer = client.post(CHAT, json=HELLO | GREEDY).json()
+        prompt = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": theirs(base_folder, prompt)}
+        assert (choice["index"], choice["finish_reason"]) == (0, "length")
+        assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
+        lengths = {"prompt_tokens": 1 + 5 + 5 + 1 + 1 + 1 + 10, "completion_tokens": 12, "total_tokens": 36}
+        assert answer["usage"] == lengths
+
+    def test_each_request_names_its_adapter(self, client, base_folder, adapters):
+        texts = {}
+        for name, folder in {"tiny": None, **adapters, "tiny ": None}.items():
+            answer = client.post(TEXT, json=ONCE | GREEDY | {"model": name.strip()}).json()
+            texts[name] = answer["choices"][0]["text"]
+            assert texts[name] == theirs(base_folder, "Once", folder)
+        assert len(set(texts.values())) == 3
+
+    def test_prompts_of_one_request_are_a_batch(self, client, served, base_folder):
+        prompts = ["Once", "A longer prompt"]
+        for prompt in (prompts, [served.saved.tokenizer(text)["input_ids"] for text in prompts]):
+            answer = client.post(TEXT, json=GREEDY | {"model": "tiny", "prompt": prompt}).json()
+            assert [choice["text"] for choice in answer["choices"]] == [theirs(base_folder, text) for text in prompts]
+            assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+            assert answer["usage"]["completion_tokens"] == 24
+
+    def test_stop_sequences_end_the_answer_and_are_left_out(self, client):
+        whole = client.post(TEXT, json=ONCE | GREEDY).json()["choices"][0]["text"]
+        assert len(whole) > 5
+        stop = whole[3:5]
+        (choice,) = client.post(TEXT, json=ONCE | GREEDY | {"stop": [stop, "never"]}).json()["choices"]
+        assert choice["text"] == whole[: whole.find(stop)]
+        assert choice["finish_reason"] == "stop"
+        assert text_of(client.post(TEXT, json=ONCE | GREEDY | {"stop": stop, "stream": True})) == choice["text"]
+
+    def test_an_end_token_ends_the_answer(self, client, served, monkeypatch):
+        ids = served.saved.tokenizer("Once")["input_ids"]
+        (tokens,) = generate(served.saved.model, [ids], max_new_tokens=12, stops=[], adapter=None)
+        monkeypatch.setattr(served.talk, "stops", [tokens[2]])
+        answer = client.post(TEXT, json=ONCE | GREEDY).json()
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == tokens.index(tokens[2]) + 1
+
+    def test_a_seed_repeats_an_answer(self, client):
+        def answer(seed):
+            body = ONCE | {"max_tokens": 12, "seed": seed, "top_p": 0.9, "temperature": 1.5}
+            return client.post(TEXT, json=body).json()["choices"][0]["text"]
+
+        assert answer(1) == answer(1) != answer(2)
+
+    def test_parts_of_text_and_options_that_ask_for_nothing(self, client):
+        plain = client.post(CHAT, json=HELLO | GREEDY).json()["choices"]
+        parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+        nothing = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "stop": None, "tools": [], "user": "me"}
+        body = HELLO | GREEDY | nothing | {"messages": [{"role": "user", "content": parts, "name": None}]}
+        assert client.post(CHAT, json=body).json()["choices"] == plain
+
+
+def text_of(response) -> str:
+    return "".join(choice["text"] for event in events(response) for choice in event["choices"])
+
+
+class TestStreams:
+    def test_a_chat_adds_up(self, client):
+        whole = client.post(CHAT, json=HELLO | GREEDY).json()
+        body = HELLO | GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
+        first, *chunks, last = events(client.post(CHAT, json=body))
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        assert said == whole["choices"][0]["message"]["content"]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+        assert {event["object"] for event in (first, *chunks, last)} == {"chat.completion.chunk"}
+        assert len({event["id"] for event in (first, *chunks, last)}) == 1
+
+    def test_a_batch_of_completions(self, client):
+        body = GREEDY | {"model": "tiny", "prompt": ["Once", "A longer prompt"]}
+        texts = ["", ""]
+        for event in events(client.post(TEXT, json=body | {"stream": True})):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [choice["text"] for choice in client.post(TEXT, json=body).json()["choices"]]
+
+    def test_what_is_refused_has_its_status(self, client):
+        assert error_of(client.post(CHAT, json=HELLO | {"stream": True, "max_tokens": 10_000}), 400)
+
+
+SYSTEM_LAST = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "message"),
+    [
+        (CHAT, "{", 400, None, "body: Invalid JSON"),
+        (CHAT, "[]", 400, None, "body: Input should be an object"),
+        (CHAT, "[" * 5000, 400, None, "body: Invalid JSON"),
+        (CHAT, b'{"model": "\xff"}', 400, None, "body: Invalid JSON"),
+        (CHAT, r'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}', 400, None, "Invalid JSON"),
+        (CHAT, {"messages": []}, 400, "model", "model: Field required"),
+        (CHAT, {"model": "tiny"}, 400, "messages", "messages: Field required"),
+        (CHAT, {"model": "tiny", "messages": []}, 400, "messages", "at least 1 item"),
+        (CHAT, {"model": "tiny", "messages": [{"role": "robot", "content": ""}]}, 400, "messages[0].role", "'user'"),
+        (CHAT, {"model": "tiny", "messages": [{"role": "user"}]}, 400, "messages[0].content", "Field required"),
+        (CHAT, {"model": "tiny", "messages": IMAGE}, 400, "messages[0].content", "only text is supported"),
+        (CHAT, {"model": "tiny", "messages": SYSTEM_LAST}, 400, "messages", "template says: system comes first"),
+        (CHAT, HELLO | {"model": "gpt-4"}, 404, "model", "no model 'gpt-4' here; there is tiny, poet, clerk"),
+        (CHAT, HELLO | {"temperature": 3}, 400, "temperature", "less than or equal to 2"),
+        (CHAT, HELLO | {"temperature": "hot"}, 400, "temperature", "valid number"),
+        (CHAT, '{"model": "tiny", "temperature": NaN}', 400, "temperature", "finite"),
+        (CHAT, HELLO | {"top_p": 0}, 400, "top_p", "greater than 0"),
+        (CHAT, HELLO | {"seed": -1}, 400, "seed", "greater than or equal to 0"),
+        (CHAT, HELLO | {"seed": 2**64}, 400, "seed", ""),
+        (CHAT, HELLO | {"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+        (CHAT, HELLO | {"max_tokens": "5"}, 400, "max_tokens", "valid integer"),
+        (CHAT, HELLO | {"max_completion_tokens": True}, 400, "max_completion_tokens", "valid integer"),
+        (CHAT, HELLO | {"stop": ""}, 400, "stop[0]", "at least 1 character"),
+        (CHAT, HELLO | {"stop": list("abcde")}, 400, "stop", "at most 4 items"),
+        (CHAT, HELLO | {"stream": "yes"}, 400, "stream", "valid boolean"),
+        (CHAT, HELLO | {"n": 2}, 400, "n", "n: this server does not have it"),
+        (CHAT, HELLO | {"tools": [{"type": "function"}]}, 400, "tools", "does not have it"),
+        (CHAT, HELLO | {"max_tokens": 120}, 400, "messages", "context is 128 tokens, and you asked for 144 (24 in"),
+        (TEXT, {"model": "tiny"}, 400, "prompt", "Field required"),
+        (TEXT, {"model": "tiny", "prompt": ""}, 400, "prompt", "none of them empty"),
+        (TEXT, {"model": "tiny", "prompt": []}, 400, "prompt", "none of them empty"),
+        (TEXT, {"model": "tiny", "prompt": [[]]}, 400, "prompt", "none of them empty"),
+        (TEXT, {"model": "tiny", "prompt": ["a", 3]}, 400, "prompt", "none of them empty"),
+        (TEXT, {"model": "tiny", "prompt": [1, 999_999]}, 400, "prompt", "token 999999 is outside"),
+        (TEXT, {"model": "tiny", "prompt": [-1]}, 400, "prompt", "token -1 is outside"),
+        (TEXT, {"model": "tiny", "prompt": ["a"] * 17}, 400, "prompt", "17 prompts; this server takes 16"),
+        (TEXT, {"model": "tiny", "prompt": "a" * 128}, 400, "prompt", "asked for 129 (128 in prompt, at least 1"),
+        (TEXT, ONCE | {"logprobs": 0}, 400, "logprobs", "does not have it"),
+        (TEXT, ONCE | {"echo": True}, 400, "echo", "does not have it"),
+        ("/v1/embeddings", {}, 404, None, "POST /v1/embeddings: Not Found"),
+    ],
+)
+def test_malformed_requests(client, path, body, status, param, message):
+    content = body if isinstance(body, str | bytes) else json.dumps(body)
+    error = error_of(client.post(path, content=content, headers={"content-type": "application/json"}), status)
+    assert message in error["message"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+
+
+def test_methods_and_content_types(client):
+    assert "Method Not Allowed" in error_of(client.get(CHAT), 405)["message"]
+    for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
+        answer = client.post(CHAT, content=json.dumps(HELLO), headers={"content-type": kind})
+        assert "application/json" in error_of(answer, 415)["message"]
+
+
+def test_limits_name_the_numbers(base_folder):
+    served = load(str(base_folder), {}, Limits(body_bytes=200, prompt_tokens=8, max_tokens=5))
+    with TestClient(application(Endpoints(served))) as client:
+        assert "longer than 200 bytes" in error_of(client.post(TEXT, json=ONCE | {"user": "x" * 200}), 413)["message"]
+        long = client.post(TEXT, json=ONCE | {"prompt": "123456789"})
+        assert error_of(long, 400)["message"] == "prompt: 9 tokens; this server takes 8"
+        asked = error_of(client.post(TEXT, json=ONCE | {"max_tokens": 6}), 400)
+        assert (asked["param"], asked["message"]) == ("max_tokens", "max_tokens: 6; this server generates 5 at most")
+        assert client.post(TEXT, json=ONCE | {"temperature": 0}).json()["usage"]["completion_tokens"] == 5
+
+
+def test_the_default_length_is_what_the_context_has_room_for(client):
+    prompt = [5] * (CONTEXT - 3)
+    usage = client.post(TEXT, json={"model": "tiny", "prompt": prompt, "temperature": 0}).json()["usage"]
+    assert usage["completion_tokens"] == 3
+
+
+class Endless:
+    """Stands for a model: an answer that goes on until it is closed."""
+
+    def __init__(self):
+        self.running, self.closed = threading.Event(), threading.Event()
+
+    def __call__(self, work):
+        try:
+            while True:
+                self.running.set()
+                time.sleep(0.005)
+                yield Piece(0, "x", None)
+        finally:
+            self.closed.set()
+
+
+def scope(path: str) -> dict:
+    headers = [(b"content-type", b"application/json")]
+    return {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "asgi": {}}
+
+
+async def ask(app, body: dict, gone: asyncio.Event, path=TEXT) -> list[dict]:
+    """A request whose client stays until `gone`; the messages that were sent to it."""
+    sent: list[dict] = []
+    pending = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if pending:
+            return pending.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    await app(scope(path), receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_the_generation(served, monkeypatch, stream):
+    async def scenario():
+        endless, gone = Endless(), asyncio.Event()
+        monkeypatch.setattr(served, "answer", endless)
+        app = application(Endpoints(served))
+        request = asyncio.create_task(ask(app, ONCE | {"stream": stream}, gone))
+        await asyncio.to_thread(endless.running.wait, 10)
+        await asyncio.sleep(0.1)
+        assert not endless.closed.is_set()
+        gone.set()
+        await asyncio.wait_for(request, 10)
+        assert await asyncio.to_thread(endless.closed.wait, 10)
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_refuses_and_the_next_one_gets_its_turn(served, monkeypatch):
+    async def scenario():
+        monkeypatch.setattr(served, "limits", Limits(queue=1))
+        app = application(Endpoints(served))
+        endless, gone, stays = Endless(), asyncio.Event(), asyncio.Event()
+        monkeypatch.setattr(served, "answer", endless)
+        running = asyncio.create_task(ask(app, ONCE, gone))
+        await asyncio.to_thread(endless.running.wait, 10)
+        monkeypatch.undo()
+        waiting = asyncio.create_task(ask(app, ONCE | GREEDY, stays))
+        await asyncio.sleep(0.1)
+        refused = await ask(app, ONCE, stays)
+        assert refused[0]["status"] == 429
+        assert (b"retry-after", b"1") in refused[0]["headers"]
+        assert json.loads(refused[1]["body"])["error"]["code"] == "queue_full"
+        gone.set()
+        await asyncio.wait_for(running, 10)
+        answer = await asyncio.wait_for(waiting, 10)
+        assert answer[0]["status"] == 200
+
+    asyncio.run(scenario())
+
+
+def test_stopping_ends_what_runs_and_what_waits(served, monkeypatch):
+    async def scenario():
+        endless, stays = Endless(), asyncio.Event()
+        monkeypatch.setattr(served, "answer", endless)
+        endpoints = Endpoints(served)
+        app = application(endpoints)
+        requests = [asyncio.create_task(ask(app, ONCE, stays)) for _ in range(2)]
+        await asyncio.to_thread(endless.running.wait, 10)
+        endpoints.stop()
+        for request in requests:
+            status, body = await asyncio.wait_for(request, 10)
+            assert status["status"] == 503
+            assert json.loads(body["body"])["error"]["message"] == "the server is shutting down"
+        assert await asyncio.to_thread(endless.closed.wait, 10)
+
+    asyncio.run(scenario())
+
+
+def test_time_runs_out(served, monkeypatch):
+    monkeypatch.setattr(served, "limits", Limits(seconds=0.3))
+    endless = Endless()
+    monkeypatch.setattr(served, "answer", endless)
+    with TestClient(application(Endpoints(served))) as client:
+        error = error_of(client.post(TEXT, json=ONCE), 504)
+        assert error["code"] == "timeout"
+        assert "ran out of time after" in error["message"]
+        assert endless.closed.wait(10)
+        *_, last, end = client.post(TEXT, json=ONCE | {"stream": True}).text.split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert end == ""
+
+
+def test_out_of_memory_and_bugs(served, client, monkeypatch):
+    def failing(error):
+        def answer(work):
+            raise error
+            yield
+
+        monkeypatch.setattr(served, "answer", answer)
+        return client.post(TEXT, json=ONCE)
+
+    assert "1 prompts of 4 tokens" in error_of(failing(torch.OutOfMemoryError()), 503)["message"]
+    assert error_of(failing(ZeroDivisionError("secret")), 500)["message"].startswith("internal error")
+    monkeypatch.undo()
+    assert client.post(TEXT, json=ONCE | GREEDY).status_code == 200
+
+
+class TestLoading:
+    def test_a_run_answers_with_and_without_its_adapter(self, adapters):
+        served = load(str(adapters["poet"]), {"clerk": str(adapters["clerk"])})
+        assert served.names == {"poet": "default", "tiny": None, "clerk": "adapter_2"}
+
+    def test_no_template_takes_one_user_message(self, base_folder, served, monkeypatch):
+        monkeypatch.setattr(served.talk, "style", "instruction")
+        with TestClient(application(Endpoints(served))) as client:
+            answer = client.post(CHAT, json=HELLO | GREEDY).json()
+            assert answer["choices"][0]["message"]["content"] == theirs(base_folder, served.talk.prompt("Hello"))
+            turns = [{"role": "system", "content": "x"}, *HELLO["messages"]]
+            assert "no chat template" in error_of(client.post(CHAT, json=HELLO | {"messages": turns}), 400)["message"]
+
+    def test_names_and_folders(self, base_folder, adapters, tmp_path):
+        with pytest.raises(ConfigError, match="--adapter tiny: the model has this name"):
+            load(str(base_folder), {"tiny": str(adapters["poet"])})
+        with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+            load(str(base_folder), {"poet": str(base_folder)})
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_an_adapter_of_another_base(self, first, adapters, base_folder, tiny_checkpoint, tmp_path):
+        other = random_adapter(tiny_checkpoint("Llama"), tmp_path / "other", 3)
+        further = {} if first else {"poet": str(adapters["poet"])}
+        message = r"other does not fit the model: .*size mismatch for \S+q_proj\S+: copying .*\[2, 64\]"
+        with pytest.raises(CheckpointError, match=message):
+            load(str(base_folder), further | {"other": str(other)})

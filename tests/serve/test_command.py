@@ -1,0 +1,58 @@
+"""`halfbyte serve` as a process: it answers, and leaves at a signal with 0."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from halfbyte.cli import serve as command
+from halfbyte.errors import ConfigError
+
+
+def test_a_process_answers_and_leaves_in_the_middle_of_a_request(base_folder, adapters):
+    arguments = ["serve", str(base_folder), "--port", "0", "--adapter", f"poet={adapters['poet']}"]
+    program = [sys.executable, "-m", "halfbyte", *arguments]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            line = server.stdout.readline()
+            found = re.fullmatch(r"serving tiny, poet at (http://127\.0\.0\.1:\d+/v1); Ctrl-C stops\n", line)
+            assert found, line + server.stderr.read()
+            body = json.dumps({"model": "poet", "prompt": "Once", "max_tokens": 100, "stream": True, "temperature": 0})
+            request = urllib.request.Request(
+                f"{found[1]}/completions", body.encode(), {"content-type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert response.readline().startswith(b"data: ")
+                server.send_signal(signal.SIGTERM)  # the request that runs is answered to its end
+                assert response.read().endswith(b"data: [DONE]\n\n")
+            assert server.wait(60) == 0
+            assert "Traceback" not in server.stderr.read()
+        finally:
+            server.kill()
+
+
+def test_a_port_in_use_is_known_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            command.serve_model("no/such-model", "127.0.0.1", port, [])
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [(["poet"], "--adapter poet is not name=path"), (["=x"], "not name=path"), (["a=x", "a=y"], "given twice")],
+)
+def test_adapters_are_name_and_path(adapters, message):
+    with pytest.raises(ConfigError, match=message):
+        command.serve_model("m", "127.0.0.1", 0, adapters)
+
+
+def test_without_the_extra_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match="serving needs uvicorn\n  fix: pip install 'halfbyte\\[serve\\]'"):
+        command.serve_model("m", "127.0.0.1", 0, [])
