@@ -3,14 +3,14 @@
 python -m benchmarks.gemv [--sweep] [--batches 1,4] [--json FILE]
 
 Calls rotate over weights, so that none comes from the cache. TB/s is of packed bytes: codes and scales. `--sweep` times
-every block shape of both kernels and prints the best five of each; without it, what `linear_blockwise4` picks is timed.
+every block shape of the CUDA kernel and prints the best; without it, what `linear_blockwise4` picks is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.formats import Blockwise4
+from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks, image, product
+from halfbyte.kernels.launch import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
 
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
@@ -26,20 +28,19 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ROTATE = 4e8  # bytes that a round over the weights reads at least, eight times the second-level cache
 
 
-def candidates(batch: int) -> list[tuple[str, Callable, tuple]]:
-    """Every block shape worth a try: (name, function, blocks)."""
-    from halfbyte.kernels.gemv4 import GemvBlocks, SmallBlocks, gemv, small
-
-    found: list[tuple[str, Callable, tuple]] = []
-    if batch <= 4:
-        shapes = itertools.product((2, 4, 8, 16), ((64, 1), (128, 1), (256, 1), (256, 4), (512, 4)))
-        for rows, (words, vector) in shapes:
-            if rows * batch * vector <= 32:  # registers
-                found.append(("gemv", gemv, GemvBlocks(rows, words, vector)))
-    for rows, words, stages, splits in itertools.product((64, 128), (16, 32), (1, 2, 3), (1, 2, 4, 8)):
-        if rows * words <= 2048 or batch > 16:
-            found.append(("small", small, SmallBlocks(rows, words, splits, stages)))
-    return found
+def candidates(batch: int) -> list[Blocks]:
+    """Every block shape of the CUDA kernel worth a try for `batch` rows of x."""
+    tiles = power_of_2(ceil_div(batch, 8))
+    shapes = itertools.product((1, 2, 4), ((1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4)), (1, 2, 4), (2, 3, 4, 6))
+    found = [Blocks(rt, *warps, s, stages) for rt, warps, s, stages in shapes]
+    return [
+        blocks
+        for blocks in found
+        if blocks.shared_bytes(8 * tiles, True) <= SHARED_BYTES
+        and blocks.rt * tiles * blocks.wr * blocks.wk <= 128  # registers
+        and (16 if batch > 16 else 32) <= blocks.wr * blocks.wk * blocks.rt * (blocks.stages - 1) <= 64  # 2 KiB each ahead
+        and (batch > 8 or blocks.wr == 1)
+    ]
 
 
 def weights_of(rows: int, columns: int) -> list[tuple]:
@@ -69,18 +70,20 @@ def error_of(x: Tensor, weight: tuple) -> float:
     return float((linear_blockwise4(x, *weight, None) - expected).norm() / expected.norm())
 
 
-def sweep(x: Tensor, weights: list[tuple]) -> dict[str, list[tuple[float, tuple]]]:
-    """(µs, blocks) of each kernel's block shapes, best first."""
-    times: dict[str, list[tuple[float, tuple]]] = {}
-    for name, function, blocks in candidates(x.shape[0]):
-        try:
-            us = graph_us([partial(function, x, *weight, None, blocks) for weight in weights], 5)
-        except Exception as error:  # a shape that the compiler or the device refuses is no candidate
-            print(f"    {name} {tuple(blocks)}: {type(error).__name__} {str(error).splitlines()[0][:100]}")
-            torch.cuda.synchronize()
-            continue
-        times.setdefault(name, []).append((us, tuple(blocks)))
-    return {name: sorted(found) for name, found in times.items()}
+def sweep(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
+    """(µs, blocks) of each block shape, best first."""
+    shapes = candidates(x.shape[0])
+    rest = x.get_device(), power_of_2(ceil_div(x.shape[0], 8)), True, x.dtype is torch.bfloat16
+    with ThreadPoolExecutor(16) as pool:  # NVRTC leaves Python's lock
+        list(pool.map(lambda blocks: image(blocks, *rest), shapes))
+    times = []
+    for blocks in shapes:
+        calls = [
+            partial(product, x, packed, absmax, nested, kind, rows, None, blocks)
+            for packed, absmax, nested, _, kind, rows in weights
+        ]
+        times.append((graph_us(calls, 5), tuple(blocks)))
+    return sorted(times)
 
 
 def main() -> None:
@@ -108,9 +111,8 @@ def main() -> None:
                   f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
             if given.sweep:
                 row["sweep"] = sweep(x, weights)
-                for name, found in row["sweep"].items():
-                    best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in found[:5])
-                    print(f"    {name}: {best}", flush=True)
+                best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:8])
+                print(f"    {best}", flush=True)
             result["rows"].append(row)
     write_result(given.json, result)
 
