@@ -20,6 +20,7 @@ import torch
 from ..native import BuildError, cache_folder
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+INCLUDE = '#include "warp.cuh"'
 
 
 class Kernel:
@@ -68,7 +69,8 @@ def cubin(name: str, capability: tuple[int, int], constants: dict[str, int]) -> 
     Raises:
         BuildError: with NVRTC's first message.
     """
-    source = Path(__file__).with_name(f"{name}.cu").read_text()
+    folder = Path(__file__).parent
+    source = (folder / f"{name}.cu").read_text().replace(INCLUDE, (folder / "warp.cuh").read_text())
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
     key = hashlib.sha256(f"{source}{options}{torch.version.cuda}".encode()).hexdigest()[:16]

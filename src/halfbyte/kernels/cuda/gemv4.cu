@@ -16,74 +16,15 @@ asynchronously. At the end of a tile the sums of all WK·S warps are added in a 
 
 Constants: RT, NT (tiles of 8 rows of x), WR, WK, S, STAGES (slots of the ring, one being computed on), NESTED, BF16. */
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "warp.cuh"
 
 constexpr u32 WARP_ROWS = 16 * RT, ROWS = WARP_ROWS * WR, WARPS = WR * WK, THREADS = 32 * WARPS;
 constexpr u32 TABLE = 65536, CODES = 128 * WARP_ROWS, SCALE = NESTED ? 4 : 16;
 constexpr u32 SLOT = CODES + WARP_ROWS * (NESTED ? 8 : 16); /* codes, scales of 4 blocks a row, second scales */
 
-extern __shared__ __align__(1024) u8 shared[];
-
-__device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *from, bool inside) {
-    u32 size = inside ? SIZE : 0; /* the rest is zeros */
-    if (SIZE == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address(to)), "l"(from), "r"(size) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address(to)), "l"(from), "r"(size) : "memory");
-}
-
 /* What the table has for byte i of a word; `lane4` is lane · 4. */
 template <typename T, u32 AT> __device__ __forceinline__ T look_up(u32 word, int i, u32 lane4) {
     return *(const T *)(shared + AT + __byte_perm(word, lane4, 0x5504 | i << 4));
-}
-
-__device__ __forceinline__ u32 pair(float first, float second) {
-    u32 both;
-    if (BF16)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
-}
-
-__device__ __forceinline__ float number(unsigned short bits) {
-    float value;
-    if (BF16)
-        return __uint_as_float((u32)bits << 16);
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if (BF16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void all_arrive() {
-    if (S > 1)
-        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-    else
-        __syncthreads();
-}
-
-/* A float of the block `rank` of this cluster, at the place that has `local` in this one. */
-__device__ __forceinline__ float of_block(const float *local, u32 rank) {
-    float value;
-    if (S == 1)
-        return *local;
-    asm volatile("{ .reg .u32 a; mapa.shared::cluster.u32 a, %1, %2; ld.shared::cluster.f32 %0, [a]; }"
-                 : "=f"(value) : "r"(address(local)), "r"(rank) : "memory");
-    return value;
 }
 
 struct Weight {
@@ -117,7 +58,7 @@ __device__ __forceinline__ void build_table(const float *codebook, const float *
     for (u32 i = threadIdx.x; i < TABLE / 16; i += THREADS) { /* 8 pieces of weights, 8 of scales to an entry */
         u32 entry = i / 16, word = 0;
         if (i % 16 < 8)
-            word = pair(codebook[entry >> 4], codebook[entry & 15]);
+            word = pair<BF16>(codebook[entry >> 4], codebook[entry & 15]);
         else if (NESTED)
             word = __float_as_uint(code[entry]);
         ((uint4 *)shared)[i] = make_uint4(word, word, word, word);
@@ -135,7 +76,7 @@ __device__ __forceinline__ float scale_of(const u8 *slot, u32 row, int b, float 
 
 /* Add a step's products to `sum`. `x` is this lane's first value of row g of x in this step. */
 __device__ __forceinline__ void compute(
-    float (&sum)[RT][NT][4], const u8 *slot, const unsigned short *x, u32 columns, u32 batch, float offset, u32 lane) {
+    float (&sum)[RT][NT][4], const u8 *slot, const u16 *x, u32 columns, u32 batch, float offset, u32 lane) {
     u32 g = lane / 4, t = lane % 4, lane4 = lane * 4;
     const uint4 none = make_uint4(0, 0, 0, 0);
 #pragma unroll(NT *RT < 8 ? 4 : 1)
@@ -163,10 +104,10 @@ __device__ __forceinline__ void compute(
 #pragma unroll
             for (int r = 0; r < RT; r++) {
                 float d[4] = {0, 0, 0, 0};
-                multiply(d, a[r][0], x0.x, x0.y);
-                multiply(d, a[r][1], x0.z, x0.w);
-                multiply(d, a[r][2], x1.x, x1.y);
-                multiply(d, a[r][3], x1.z, x1.w);
+                multiply<BF16>(d, a[r][0], x0.x, x0.y);
+                multiply<BF16>(d, a[r][1], x0.z, x0.w);
+                multiply<BF16>(d, a[r][2], x1.x, x1.y);
+                multiply<BF16>(d, a[r][3], x1.z, x1.w);
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     sum[r][n][i] += scale[r][i / 2] * d[i];
@@ -177,7 +118,7 @@ __device__ __forceinline__ void compute(
 
 /* Sums [warp of WK, row of x, row of the tile] in shared memory; then y, shared among the cluster's threads. */
 __device__ __forceinline__ void finish(
-    const float (&sum)[RT][NT][4], float *sums, unsigned short *out, const unsigned short *bias, u32 row, u32 rows,
+    const float (&sum)[RT][NT][4], float *sums, u16 *out, const u16 *bias, u32 row, u32 rows,
     u32 batch, u32 rank, u32 warp, u32 lane) {
     u32 at = warp % WR * WARP_ROWS + lane / 4;
 #pragma unroll
@@ -190,31 +131,29 @@ __device__ __forceinline__ void finish(
                 if (m < batch)
                     sums[(warp / WR * batch + m) * ROWS + at + 16 * r + i / 2 * 8] = sum[r][n][i];
             }
-    all_arrive();
+    all_arrive<S>();
     for (u32 i = rank * THREADS + threadIdx.x; i < batch * ROWS; i += S * THREADS) {
         u32 n = row + i % ROWS;
         if (n < rows) {
-            float total = bias ? number(bias[n]) : 0.0f;
+            float total = bias ? number<BF16>(bias[n]) : 0.0f;
 #pragma unroll
             for (u32 s = 0; s < S; s++)
 #pragma unroll
                 for (u32 k = 0; k < WK; k++)
-                    total += of_block(sums + k * batch * ROWS + i, s);
-            out[(u64)(i / ROWS) * rows + n] = (unsigned short)pair(total, 0.0f);
+                    total += of_block<S>(sums + k * batch * ROWS + i, s);
+            out[(u64)(i / ROWS) * rows + n] = (u16)pair<BF16>(total, 0.0f);
         }
     }
-    all_arrive(); /* nobody overwrites, or leaves with, sums that are still read */
+    all_arrive<S>(); /* nobody overwrites, or leaves with, sums that are still read */
 }
 
+extern "C" __global__ void
 #if S > 1
-#define CLUSTER __cluster_dims__(S, 1, 1)
-#else
-#define CLUSTER
+__cluster_dims__(S, 1, 1)
 #endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) gemv4(
-    Weight w, const float *code, const float *offset_at, const float *codebook, const unsigned short *x,
-    const unsigned short *bias, unsigned short *out, u32 batch) {
+__launch_bounds__(THREADS, 1) gemv4(
+    Weight w, const float *code, const float *offset_at, const float *codebook, const u16 *x,
+    const u16 *bias, u16 *out, u32 batch) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % S;
     u32 tiles = (w.rows + ROWS - 1) / ROWS, steps = w.columns / 256, clusters = gridDim.x / S;
     u32 first = rank * WK + warp / WR, stride = S * WK, warp_row = warp % WR * WARP_ROWS;
@@ -230,7 +169,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) gemv4(
                 next_step = first, next_tile += clusters;
         }
         filled = filled + 1 == STAGES ? 0 : filled + 1;
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit();
     };
     for (int i = 0; i < STAGES - 1; i++)
         fetch_next();
@@ -239,11 +178,11 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) gemv4(
     __syncthreads();
 
     u32 stage = 0;
-    const unsigned short *x_lane = x + (u64)(lane / 4) * w.columns + lane % 4 * 16;
+    const u16 *x_lane = x + (u64)(lane / 4) * w.columns + lane % 4 * 16;
     for (u32 tile = blockIdx.x / S; tile < tiles; tile += clusters) {
         float sum[RT][NT][4] = {};
         for (u32 step = first; step < steps; step += stride) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+            wait<STAGES - 2>();
             __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
             fetch_next();
             compute(sum, ring + stage * SLOT, x_lane + step * 256, w.columns, batch, offset, lane);
