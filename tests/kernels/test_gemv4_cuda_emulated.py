@@ -1,0 +1,81 @@
+"""The CUDA kernel of small products without a GPU: its own code, compiled for the CPU against emulated warps."""
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from gemv4_cases import arguments, check
+
+pytest.importorskip("triton")  # whose launcher's arithmetic gemv4_cuda shares
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+EMULATION = Path(__file__).parent / "emulation" / "warp.cuh"
+
+RUN = """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const float **code, const float **offset,
+                    const float **codebook, const u16 **x, const u16 **bias, u16 **out, u32 *batch) {
+    launch(blocks, threads, S, bytes, [&] { gemv4(*w, *code, *offset, *codebook, *x, *bias, *out, *batch); });
+}
+"""
+
+
+@pytest.fixture
+def cuda(monkeypatch, tmp_path):
+    """`gemv4_cuda` whose kernels run here, on three multiprocessors."""
+    from halfbyte.kernels import cuda as folder
+    from halfbyte.kernels import gemv4_cuda
+
+    def kernel(blocks, device, tiles, nested, bf16):
+        source = (Path(folder.__file__).parent / "gemv4.cu").read_text().replace(folder.INCLUDE, EMULATION.read_text())
+        constants = zip(
+            ("RT", "WR", "WK", "S", "STAGES", "NT", "NESTED", "BF16"), (*blocks, tiles, +nested, +bf16), strict=True
+        )
+        (tmp_path / "kernel.cpp").write_text(source + RUN)
+        built = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
+        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{key}={value}" for key, value in constants)]
+        subprocess.run([COMPILER, *flags, str(tmp_path / "kernel.cpp"), "-o", str(built)], check=True)
+        run, size = ctypes.CDLL(str(built)).run, blocks.shared_bytes(8 * tiles, nested)
+        return lambda count, threads, values: run(count, threads, size, *[ctypes.byref(value) for value in values])
+
+    monkeypatch.setattr(gemv4_cuda, "_kernel", kernel)
+    monkeypatch.setattr(gemv4_cuda, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return gemv4_cuda
+
+
+@pytest.mark.parametrize(
+    ("blocks", "batch", "dtype", "nested"),
+    [
+        ((1, 1, 2, 1, 3), 1, torch.bfloat16, True),  # a warp has one step more than the other
+        ((2, 2, 1, 1, 2), 3, torch.float16, False),  # a tile ends after the rows
+        ((1, 1, 2, 2, 2), 11, torch.float16, True),  # a cluster of which one warp has nothing
+    ],
+    ids=str,
+)
+def test_products(cuda, blocks, batch, dtype, nested):
+    """Several tiles for each cluster; N that ends within a tile."""
+
+    def function(x, packed, absmax, second, blocksize, kind, rows, bias):
+        return cuda.product(x, packed, absmax, second, kind, rows, bias, cuda.Blocks(*blocks))
+
+    weight = arguments(86, 768, "nf4" if nested else "fp4", 64, nested)
+    check(function, batch, weight, 768, dtype, bias=batch > 1)
+
+
+def test_clusters_that_run_at_once(cuda):
+    """132 multiprocessors in groups of 16 or 18: a cluster of 4 uses 16 of each."""
+    assert [cuda.resident(132, size) for size in (1, 2, 4)] == [132, 66, 32]
+
+
+def test_block_shapes_fit_a_multiprocessor(cuda):
+    for rows in (256, 1024, 4096, 28672):
+        for batch in (1, 8, 9, 16, 17, 32, 33, 64):
+            blocks = cuda.blocks_for(rows, batch)
+            full = 8 * cuda.power_of_2(cuda.ceil_div(batch, 8))
+            assert blocks.shared_bytes(full, False) <= cuda.SHARED_BYTES
+            assert blocks.shared_bytes(full, True) <= cuda.SHARED_BYTES
+            assert blocks.wr * blocks.wk <= 32
