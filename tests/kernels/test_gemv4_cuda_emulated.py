@@ -13,12 +13,12 @@ from gemv4_cases import arguments, check
 pytest.importorskip("triton")  # whose launcher's arithmetic gemv4_cuda shares
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-EMULATION = Path(__file__).parent / "emulation" / "warp.cuh"
+EMULATION = Path(__file__).parent / "emulation"
 
 RUN = """
-extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const float **code, const float **offset,
-                    const float **codebook, const u16 **x, const u16 **bias, u16 **out, u32 *batch) {
-    launch(blocks, threads, S, bytes, [&] { gemv4(*w, *code, *offset, *codebook, *x, *bias, *out, *batch); });
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out,
+                    u32 *batch) {
+    launch(blocks, threads, S, bytes, [&] { gemv4(*w, *x, *bias, *out, *batch); });
 }
 """
 
@@ -30,7 +30,7 @@ def cuda(monkeypatch, tmp_path):
     from halfbyte.kernels import gemv4_cuda
 
     def kernel(blocks, device, tiles, nested, bf16):
-        source = (Path(folder.__file__).parent / "gemv4.cu").read_text().replace(folder.INCLUDE, EMULATION.read_text())
+        source = folder.source_of("gemv4", (EMULATION, Path(folder.__file__).parent))
         constants = zip(
             ("RT", "WR", "WK", "S", "STAGES", "NT", "NESTED", "BF16"), (*blocks, tiles, +nested, +bf16), strict=True
         )

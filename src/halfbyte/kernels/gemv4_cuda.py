@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
 class Weight(ctypes.Structure):
     """The struct of this name in `gemv4.cu`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "absmax", "second")] + [
+    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")] + [
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
     ]
@@ -79,7 +79,11 @@ def _kernel(blocks: Blocks, device: int, tiles: int, nested: bool, bf16: bool) -
 
 def takes(x: Tensor, packed: Tensor, absmax: Tensor, blocksize: int) -> bool:
     """True if `product` can run: the device, x's dtype and size, and how tensors are aligned."""
-    device_fits = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= CAPABILITY
+    device_fits = (
+        x.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x.device) >= CAPABILITY
+    )
     return (
         device_fits
         and x.dtype is not torch.float32
@@ -105,8 +109,9 @@ def product(
     tiles = power_of_2(ceil_div(batch, 8))
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
-    weight = Weight(packed.data_ptr(), absmax.data_ptr(), second.data_ptr(), rows, columns)
-    pointers = (code, offset, codebook4(quant_type, x.device), x, bias, out)
+    of_weight = (packed, absmax, second, code, offset, codebook4(quant_type, x.device))
+    weight = Weight(*[tensor.data_ptr() for tensor in of_weight], rows, columns)
+    pointers = (x, bias, out)
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
     with torch.cuda.device(device):
         kernel = _kernel(blocks, device, tiles, nested is not None, x.dtype is torch.bfloat16)

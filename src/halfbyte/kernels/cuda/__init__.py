@@ -20,7 +20,7 @@ import torch
 from ..native import BuildError, cache_folder
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-INCLUDE = '#include "warp.cuh"'
+HEADERS = ("product.cuh", "warp.cuh")
 
 
 class Kernel:
@@ -35,9 +35,12 @@ class Kernel:
     def __init__(self, image: bytes, name: str, shared_bytes: int):
         self._driver, self._shared = ctypes.CDLL("libcuda.so.1"), shared_bytes
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image))
-        self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
-        self._check(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
+        try:
+            self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image))
+            self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+            self._check(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
+        except RuntimeError as error:  # e.g. a driver that is older than NVRTC
+            raise BuildError(f"the kernel does not load: {error}") from error
 
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
         """Launch on torch's current stream; `arguments` are ctypes values of the C parameters' types."""
@@ -69,8 +72,7 @@ def cubin(name: str, capability: tuple[int, int], constants: dict[str, int]) -> 
     Raises:
         BuildError: with NVRTC's first message.
     """
-    folder = Path(__file__).parent
-    source = (folder / f"{name}.cu").read_text().replace(INCLUDE, (folder / "warp.cuh").read_text())
+    source = source_of(name)
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
     key = hashlib.sha256(f"{source}{options}{torch.version.cuda}".encode()).hexdigest()[:16]
@@ -85,6 +87,15 @@ def cubin(name: str, capability: tuple[int, int], constants: dict[str, int]) -> 
         except OSError as error:
             raise BuildError(f"cannot write to {built.parent}: {error.strerror}") from error
     return built.read_bytes()
+
+
+def source_of(name: str, folders: tuple[Path, ...] = (Path(__file__).parent,)) -> str:
+    """`<name>.cu` with what it includes in its place, from the first folder that has it."""
+    text = Path(__file__).with_name(f"{name}.cu").read_text()
+    for header in HEADERS:
+        found = next(folder / header for folder in folders if (folder / header).exists())
+        text = text.replace(f'#include "{header}"', found.read_text())
+    return text
 
 
 def _compile(source: str, options: list[str]) -> bytes:
