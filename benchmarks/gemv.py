@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.formats import Blockwise4
-from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks, image, product
+from halfbyte.kernels.gemv4_cuda import BATCH, SHARED_BYTES, Blocks, image, product
 from halfbyte.kernels.launch import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
 
@@ -30,17 +30,11 @@ ROTATE = 4e8  # bytes that a round over the weights reads at least, eight times 
 
 def candidates(batch: int) -> list[Blocks]:
     """Every block shape of the CUDA kernel worth a try for `batch` rows of x."""
-    tiles = power_of_2(ceil_div(batch, 8))
-    shapes = itertools.product((1, 2, 4), ((1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4)), (1, 2, 4), (2, 3, 4, 6))
-    found = [Blocks(rt, *warps, s, stages) for rt, warps, s, stages in shapes]
-    return [
-        blocks
-        for blocks in found
-        if blocks.shared_bytes(8 * tiles, True) <= SHARED_BYTES
-        and blocks.rt * tiles * blocks.wr * blocks.wk <= 128  # registers
-        and (16 if batch > 16 else 32) <= blocks.wr * blocks.wk * blocks.rt * (blocks.stages - 1) <= 64  # 2 KiB each ahead
-        and (batch > 8 or blocks.wr == 1)
-    ]
+    groups = ((1, 16), (2, 8), (4, 4), (8, 2), (1, 8), (2, 4), (4, 2))
+    found = [Blocks(rt, *warps, stages) for rt, warps, stages in itertools.product((1, 2), groups, (2, 3, 4))]
+    full = 8 * power_of_2(ceil_div(batch, 8))
+    fitting = [blocks for blocks in found if blocks.shared_bytes(full, True) <= SHARED_BYTES]
+    return [blocks for blocks in fitting if blocks.wr * blocks.wk * blocks.rt * (blocks.stages - 1) >= 24]
 
 
 def weights_of(rows: int, columns: int) -> list[tuple]:
@@ -109,7 +103,7 @@ def main() -> None:
                    "of_copy": rate / copy, "error": error}  # fmt: skip
             print(f"{shape:>11} M={batch:<2}: {ours:6.1f} µs, {rate:.2f} TB/s ({rate / copy:.0%} of copy), "
                   f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
-            if given.sweep:
+            if given.sweep and batch <= BATCH:
                 row["sweep"] = sweep(x, weights)
                 best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:8])
                 print(f"    {best}", flush=True)

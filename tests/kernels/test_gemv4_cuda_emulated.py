@@ -18,7 +18,7 @@ EMULATION = Path(__file__).parent / "emulation"
 RUN = """
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out,
                     u32 *batch) {
-    launch(blocks, threads, S, bytes, [&] { gemv4(*w, *x, *bias, *out, *batch); });
+    launch(blocks, threads, bytes, [&] { gemv4(*w, *x, *bias, *out, *batch); });
 }
 """
 
@@ -32,7 +32,7 @@ def cuda(monkeypatch, tmp_path):
     def kernel(blocks, device, tiles, nested, bf16):
         source = folder.source_of("gemv4", (EMULATION, Path(folder.__file__).parent))
         constants = zip(
-            ("RT", "WR", "WK", "S", "STAGES", "NT", "NESTED", "BF16"), (*blocks, tiles, +nested, +bf16), strict=True
+            ("RT", "WR", "WK", "STAGES", "NT", "NESTED", "BF16"), (*blocks, tiles, +nested, +bf16), strict=True
         )
         (tmp_path / "kernel.cpp").write_text(source + RUN)
         built = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
@@ -50,9 +50,9 @@ def cuda(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("blocks", "batch", "dtype", "nested"),
     [
-        ((1, 1, 2, 1, 3), 1, torch.bfloat16, True),  # a warp has one step more than the other
-        ((2, 2, 1, 1, 2), 3, torch.float16, False),  # a tile ends after the rows
-        ((1, 1, 2, 2, 2), 11, torch.float16, True),  # a cluster of which one warp has nothing
+        ((1, 1, 2, 3), 1, torch.bfloat16, True),  # a warp has one step more than the other
+        ((2, 2, 1, 2), 3, torch.float16, False),  # of a block's two groups, one has a tile less
+        ((1, 1, 4, 2), 11, torch.float16, True),  # a warp has nothing
     ],
     ids=str,
 )
@@ -66,16 +66,11 @@ def test_products(cuda, blocks, batch, dtype, nested):
     check(function, batch, weight, 768, dtype, bias=batch > 1)
 
 
-def test_clusters_that_run_at_once(cuda):
-    """132 multiprocessors in groups of 16 or 18: a cluster of 4 uses 16 of each."""
-    assert [cuda.resident(132, size) for size in (1, 2, 4)] == [132, 66, 32]
-
-
 def test_block_shapes_fit_a_multiprocessor(cuda):
-    for rows in (256, 1024, 4096, 28672):
-        for batch in (1, 8, 9, 16, 17, 32, 33, 64):
-            blocks = cuda.blocks_for(rows, batch)
+    for rows in (16, 256, 1024, 4096, 14336, 28672, 131072):
+        for batch in (1, 8, 9, 16):
+            blocks = cuda.blocks_for(rows, batch, 132)
             full = 8 * cuda.power_of_2(cuda.ceil_div(batch, 8))
             assert blocks.shared_bytes(full, False) <= cuda.SHARED_BYTES
-            assert blocks.shared_bytes(full, True) <= cuda.SHARED_BYTES
-            assert blocks.wr * blocks.wk <= 32
+            assert blocks.wr * blocks.wk == (16 if batch <= 8 else 8)
+    assert [cuda.blocks_for(rows, 1, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]

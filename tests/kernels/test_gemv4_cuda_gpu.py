@@ -39,7 +39,7 @@ def function(cuda, blocks=None):
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
-@pytest.mark.parametrize("batch", [1, 3, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("batch", [1, 3, 8, 9, 16])
 def test_products(cuda, batch, nested, kind):
     """N that ends within a tile, K that gives some warps one step more than others, or none."""
     for rows, columns in ((130, 256), (1000, 4352), (4096, 14336)):
@@ -48,21 +48,33 @@ def test_products(cuda, batch, nested, kind):
             check(function(cuda), batch, weight, columns, dtype, bias=batch % 2 == 0)
 
 
-@pytest.mark.parametrize("s", [1, 2, 4])
-@pytest.mark.parametrize(("rt", "wr", "wk"), [(1, 1, 16), (2, 2, 4), (4, 2, 2), (1, 3, 5)])
-def test_block_shapes(cuda, rt, wr, wk, s):
-    """Also several tiles for a cluster, with fewer slots of the ring than steps."""
+@pytest.mark.parametrize(("rt", "wr", "wk"), [(1, 1, 16), (2, 2, 4), (4, 1, 4), (1, 3, 5), (1, 8, 2), (1, 16, 1)])
+def test_block_shapes(cuda, rt, wr, wk):
+    """Also several tiles for a group, with fewer slots of the ring than steps."""
     weight = arguments(16 * rt * wr * 140 + 5, 2816)
     for stages in (2, 3):
-        check(function(cuda, cuda.Blocks(rt, wr, wk, s, stages)), 5, weight, 2816, torch.float16)
+        check(function(cuda, cuda.Blocks(rt, wr, wk, stages)), 5, weight, 2816, torch.float16)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("batch", [1, 4, 16])
 def test_two_runs_are_equal(cuda, batch):
     weight = arguments(4096, 4096)
     x = torch.randn(batch, 4096, device="cuda", dtype=torch.bfloat16)
     results = [function(cuda)(x, *weight, None) for _ in range(20)]
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_product_waits_for_its_x(cuda):
+    """Kernels that begin early: each product's x is what the one before wrote."""
+    weights = [arguments(4096, 4096)] * 20
+    x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
+    early, late = x, x
+    for weight in weights:
+        early = function(cuda)(early, *weight, None)
+    for weight in weights:
+        late = function(cuda)(late, *weight, None)
+        torch.cuda.synchronize()
+    assert torch.equal(early, late)
 
 
 def test_a_weight_of_more_than_two_to_the_31_bytes(cuda):

@@ -14,7 +14,8 @@ values of x in registers for all these rows, and sums in fp32.
 tensor cores, W as the left operand. Programs split K too, where N alone would not fill the device; their fp32 sums are
 added in a fixed order by `_add`, so a result does not depend on timing.
 
-More rows: dequantize, then the device's GEMM.
+Both stand in for `gemv4_cuda`, which is faster where it runs: up to 16 rows of 16 bits on a Hopper GPU. More rows:
+dequantize, then the device's GEMM.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`cuda/gemv4.cu`: the product of up to 64 rows with a 4-bit weight on tensor cores.
+"""`cuda/gemv4.cu`: the product of up to 16 rows with a 4-bit weight on tensor cores.
 
-It takes a Hopper GPU or newer (clusters), 16-bit x, blocks of 64 and K in multiples of 256; the rest is Triton's.
+It takes a Hopper GPU or newer (griddepcontrol), 16-bit x, blocks of 64 and K in multiples of 256; the rest is Triton's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..ops.codebooks import codebook4
 from .cuda import BuildError, Kernel, cubin
 from .launch import ceil_div, power_of_2
 
-BATCH, BLOCKSIZE, STEP = 64, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
+BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
 CAPABILITY = (9, 0)
 TABLE_BYTES, SHARED_BYTES = 65536, 232448  # of a block: the table of decoded bytes; in all at most
 
@@ -25,21 +25,16 @@ Nested = tuple[Tensor, Tensor, Tensor] | None
 
 
 class Blocks(NamedTuple):
-    """Constants of `gemv4.cu`: 16 · `rt` rows a warp, `wr` × `wk` warps a block, `s` blocks a cluster, `stages`."""
+    """Constants of `cuda/product.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
 
     rt: int
     wr: int
     wk: int
-    s: int
     stages: int
 
-    @property
-    def rows(self) -> int:
-        return 16 * self.rt * self.wr
-
     def shared_bytes(self, batch: int, nested: bool) -> int:
-        slot = 16 * self.rt * (128 + (8 if nested else 16))
-        return TABLE_BYTES + self.wr * self.wk * self.stages * slot + self.wk * batch * self.rows * 4
+        rows, warps = 16 * self.rt, self.wr * self.wk
+        return TABLE_BYTES + warps * self.stages * rows * (128 + (8 if nested else 16)) + 2 * warps * batch * rows * 4
 
 
 class Weight(ctypes.Structure):
@@ -51,13 +46,12 @@ class Weight(ctypes.Structure):
     ]
 
 
-def blocks_for(rows: int, batch: int) -> Blocks:
-    """Block shapes for a weight of `rows` rows."""
-    if batch <= 8:
-        return Blocks(1, 1, 16, 1 if rows > 1024 else 2, 3)
-    if batch <= 16:
-        return Blocks(2, 1, 8, 1 if rows > 2048 else 2, 3)
-    return Blocks(2, 4, 2, 4, 2)
+def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
+    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
+    rt, warps = (1, 16) if batch <= 8 else (2, 8)
+    tiles = ceil_div(ceil_div(rows, 16 * rt), multiprocessors)
+    groups = min(power_of_2(tiles), 8 // rt)
+    return Blocks(rt, groups, warps // groups, 3)
 
 
 @functools.cache
@@ -67,7 +61,7 @@ def _multiprocessors(device: int) -> int:
 
 def image(blocks: Blocks, device: int, tiles: int, nested: bool, bf16: bool) -> bytes:
     """The compiled kernel for `tiles` tiles of 8 rows of x."""
-    names = ("RT", "WR", "WK", "S", "STAGES", "NT", "NESTED", "BF16")
+    names = ("RT", "WR", "WK", "STAGES", "NT", "NESTED", "BF16")
     constants = dict(zip(names, (*blocks, tiles, int(nested), int(bf16)), strict=True))
     return cubin("gemv4", torch.cuda.get_device_capability(device), constants)
 
@@ -105,7 +99,8 @@ def product(
     """
     batch, columns = x.shape
     device = x.get_device()
-    blocks = blocks or blocks_for(rows, batch)
+    multiprocessors = _multiprocessors(device)
+    blocks = blocks or blocks_for(rows, batch, multiprocessors)
     tiles = power_of_2(ceil_div(batch, 8))
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
@@ -115,14 +110,9 @@ def product(
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
     with torch.cuda.device(device):
         kernel = _kernel(blocks, device, tiles, nested is not None, x.dtype is torch.bfloat16)
-        clusters = min(ceil_div(rows, blocks.rows), resident(_multiprocessors(device), blocks.s))
-        kernel(clusters * blocks.s, 32 * blocks.wr * blocks.wk, [weight, *arguments, ctypes.c_uint32(batch)])
+        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
+        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *arguments, ctypes.c_uint32(batch)])
     return out
-
-
-def resident(multiprocessors: int, size: int) -> int:
-    """Clusters of `size` blocks, a block to a multiprocessor, that run at once: a cluster stays within 16 or 18."""
-    return multiprocessors // size if size <= 2 else multiprocessors // 16 * 16 // size
 
 
 _refused = False

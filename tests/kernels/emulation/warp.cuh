@@ -19,11 +19,9 @@ typedef unsigned long long u64;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
-#define __ldg(pointer) (*(pointer))
 #define threadIdx (current->thread)
 #define blockIdx (current->block)
-#define shared (memory[current->rank].data())
+#define shared (memory.data())
 
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
@@ -35,15 +33,15 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(1 << 17);
     Index thread, block;
-    u32 rank, number;             /* block within the cluster; thread within the cluster */
+    u32 number;                   /* of the thread */
     u32 first = 0, count = 0;     /* fibers of the barrier it waits at; none if count is 0 */
     bool done = false;
     std::vector<std::vector<Copy>> groups{1};
     u32 a[4], b[2];               /* what multiply() takes from other lanes */
 };
 
-std::vector<std::unique_ptr<Fiber>> fibers;   /* of a cluster */
-std::vector<std::vector<u8>> memory;          /* shared memory of its blocks */
+std::vector<std::unique_ptr<Fiber>> fibers;   /* of a block */
+std::vector<u8> memory;                       /* its shared memory */
 Fiber *current;
 ucontext_t scheduler;
 u32 threads_of_block;
@@ -54,11 +52,9 @@ void meet(u32 first, u32 count) {
     swapcontext(&current->context, &scheduler);
 }
 void __syncwarp() { meet(current->number / 32 * 32, 32); }
-void __syncthreads() { meet(current->rank * threads_of_block, threads_of_block); }
-template <int SIZE> void all_arrive() { meet(0, SIZE * threads_of_block); }
-template <int SIZE> float of_block(const float *local, u32 rank) {
-    return *(const float *)(memory[rank].data() + ((const u8 *)local - shared));
-}
+void __syncthreads() { meet(0, threads_of_block); }
+template <int COUNT> void group_arrives(u32 group) { meet(group * COUNT, COUNT); }
+void begin_after_others() {}
 
 template <int SIZE> void copy(u8 *to, const void *from, bool inside) {
     if ((uintptr_t)from % SIZE || (uintptr_t)to % SIZE)
@@ -126,7 +122,7 @@ void enter() {
     swapcontext(&current->context, &scheduler);
 }
 
-void run_cluster(u32 threads) {
+void run_block(u32 threads) {
     for (u32 left = threads; left;) {
         bool moved = false;
         for (auto &fiber : fibers) {
@@ -152,20 +148,20 @@ void run_cluster(u32 threads) {
     }
 }
 
-/* Run `work` in blocks × threads threads, `size` blocks to a cluster. */
-void launch(u32 blocks, u32 threads, u32 size, u32 bytes, std::function<void()> work) {
+/* Run `work` in blocks × threads threads, one block after the other. */
+void launch(u32 blocks, u32 threads, u32 bytes, std::function<void()> work) {
     gridDim.x = blocks, threads_of_block = threads, body = work;
-    for (u32 cluster = 0; cluster < blocks; cluster += size) {
+    for (u32 block = 0; block < blocks; block++) {
         fibers.clear();
-        memory.assign(size, std::vector<u8>(bytes, 0xff));
-        for (u32 i = 0; i < size * threads; i++) {
+        memory.assign(bytes, 0xff);
+        for (u32 i = 0; i < threads; i++) {
             fibers.push_back(std::make_unique<Fiber>());
             Fiber &f = *fibers.back();
-            f.thread.x = i % threads, f.rank = i / threads, f.block.x = cluster + f.rank, f.number = i;
+            f.thread.x = f.number = i, f.block.x = block;
             getcontext(&f.context);
             f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
             makecontext(&f.context, enter, 0);
         }
-        run_cluster(size * threads);
+        run_block(threads);
     }
 }

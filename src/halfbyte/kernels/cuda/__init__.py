@@ -20,7 +20,25 @@ import torch
 from ..native import BuildError, cache_folder
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
 HEADERS = ("product.cuh", "warp.cuh")
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h: a union of 64 bytes follows its number."""
+
+    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
 
 
 class Kernel:
@@ -43,11 +61,16 @@ class Kernel:
             raise BuildError(f"the kernel does not load: {error}") from error
 
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """Launch on torch's current stream; `arguments` are ctypes values of the C parameters' types."""
+        """Launch on torch's current stream; `arguments` are ctypes values of the C parameters' types.
+
+        The kernel may begin while the one before it on the stream still runs, if that one lets it
+        (griddepcontrol.launch_dependents): it must wait (griddepcontrol.wait) before it reads or writes what others do.
+        """
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
-        grid, block = (blocks, 1, 1), (threads, 1, 1)
-        self._check(self._driver.cuLaunchKernel(self._function, *grid, *block, self._shared, stream, pointers, None))
+        overlap = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(overlap), 1)
+        self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     def _check(self, status: int) -> None:
         if status:

@@ -16,8 +16,8 @@ struct Weight {
     const float *codebook; /* [16] */
     u32 rows, columns;     /* N, K */
 
-    static constexpr u32 TABLE = 65536, CODES = 128 * WARP_ROWS, SCALE = NESTED ? 4 : 16, NEIGHBOURS = 16;
-    static constexpr u32 SLOT = CODES + WARP_ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
+    static constexpr u32 TABLE = 65536, CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16, NEIGHBOURS = 16;
+    static constexpr u32 SLOT = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
 
     /* What the table has for byte i of a word; `lane4` is lane · 4. */
     template <typename T, u32 AT> static __device__ __forceinline__ T look_up(u32 word, int i, u32 lane4) {
@@ -29,19 +29,19 @@ struct Weight {
     __device__ __forceinline__ void fetch(u8 *slot, u32 row, u32 step, u32 lane) const {
         u32 at = lane / 8, piece = lane % 8;
 #pragma unroll
-        for (u32 i = 0; i < WARP_ROWS; i += 4) {
+        for (u32 i = 0; i < ROWS; i += 4) {
             u32 r = row + i + at;
             const u8 *from = packed + (u64)r * (columns / 2) + step * 128 + piece * 16;
             copy<16>(slot + (i + at) * 128 + (piece ^ (at & 3) << 1) * 16, r < rows ? from : packed, r < rows);
         }
 #pragma unroll
-        for (u32 i = lane; i < WARP_ROWS; i += 32) {
+        for (u32 i = lane; i < ROWS; i += 32) {
             u64 block = (u64)(row + i) * (columns / 64) + step * 4;
             bool inside = row + i < rows;
             block = inside ? block : 0;
             copy<SCALE>(slot + CODES + i * SCALE, absmax + block * (SCALE / 4), inside);
             if (NESTED)
-                copy<4>(slot + CODES + WARP_ROWS * 4 + i * 4, second + block / 256, inside);
+                copy<4>(slot + CODES + ROWS * 4 + i * 4, second + block / 256, inside);
         }
     }
 
@@ -61,7 +61,7 @@ struct Weight {
         if (!NESTED)
             return *(const float *)(slot + CODES + row * 16 + b * 4);
         u32 four = *(const u32 *)(slot + CODES + row * 4);
-        float second = *(const float *)(slot + CODES + WARP_ROWS * 4 + row * 4);
+        float second = *(const float *)(slot + CODES + ROWS * 4 + row * 4);
         return look_up<float, 128>(four, b, lane4) * second + *offset;
     }
 
@@ -90,7 +90,7 @@ struct Weight {
             for (int n = 0; n < NT; n++) {
                 const uint4 *from = (const uint4 *)(x + (u64)(8 * n) * columns + b * 64);
                 bool inside = 8 * n + g < batch;
-                uint4 x0 = inside ? __ldg(from) : none, x1 = inside ? __ldg(from + 1) : none;
+                uint4 x0 = inside ? from[0] : none, x1 = inside ? from[1] : none;
 #pragma unroll
                 for (int r = 0; r < RT; r++) {
                     float d[4] = {0, 0, 0, 0};
@@ -107,10 +107,6 @@ struct Weight {
     }
 };
 
-extern "C" __global__ void
-#if S > 1
-__cluster_dims__(S, 1, 1)
-#endif
-__launch_bounds__(THREADS, 1) gemv4(Weight w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv4(Weight w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
     product(w, x, bias, out, 1.0f, batch);
 }

@@ -57,20 +57,12 @@ template <bool BFLOAT> __device__ __forceinline__ void multiply(float (&d)[4], c
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* A barrier of all threads of the cluster's `SIZE` blocks. */
-template <int SIZE> __device__ __forceinline__ void all_arrive() {
-    if (SIZE > 1)
-        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-    else
-        __syncthreads();
+/* A barrier of the COUNT threads of a group of warps. */
+template <int COUNT> __device__ __forceinline__ void group_arrives(u32 group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(COUNT) : "memory");
 }
 
-/* A float of block `rank` of the cluster, at the place that has `local` in this block. */
-template <int SIZE> __device__ __forceinline__ float of_block(const float *local, u32 rank) {
-    float value;
-    if (SIZE == 1)
-        return *local;
-    asm volatile("{ .reg .u32 a; mapa.shared::cluster.u32 a, %1, %2; ld.shared::cluster.f32 %0, [a]; }"
-                 : "=f"(value) : "r"(address(local)), "r"(rank) : "memory");
-    return value;
+/* Let the next kernel of the stream begin (it waits here in turn), and wait until the one before is done. */
+__device__ __forceinline__ void begin_after_others() {
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 }
