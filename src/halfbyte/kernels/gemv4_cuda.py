@@ -19,7 +19,8 @@ from .launch import ceil_div, power_of_2
 
 BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
 CAPABILITY = (9, 0)
-TABLE_BYTES, SHARED_BYTES = 65536, 232448  # of a block: the table of decoded bytes; in all at most
+TABLE_BYTES = 65536
+SHARED_BYTES = 232448  # of a block at most
 
 Nested = tuple[Tensor, Tensor, Tensor] | None
 
@@ -32,9 +33,10 @@ class Blocks(NamedTuple):
     wk: int
     stages: int
 
-    def shared_bytes(self, batch: int, nested: bool) -> int:
+    def shared_bytes(self, batch: int, table: int, row: int) -> int:
+        """Of a block: the table, the rings whose slots have `row` bytes for a row of W, and the sums."""
         rows, warps = 16 * self.rt, self.wr * self.wk
-        return TABLE_BYTES + warps * self.stages * rows * (128 + (8 if nested else 16)) + 2 * warps * batch * rows * 4
+        return table + warps * self.stages * rows * row + 2 * warps * batch * rows * 4
 
 
 class Weight(ctypes.Structure):
@@ -55,36 +57,57 @@ def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors_of(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def image(blocks: Blocks, device: int, tiles: int, nested: bool, bf16: bool) -> bytes:
-    """The compiled kernel for `tiles` tiles of 8 rows of x."""
-    names = ("RT", "WR", "WK", "STAGES", "NT", "NESTED", "BF16")
-    constants = dict(zip(names, (*blocks, tiles, int(nested), int(bf16)), strict=True))
-    return cubin("gemv4", torch.cuda.get_device_capability(device), constants)
+def row_bytes(nested: bool) -> int:
+    """Of a slot of the ring: codes and scales of a row."""
+    return 128 + (8 if nested else 16)
+
+
+def image(name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, **constants: int) -> bytes:
+    """`cuda/<name>.cu` compiled for `tiles` tiles of 8 rows of x."""
+    shared = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
+    return cubin(name, torch.cuda.get_device_capability(device), shared | constants)
 
 
 @functools.cache
-def _kernel(blocks: Blocks, device: int, tiles: int, nested: bool, bf16: bool) -> Kernel:
-    return Kernel(image(blocks, device, tiles, nested, bf16), "gemv4", blocks.shared_bytes(8 * tiles, nested))
+def _kernel(
+    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, table: int, row: int, constants: tuple
+) -> Kernel:
+    code = image(name, blocks, device, tiles, bf16, **dict(constants))
+    return Kernel(code, name, blocks.shared_bytes(8 * tiles, table, row))
 
 
-def takes(x: Tensor, packed: Tensor, absmax: Tensor, blocksize: int) -> bool:
-    """True if `product` can run: the device, x's dtype and size, and how tensors are aligned."""
-    device_fits = (
+def launch(
+    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, rest: list, rows: int, blocks: Blocks | None,
+    table: int, row: int, **constants: int,
+) -> Tensor:  # fmt: skip
+    """x·Wᵀ + b by the kernel `name`, whose parameters are the weight, x, bias, y, `rest` and the rows of x."""
+    device, batch = x.get_device(), x.shape[0]
+    multiprocessors, tiles = multiprocessors_of(device), power_of_2(ceil_div(batch, 8))
+    blocks = blocks or blocks_for(rows, batch, multiprocessors)
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out, *rest)]
+    with torch.cuda.device(device):
+        bf16 = x.dtype is torch.bfloat16
+        kernel = _kernel(name, blocks, device, tiles, bf16, table, row, tuple(constants.items()))
+        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
+        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
+    return out
+
+
+def takes(x: Tensor, *of_weight: Tensor) -> bool:
+    """True if a kernel of `cuda/product.cuh` can run: the device, x's dtype and size, and how tensors are aligned."""
+    return (
         x.device.type == "cuda"
         and torch.version.hip is None
         and torch.cuda.get_device_capability(x.device) >= CAPABILITY
-    )
-    return (
-        device_fits
         and x.dtype is not torch.float32
         and 1 <= x.shape[0] <= BATCH
-        and blocksize == BLOCKSIZE
         and x.shape[1] % STEP == 0
-        and (x.data_ptr() | packed.data_ptr() | absmax.data_ptr()) % 16 == 0
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *of_weight))
     )
 
 
@@ -97,22 +120,11 @@ def product(
     Raises:
         BuildError: the kernel does not compile here.
     """
-    batch, columns = x.shape
-    device = x.get_device()
-    multiprocessors = _multiprocessors(device)
-    blocks = blocks or blocks_for(rows, batch, multiprocessors)
-    tiles = power_of_2(ceil_div(batch, 8))
-    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
     of_weight = (packed, absmax, second, code, offset, codebook4(quant_type, x.device))
-    weight = Weight(*[tensor.data_ptr() for tensor in of_weight], rows, columns)
-    pointers = (x, bias, out)
-    arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
-    with torch.cuda.device(device):
-        kernel = _kernel(blocks, device, tiles, nested is not None, x.dtype is torch.bfloat16)
-        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
-        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *arguments, ctypes.c_uint32(batch)])
-    return out
+    weight = Weight(*[tensor.data_ptr() for tensor in of_weight], rows, x.shape[1])
+    row = row_bytes(nested is not None)
+    return launch("gemv4", weight, x, bias, [], rows, blocks, TABLE_BYTES, row, NESTED=int(nested is not None))
 
 
 _refused = False
@@ -124,7 +136,7 @@ def try_product(
 ) -> Tensor | None:  # fmt: skip
     """`product` where it can run, else None; says once why it cannot be compiled."""
     global _refused
-    if _refused or not takes(x, packed, absmax, blocksize):
+    if _refused or blocksize != BLOCKSIZE or not takes(x, packed, absmax):
         return None
     try:
         return product(x, packed, absmax, nested, quant_type, rows, bias)

@@ -100,6 +100,10 @@ template <bool BFLOAT> u32 pair(float first, float second) {
     return rounded<BFLOAT>(first) | (u32)rounded<BFLOAT>(second) << 16;
 }
 
+template <bool BFLOAT> u32 times(u32 a, u32 b) {
+    return pair<BFLOAT>(number<BFLOAT>(a) * number<BFLOAT>(b), number<BFLOAT>(a >> 16) * number<BFLOAT>(b >> 16));
+}
+
 /* Fragments as the PTX manual has them for mma.m16n8k16: a lane g * 4 + t holds of A rows g (a0, a2) and g + 8 (a1, a3),
 columns 2t, 2t+1 (a0, a1) and 2t+8, 2t+9 (a2, a3); of B column g, the same rows; of D columns 2t, 2t+1 of rows g, g + 8. */
 template <bool BFLOAT> void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

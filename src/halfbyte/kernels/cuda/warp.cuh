@@ -45,6 +45,16 @@ template <bool BFLOAT> __device__ __forceinline__ float number(u16 bits) {
     return value;
 }
 
+/* Products of two pairs of numbers. */
+template <bool BFLOAT> __device__ __forceinline__ u32 times(u32 a, u32 b) {
+    u32 both;
+    if (BFLOAT)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    else
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+}
+
 /* d += a b: 16×16 times 16×8, of 16 bits with fp32 sums. */
 template <bool BFLOAT> __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (BFLOAT)
