@@ -1,16 +1,16 @@
 """Products of 1 to 64 rows with an NF4 weight (nested scales) beside cuBLAS in bf16, on a GPU, from a CUDA graph.
 
-python -m benchmarks.gemv [--sweep] [--batches 1,4] [--json FILE]
+python -m benchmarks.gemv [--sweep] [--batches 1,4] [--planes kbit:2:nf] [--json FILE]
 
 Calls rotate over weights, so that none comes from the cache. TB/s is of packed bytes: codes and scales. `--sweep` times
-every block shape of both kernels and prints the best five of each; without it, what `linear_blockwise4` picks is timed.
+every block shape of the CUDA kernel and prints the best; without it, what `linear_blockwise4` picks is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
-from halfbyte.formats import Blockwise4
+from halfbyte.formats import Blockwise4, from_spec
+from halfbyte.kernels.gemv4_cuda import BATCH, SHARED_BYTES, TABLE_BYTES, Blocks, image, product, row_bytes
+from halfbyte.kernels.launch import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
 
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
@@ -26,20 +28,13 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ROTATE = 4e8  # bytes that a round over the weights reads at least, eight times the second-level cache
 
 
-def candidates(batch: int) -> list[tuple[str, Callable, tuple]]:
-    """Every block shape worth a try: (name, function, blocks)."""
-    from halfbyte.kernels.gemv4 import GemvBlocks, SmallBlocks, gemv, small
-
-    found: list[tuple[str, Callable, tuple]] = []
-    if batch <= 4:
-        shapes = itertools.product((2, 4, 8, 16), ((64, 1), (128, 1), (256, 1), (256, 4), (512, 4)))
-        for rows, (words, vector) in shapes:
-            if rows * batch * vector <= 32:  # registers
-                found.append(("gemv", gemv, GemvBlocks(rows, words, vector)))
-    for rows, words, stages, splits in itertools.product((64, 128), (16, 32), (1, 2, 3), (1, 2, 4, 8)):
-        if rows * words <= 2048 or batch > 16:
-            found.append(("small", small, SmallBlocks(rows, words, splits, stages)))
-    return found
+def candidates(batch: int) -> list[Blocks]:
+    """Every block shape of the CUDA kernel worth a try for `batch` rows of x."""
+    groups = ((1, 16), (2, 8), (4, 4), (8, 2), (1, 8), (2, 4), (4, 2))
+    found = [Blocks(rt, *warps, stages) for rt, warps, stages in itertools.product((1, 2), groups, (2, 3, 4))]
+    full = 8 * power_of_2(ceil_div(batch, 8))
+    fitting = [blocks for blocks in found if blocks.shared_bytes(full, TABLE_BYTES, row_bytes(True)) <= SHARED_BYTES]
+    return [blocks for blocks in fitting if blocks.wr * blocks.wk * blocks.rt * (blocks.stages - 1) >= 24]
 
 
 def weights_of(rows: int, columns: int) -> list[tuple]:
@@ -51,6 +46,17 @@ def weights_of(rows: int, columns: int) -> list[tuple]:
         nested = parts["nested_absmax"], parts["nested_code"], parts["nested_offset"]
         made.append((parts["packed"], parts["absmax"], nested, 64, "nf4", rows))
     return made
+
+
+def planes_us(spec: str, x: Tensor, rows: int) -> tuple[float, float]:
+    """µs of a product with a k-bit weight, and the bytes of the weight."""
+    format_, shape = from_spec(spec), (rows, x.shape[1])
+    moved = rows * x.shape[1] * format_.bits_per_weight(shape) / 8
+    weights = [
+        format_.quantize(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
+        for _ in range(max(2, int(ROTATE / moved)))
+    ]
+    return graph_us([partial(format_.linear, x, parts, shape, None) for parts in weights]), moved
 
 
 def dense_us(x: Tensor, rows: int) -> float:
@@ -69,18 +75,20 @@ def error_of(x: Tensor, weight: tuple) -> float:
     return float((linear_blockwise4(x, *weight, None) - expected).norm() / expected.norm())
 
 
-def sweep(x: Tensor, weights: list[tuple]) -> dict[str, list[tuple[float, tuple]]]:
-    """(µs, blocks) of each kernel's block shapes, best first."""
-    times: dict[str, list[tuple[float, tuple]]] = {}
-    for name, function, blocks in candidates(x.shape[0]):
-        try:
-            us = graph_us([partial(function, x, *weight, None, blocks) for weight in weights], 5)
-        except Exception as error:  # a shape that the compiler or the device refuses is no candidate
-            print(f"    {name} {tuple(blocks)}: {type(error).__name__} {str(error).splitlines()[0][:100]}")
-            torch.cuda.synchronize()
-            continue
-        times.setdefault(name, []).append((us, tuple(blocks)))
-    return {name: sorted(found) for name, found in times.items()}
+def sweep(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
+    """(µs, blocks) of each block shape, best first."""
+    shapes = candidates(x.shape[0])
+    rest = x.get_device(), power_of_2(ceil_div(x.shape[0], 8)), x.dtype is torch.bfloat16
+    with ThreadPoolExecutor(16) as pool:  # NVRTC leaves Python's lock
+        list(pool.map(lambda blocks: image("gemv4", blocks, *rest, NESTED=1), shapes))
+    times = []
+    for blocks in shapes:
+        calls = [
+            partial(product, x, packed, absmax, nested, kind, rows, None, blocks)
+            for packed, absmax, nested, _, kind, rows in weights
+        ]
+        times.append((graph_us(calls, 5), tuple(blocks)))
+    return sorted(times)
 
 
 def main() -> None:
@@ -88,6 +96,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
+    parser.add_argument("--planes", help="k-bit formats to time too: kbit:2:nf,kbit:4:nf")
     parser.add_argument("--json")
     given = parser.parse_args()
     copy = copy_bandwidth()
@@ -106,11 +115,14 @@ def main() -> None:
                    "of_copy": rate / copy, "error": error}  # fmt: skip
             print(f"{shape:>11} M={batch:<2}: {ours:6.1f} µs, {rate:.2f} TB/s ({rate / copy:.0%} of copy), "
                   f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
-            if given.sweep:
+            for spec in given.planes.split(",") if given.planes else ():
+                us, size = planes_us(spec, x, rows)
+                row[spec] = us
+                print(f"    {spec}: {us:.1f} µs, {size / us / 1e6 / copy:.0%} of copy, {dense / us:.2f}x", flush=True)
+            if given.sweep and batch <= BATCH:
                 row["sweep"] = sweep(x, weights)
-                for name, found in row["sweep"].items():
-                    best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in found[:5])
-                    print(f"    {name}: {best}", flush=True)
+                best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:8])
+                print(f"    {best}", flush=True)
             result["rows"].append(row)
     write_result(given.json, result)
 

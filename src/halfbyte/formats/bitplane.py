@@ -24,6 +24,7 @@ from ..ops.bitplane import (
     padded_blocks,
     quantize_bitplane,
 )
+from ..ops.gemv_planes import linear_bitplane
 from .base import Format, Parts, PartSpecs, register_format
 
 CODEBOOKS = ("nf", "bnf", "fitted", "affine")
@@ -120,6 +121,12 @@ class KBit(Format):
             width,
             dtype,
         ).view(shape)
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        if self.codebook == "affine" or shape[1] % BLOCK:
+            return super().linear(x, parts, shape, bias)
+        of_weight = parts["packed"], parts["scales"], parts["factor"], self.levels(parts)
+        return linear_bitplane(x, *of_weight, shape[0], bias)
 
     def levels(self, parts: Parts) -> Tensor:
         """fp32 [2^k], ascending: what the codes of these parts stand for, in units of their scales."""

@@ -1,0 +1,142 @@
+"""Compiles the CUDA kernels of this folder with NVRTC, which comes with torch, once for each set of constants.
+
+They say what Triton cannot, such as where in shared memory each lane looks, and include no headers. Without NVRTC, or
+where it refuses the source, the Triton kernels run instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..native import BuildError, cache_folder
+
+MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
+HEADERS = ("product.cuh", "warp.cuh")
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h: a union of 64 bytes follows its number."""
+
+    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+class Kernel:
+    """A kernel that is loaded on one device.
+
+    Args:
+        image: cubin.
+        name: of its `extern "C"` function.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    def __init__(self, image: bytes, name: str, shared_bytes: int):
+        self._driver, self._shared = ctypes.CDLL("libcuda.so.1"), shared_bytes
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        try:
+            self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image))
+            self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+            self._check(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
+        except RuntimeError as error:  # e.g. a driver that is older than NVRTC
+            raise BuildError(f"the kernel does not load: {error}") from error
+
+    def __call__(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+        """Launch on torch's current stream; `arguments` are ctypes values of the C parameters' types.
+
+        The kernel may begin while the one before it on the stream still runs, if that one lets it
+        (griddepcontrol.launch_dependents): it must wait (griddepcontrol.wait) before it reads or writes what others do.
+        """
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
+        overlap = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(overlap), 1)
+        self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+
+    def _check(self, status: int) -> None:
+        if status:
+            message = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(message))
+            raise RuntimeError(f"CUDA driver: {(message.value or b'unknown error').decode()}")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    if torch.version.cuda is None:
+        raise BuildError("this torch has no CUDA")
+    try:
+        return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+    except OSError as error:
+        raise BuildError(f"NVRTC does not load: {error}") from error
+
+
+def cubin(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+    """`<name>.cu` compiled for a device of this compute capability, from the cache if it was before.
+
+    Raises:
+        BuildError: with NVRTC's first message.
+    """
+    source = source_of(name)
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options += [f"-D{key}={value}" for key, value in constants.items()]
+    key = hashlib.sha256(f"{source}{options}{torch.version.cuda}".encode()).hexdigest()[:16]
+    built = cache_folder() / "cuda" / f"{name}-{key}.cubin"
+    if not built.exists():
+        image = _compile(source, options)
+        try:
+            built.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=built.parent, delete=False) as aside:
+                aside.write(image)
+            os.replace(aside.name, built)
+        except OSError as error:
+            raise BuildError(f"cannot write to {built.parent}: {error.strerror}") from error
+    return built.read_bytes()
+
+
+def source_of(name: str, folders: tuple[Path, ...] = (Path(__file__).parent,)) -> str:
+    """`<name>.cu` with what it includes in its place, from the first folder that has it."""
+    text = Path(__file__).with_name(f"{name}.cu").read_text()
+    for header in HEADERS:
+        found = next(folder / header for folder in folders if (folder / header).exists())
+        text = text.replace(f'#include "{header}"', found.read_text())
+    return text
+
+
+def _compile(source: str, options: list[str]) -> bytes:
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    encoded = [option.encode() for option in options]
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded)):
+            log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
+            raise BuildError(f"NVRTC failed: {log.strip().splitlines()[0]}")
+        return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    read(program, data)
+    return data.raw

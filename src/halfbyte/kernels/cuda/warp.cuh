@@ -1,0 +1,78 @@
+/* What the kernels of this folder say in PTX, and the types they use. tests/kernels/emulation/warp.cuh is the same for a
+CPU, where the kernels' own code is tested. */
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+extern __shared__ __align__(1024) u8 shared[];
+
+__device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+/* Begin to copy SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. */
+template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *from, bool inside) {
+    u32 size = inside ? SIZE : 0;
+    if (SIZE == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                     ::"r"(address(to)), "l"(from), "r"(size) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                     ::"r"(address(to)), "l"(from), "r"(size) : "memory");
+}
+
+/* What was begun since the last commit() is one group; wait until at most LATER groups are on their way. */
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LATER> __device__ __forceinline__ void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+/* Two floats rounded to bf16 or fp16, the first in the low half. */
+template <bool BFLOAT> __device__ __forceinline__ u32 pair(float first, float second) {
+    u32 both;
+    if (BFLOAT)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    return both;
+}
+
+template <bool BFLOAT> __device__ __forceinline__ float number(u16 bits) {
+    float value;
+    if (BFLOAT)
+        return __uint_as_float((u32)bits << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+/* Products of two pairs of numbers. */
+template <bool BFLOAT> __device__ __forceinline__ u32 times(u32 a, u32 b) {
+    u32 both;
+    if (BFLOAT)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    else
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+}
+
+/* d += a b: 16×16 times 16×8, of 16 bits with fp32 sums. */
+template <bool BFLOAT> __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (BFLOAT)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* A barrier of the COUNT threads of a group of warps. */
+template <int COUNT> __device__ __forceinline__ void group_arrives(u32 group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(COUNT) : "memory");
+}
+
+/* Let the next kernel of the stream begin (it waits here in turn), and wait until the one before is done. */
+__device__ __forceinline__ void begin_after_others() {
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+}

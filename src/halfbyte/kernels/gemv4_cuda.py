@@ -1,0 +1,146 @@
+"""`cuda/gemv4.cu`: the product of up to 16 rows with a 4-bit weight on tensor cores.
+
+It takes a Hopper GPU or newer (griddepcontrol), 16-bit x, blocks of 64 and K in multiples of 256; the rest is Triton's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..notices import notice
+from ..ops.codebooks import codebook4
+from .cuda import BuildError, Kernel, cubin
+from .launch import ceil_div, power_of_2
+
+BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
+CAPABILITY = (9, 0)
+TABLE_BYTES = 65536
+SHARED_BYTES = 232448  # of a block at most
+
+Nested = tuple[Tensor, Tensor, Tensor] | None
+
+
+class Blocks(NamedTuple):
+    """Constants of `cuda/product.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+
+    rt: int
+    wr: int
+    wk: int
+    stages: int
+
+    def shared_bytes(self, batch: int, table: int, row: int) -> int:
+        """Of a block: the table, the rings whose slots have `row` bytes for a row of W, and the sums."""
+        rows, warps = 16 * self.rt, self.wr * self.wk
+        return table + warps * self.stages * rows * row + 2 * warps * batch * rows * 4
+
+
+class Weight(ctypes.Structure):
+    """The struct of this name in `gemv4.cu`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")] + [
+        ("rows", ctypes.c_uint32),
+        ("columns", ctypes.c_uint32),
+    ]
+
+
+def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
+    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
+    rt, warps = (1, 16) if batch <= 8 else (2, 8)
+    tiles = ceil_div(ceil_div(rows, 16 * rt), multiprocessors)
+    groups = min(power_of_2(tiles), 8 // rt)
+    return Blocks(rt, groups, warps // groups, 3)
+
+
+@functools.cache
+def multiprocessors_of(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def row_bytes(nested: bool) -> int:
+    """Of a slot of the ring: codes and scales of a row."""
+    return 128 + (8 if nested else 16)
+
+
+def image(name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, **constants: int) -> bytes:
+    """`cuda/<name>.cu` compiled for `tiles` tiles of 8 rows of x."""
+    shared = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
+    return cubin(name, torch.cuda.get_device_capability(device), shared | constants)
+
+
+@functools.cache
+def _kernel(
+    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, table: int, row: int, constants: tuple
+) -> Kernel:
+    code = image(name, blocks, device, tiles, bf16, **dict(constants))
+    return Kernel(code, name, blocks.shared_bytes(8 * tiles, table, row))
+
+
+def launch(
+    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, rest: list, rows: int, blocks: Blocks | None,
+    table: int, row: int, **constants: int,
+) -> Tensor:  # fmt: skip
+    """x·Wᵀ + b by the kernel `name`, whose parameters are the weight, x, bias, y, `rest` and the rows of x."""
+    device, batch = x.get_device(), x.shape[0]
+    multiprocessors, tiles = multiprocessors_of(device), power_of_2(ceil_div(batch, 8))
+    blocks = blocks or blocks_for(rows, batch, multiprocessors)
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out, *rest)]
+    with torch.cuda.device(device):
+        bf16 = x.dtype is torch.bfloat16
+        kernel = _kernel(name, blocks, device, tiles, bf16, table, row, tuple(constants.items()))
+        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
+        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
+    return out
+
+
+def takes(x: Tensor, *of_weight: Tensor) -> bool:
+    """True if a kernel of `cuda/product.cuh` can run: the device, x's dtype and size, and how tensors are aligned."""
+    return (
+        x.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x.device) >= CAPABILITY
+        and x.dtype is not torch.float32
+        and 1 <= x.shape[0] <= BATCH
+        and x.shape[1] % STEP == 0
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *of_weight))
+    )
+
+
+def product(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int, bias: Tensor | None,
+    blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    """`linear_blockwise4` of contiguous tensors that `takes` accepts.
+
+    Raises:
+        BuildError: the kernel does not compile here.
+    """
+    second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
+    of_weight = (packed, absmax, second, code, offset, codebook4(quant_type, x.device))
+    weight = Weight(*[tensor.data_ptr() for tensor in of_weight], rows, x.shape[1])
+    row = row_bytes(nested is not None)
+    return launch("gemv4", weight, x, bias, [], rows, blocks, TABLE_BYTES, row, NESTED=int(nested is not None))
+
+
+_refused = False
+
+
+def try_product(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """`product` where it can run, else None; says once why it cannot be compiled."""
+    global _refused
+    if _refused or blocksize != BLOCKSIZE or not takes(x, packed, absmax):
+        return None
+    try:
+        return product(x, packed, absmax, nested, quant_type, rows, bias)
+    except BuildError as error:
+        _refused = True
+        notice("gemv4-cuda", f"{error}; products of few rows with 4-bit weights run in Triton instead, more slowly")
+        return None

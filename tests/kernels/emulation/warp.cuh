@@ -1,0 +1,171 @@
+/* The functions of halfbyte/kernels/cuda/warp.cuh on a CPU: a thread is a fiber that runs until it meets a barrier, and
+asynchronous copies happen as late as the kernel allows, so that a wait or a barrier that is missing shows. */
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <ucontext.h>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define threadIdx (current->thread)
+#define blockIdx (current->block)
+#define shared (memory.data())
+
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct Index { u32 x; } gridDim;
+
+struct Copy { u8 *to; const void *from; size_t size; bool inside; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(1 << 17);
+    Index thread, block;
+    u32 number;                   /* of the thread */
+    u32 first = 0, count = 0;     /* fibers of the barrier it waits at; none if count is 0 */
+    bool done = false;
+    std::vector<std::vector<Copy>> groups{1};
+    u32 a[4], b[2];               /* what multiply() takes from other lanes */
+};
+
+std::vector<std::unique_ptr<Fiber>> fibers;   /* of a block */
+std::vector<u8> memory;                       /* its shared memory */
+Fiber *current;
+ucontext_t scheduler;
+u32 threads_of_block;
+std::function<void()> body;
+
+void meet(u32 first, u32 count) {
+    current->first = first, current->count = count;
+    swapcontext(&current->context, &scheduler);
+}
+void __syncwarp() { meet(current->number / 32 * 32, 32); }
+void __syncthreads() { meet(0, threads_of_block); }
+template <int COUNT> void group_arrives(u32 group) { meet(group * COUNT, COUNT); }
+void begin_after_others() {}
+
+template <int SIZE> void copy(u8 *to, const void *from, bool inside) {
+    if ((uintptr_t)from % SIZE || (uintptr_t)to % SIZE)
+        fprintf(stderr, "a copy is not aligned\n"), abort();
+    memset(to, 0xff, SIZE); /* NaN, until it has come */
+    current->groups.back().push_back({to, from, SIZE, inside});
+}
+void commit() { current->groups.emplace_back(); }
+template <int LATER> void wait() {
+    auto &groups = current->groups;
+    while (groups.size() > LATER + 1) {
+        for (Copy &c : groups.front())
+            c.inside ? memcpy(c.to, c.from, c.size) : memset(c.to, 0, c.size);
+        groups.erase(groups.begin());
+    }
+}
+
+float __uint_as_float(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
+u32 __float_as_uint(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }
+u32 __byte_perm(u32 x, u32 y, u32 selector) {
+    u64 both = (u64)y << 32 | x;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++)
+        result |= (u32)(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return result;
+}
+
+template <bool BFLOAT> u16 rounded(float value) {
+    u32 bits = __float_as_uint(value);
+    if (BFLOAT)
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    _Float16 half = (_Float16)value;
+    u16 result;
+    memcpy(&result, &half, 2);
+    return result;
+}
+template <bool BFLOAT> float number(u16 bits) {
+    _Float16 half;
+    memcpy(&half, &bits, 2);
+    return BFLOAT ? __uint_as_float((u32)bits << 16) : (float)half;
+}
+template <bool BFLOAT> u32 pair(float first, float second) {
+    return rounded<BFLOAT>(first) | (u32)rounded<BFLOAT>(second) << 16;
+}
+
+template <bool BFLOAT> u32 times(u32 a, u32 b) {
+    return pair<BFLOAT>(number<BFLOAT>(a) * number<BFLOAT>(b), number<BFLOAT>(a >> 16) * number<BFLOAT>(b >> 16));
+}
+
+/* Fragments as the PTX manual has them for mma.m16n8k16: a lane g * 4 + t holds of A rows g (a0, a2) and g + 8 (a1, a3),
+columns 2t, 2t+1 (a0, a1) and 2t+8, 2t+9 (a2, a3); of B column g, the same rows; of D columns 2t, 2t+1 of rows g, g + 8. */
+template <bool BFLOAT> void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    memcpy(current->a, a, sizeof a);
+    current->b[0] = b0, current->b[1] = b1;
+    __syncwarp();
+    u32 warp = current->number / 32 * 32, g = current->number % 32 / 4, t = current->number % 4;
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 16; k++) {
+            const Fiber &left = *fibers[warp + g * 4 + k % 8 / 2], &right = *fibers[warp + (2 * t + i % 2) * 4 + k % 8 / 2];
+            u32 x = left.a[i / 2 + k / 8 * 2], y = right.b[k / 8];
+            d[i] += number<BFLOAT>(x >> k % 2 * 16) * number<BFLOAT>(y >> k % 2 * 16);
+        }
+    __syncwarp();
+}
+
+void enter() {
+    body();
+    current->done = true;
+    swapcontext(&current->context, &scheduler);
+}
+
+void run_block(u32 threads) {
+    for (u32 left = threads; left;) {
+        bool moved = false;
+        for (auto &fiber : fibers) {
+            bool ready = !fiber->done;
+            for (u32 i = 0; ready && i < fiber->count; i++) {
+                Fiber &other = *fibers[fiber->first + i];
+                ready = other.first == fiber->first && other.count == fiber->count;
+            }
+            if (!ready)
+                continue;
+            if (fiber->count) { /* all are there: all may go on */
+                u32 first = fiber->first, count = fiber->count;
+                for (u32 i = 0; i < count; i++)
+                    fibers[first + i]->count = 0;
+            }
+            moved = true;
+            current = fiber.get();
+            swapcontext(&scheduler, &fiber->context);
+            left -= fiber->done;
+        }
+        if (!moved)
+            fprintf(stderr, "threads wait for each other\n"), abort();
+    }
+}
+
+/* Run `work` in blocks × threads threads, one block after the other. */
+void launch(u32 blocks, u32 threads, u32 bytes, std::function<void()> work) {
+    gridDim.x = blocks, threads_of_block = threads, body = work;
+    for (u32 block = 0; block < blocks; block++) {
+        fibers.clear();
+        memory.assign(bytes, 0xff);
+        for (u32 i = 0; i < threads; i++) {
+            fibers.push_back(std::make_unique<Fiber>());
+            Fiber &f = *fibers.back();
+            f.thread.x = f.number = i, f.block.x = block;
+            getcontext(&f.context);
+            f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
+            makecontext(&f.context, enter, 0);
+        }
+        run_block(threads);
+    }
+}
