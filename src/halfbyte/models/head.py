@@ -41,15 +41,15 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     one (accelerate's autocast, say) must be entered by the caller.
 
     Args:
-        model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`.
+        model: a Hugging Face causal LM, alone or beside a vision tower, plain or inside a `peft.PeftModel`.
         batch: `input_ids` and `labels` [B, T] (unshifted, -100 where nothing is trained), and any further input of the
-            model: `attention_mask`, `position_ids`.
+            model: `attention_mask`, `position_ids`, `pixel_values` and what comes with them.
 
     Returns:
         loss_sum: 0-d fp32, differentiable.
         trained_tokens: 0-d int64.
     """
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs = {key: value for key, value in batch.items() if key != "labels"} | _rows_of_positions(model, batch)
     labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX)
     trained_tokens = (labels != IGNORE_INDEX).sum()
     head = _head_of(model, inputs)
@@ -61,6 +61,16 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     weight = causal_lm.get_output_embeddings().weight
     loss_sum = linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
     return loss_sum, trained_tokens
+
+
+def _rows_of_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Positions [B, T] as M-RoPE takes them, [4, B, T]: the text's first, without which transformers looks for no
+    documents and packed ones would see each other; then time, height and width, which are the same in text."""
+    positions = batch.get("position_ids")
+    if positions is None or positions.dim() != 2:
+        return {}
+    rope = getattr(_config(model), "rope_parameters", None) or {}
+    return {"position_ids": positions.expand(4, -1, -1)} if "mrope_section" in rope else {}
 
 
 def _loss_of_full_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, trained_tokens: Tensor) -> Tensor:
