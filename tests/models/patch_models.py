@@ -10,6 +10,8 @@ from torch import nn
 
 from halfbyte.adapters import all_linear
 from halfbyte.architectures import auto_class
+from halfbyte.formats import Blockwise4
+from halfbyte.layers import Linear4bit
 from halfbyte.models.head import causal_lm_loss
 
 SHAPE = {
@@ -32,7 +34,7 @@ FAMILIES = {
     "Gemma3Text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "Phi3": {"resid_pdrop": 0.0, "partial_rotary_factor": 0.5},
     "Mixtral": {"num_local_experts": 4, "sliding_window": 8},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 EXPERTS = ("Mixtral", "Qwen3Moe")
 IMAGE, PIXELS = 100, 16  # the token that stands for a piece of an image, and pixels along a side
@@ -72,11 +74,20 @@ def tiny(family: str, *, adapter: bool = True, shape: dict | None = None, **lora
     return model.train()
 
 
-def batch(packed: bool = False) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(1, 101, (3, 18))
+def quantize(model: nn.Module) -> nn.Module:
+    """`model` with its frozen linears in NF4."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and "lora" not in name and name not in ("lm_head", "default"):
+                setattr(module, name, Linear4bit.from_linear(child, Blockwise4("nf4", 32, True)))
+    return model
+
+
+def batch(packed: bool = False, length: int = 18) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, 101, (3, length))
     inputs = {"input_ids": tokens, "labels": tokens.clone()}
     if packed:
-        lengths = [(18,), (5, 13), (3, 1, 14)]
+        lengths = [(length,), (5, length - 5), (3, 1, length - 4)]
         inputs["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
         inputs["labels"][inputs["position_ids"] == 0] = -100
     return inputs
