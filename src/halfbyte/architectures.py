@@ -1,4 +1,4 @@
-"""Language models alone, and language models beside a vision tower: which transformers class, and which part is which."""
+"""Language models alone and beside a vision tower: which class of transformers they are, and which part is which."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ def auto_class(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code else AutoModelForImageTextToText
+    return (
+        AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code else AutoModelForImageTextToText
+    )
 
 
 def beside_text(model: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -108,6 +109,20 @@ def with_image(family: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.
     pixels = torch.randn(rows * patches, 3 * 2 * VISION["patch_size"] ** 2)
     grid = torch.tensor([[1, 4, 4]]).repeat(rows, 1)
     return inputs | {"mm_token_type_ids": types, "pixel_values": pixels, "image_grid_thw": grid}
+
+
+def loop_over_documents(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
+    """What stands in for variable-length attention on a CPU."""
+    assert torch.equal(bounds_q, bounds_k)
+    assert longest_q == longest_k == int(bounds_q.diff().max())
+    outputs = []
+    for begin, end in zip(bounds_q[:-1].tolist(), bounds_q[1:].tolist(), strict=True):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        ages = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        mask = (ages >= 0) & (ages <= (window_size[0] if window_size[0] >= 0 else end))
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def loss_and_gradients(model: nn.Module, inputs: dict) -> tuple[float, dict[str, torch.Tensor]]:

@@ -14,8 +14,10 @@ LENGTHS = (18, 13, 21, 16)
 
 
 class Saved:
-    """A compiler backend that counts its graphs and keeps the shapes of what their forward hands to their backward (None: a size
-    that varies)."""
+    """A compiler backend that counts its graphs and keeps the shapes of what their forward hands to their backward.
+
+    A size that varies is None there.
+    """
 
     def __init__(self):
         self.shapes, self.graphs = [], 0
