@@ -18,7 +18,7 @@ def auto_class(config: Any) -> Any:
 
 def beside_text(model: Any) -> list[str]:
     """Names of what a multimodal model holds beside its language model: vision tower and projector; none in others."""
-    backbone = getattr(model, "base_model", None)
+    backbone: Any = getattr(model, "base_model", None)
     text = getattr(backbone, "language_model", None)
     if text is None:
         return []
