@@ -12,7 +12,7 @@ PACKAGE = Path(halfbyte.__file__).parent
 
 # Lowest first. A module imports from its own row and from the rows above it here, never from those below.
 ORDER = [
-    ["__init__", "errors", "notices", "files", "hardware", "config", "terminal", "environment"],
+    ["__init__", "errors", "notices", "files", "hardware", "config", "terminal", "environment", "architectures"],
     ["dispatch"],
     ["ops", "formats"],
     ["autograd"],

@@ -28,6 +28,7 @@ from peft.helpers import disable_input_dtype_casting
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from halfbyte.architectures import beside_text
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.notices import notice
 
@@ -135,14 +136,15 @@ def _saved_config(folder: Path, config: RunConfig) -> PeftConfig:
 
 
 def all_linear(model: nn.Module) -> list[str]:
-    """Names of every `nn.Linear` but the output head: short ones (q_proj, ...) where they mean nothing else.
+    """Names of every `nn.Linear` but the output head: short ones (q_proj, ...) where they mean nothing else. Of a model
+    with a vision tower, those of its language model.
 
     PEFT's own all-linear lists every full name, which ties the saved adapter to the number of layers.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = {name: module for name, module in model.named_modules() if name}
     linears = {name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
-    linears -= {"lm_head"}
+    linears -= {"lm_head", *(name for name in linears if name.startswith(tuple(beside_text(model))))}
     if not linears:
         raise ModelError("target_modules: all-linear finds no nn.Linear in this model", "name the modules to adapt")
     leaves = {name.rpartition(".")[2] for name in linears}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from halfbyte.adapters import all_linear
+from halfbyte.architectures import auto_class
+from halfbyte.formats import Blockwise4
+from halfbyte.layers import Linear4bit
 from halfbyte.models.head import causal_lm_loss
 
 SHAPE = {
@@ -29,32 +34,95 @@ FAMILIES = {
     "Gemma2": {"final_logit_softcapping": 0.5, "sliding_window": 8, "attn_logit_softcapping": 2.0},
     "Gemma3Text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "Phi3": {"resid_pdrop": 0.0, "partial_rotary_factor": 0.5},
+    "Mixtral": {"num_local_experts": 4, "sliding_window": 8},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+EXPERTS = ("Mixtral", "Qwen3Moe")
+IMAGE, PIXELS = 100, 16  # the token that stands for a piece of an image, and pixels along a side
+VISION = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
+MULTIMODAL = {
+    "Gemma3": {
+        "text_config": SHAPE | FAMILIES["Gemma3Text"],
+        "vision_config": VISION | {"image_size": PIXELS, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE,
+        "image_token_id": IMAGE,
+    },
+    "Qwen2_5_VL": {
+        "text_config": SHAPE | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        "vision_config": VISION
+        | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [0]},
+        "image_token_id": IMAGE,
+        "video_token_id": IMAGE - 1,
+        "vision_start_token_id": IMAGE - 2,
+    },
 }
 
 
 def tiny(family: str, *, adapter: bool = True, shape: dict | None = None, **lora) -> nn.Module:
     """A random model of a family whose norms, biases and adapters all matter."""
-    config = getattr(transformers, f"{family}Config")(**SHAPE | FAMILIES[family] | (shape or {}))
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    keys = MULTIMODAL[family] if family in MULTIMODAL else SHAPE | FAMILIES[family] | (shape or {})
+    config = getattr(transformers, f"{family}Config")(**keys)
+    model = auto_class(config).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     if adapter:
-        model = get_peft_model(model, LoraConfig(r=4, **{"target_modules": "all-linear"} | lora))
+        model = get_peft_model(model, LoraConfig(r=4, **{"target_modules": all_linear(model)} | lora))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)
     return model.train()
 
 
-def batch(packed: bool = False) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(1, 101, (3, 18))
+def quantize(model: nn.Module) -> nn.Module:
+    """`model` with its frozen linears in NF4."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and "lora" not in name and name not in ("lm_head", "default"):
+                setattr(module, name, Linear4bit.from_linear(child, Blockwise4("nf4", 32, True)))
+    return model
+
+
+def batch(packed: bool = False, length: int = 18) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, 101, (3, length))
     inputs = {"input_ids": tokens, "labels": tokens.clone()}
     if packed:
-        lengths = [(18,), (5, 13), (3, 1, 14)]
+        lengths = [(length,), (5, length - 5), (3, 1, length - 4)]
         inputs["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
         inputs["labels"][inputs["position_ids"] == 0] = -100
     return inputs
+
+
+def with_image(family: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`inputs` with an image of four tokens in each row, at places that differ."""
+    rows = len(inputs["input_ids"])
+    inputs = {key: value.clone() for key, value in inputs.items()}
+    types = torch.zeros_like(inputs["input_ids"])
+    for row in range(rows):
+        types[row, row + 3 : row + 7] = 1
+    inputs["input_ids"].clamp_(max=IMAGE - 3)[types == 1] = IMAGE
+    inputs["labels"][types == 1] = -100
+    if family == "Gemma3":
+        return inputs | {"token_type_ids": types, "pixel_values": torch.randn(rows, 3, PIXELS, PIXELS)}
+    patches = (PIXELS // VISION["patch_size"]) ** 2
+    pixels = torch.randn(rows * patches, 3 * 2 * VISION["patch_size"] ** 2)
+    grid = torch.tensor([[1, 4, 4]]).repeat(rows, 1)
+    return inputs | {"mm_token_type_ids": types, "pixel_values": pixels, "image_grid_thw": grid}
+
+
+def loop_over_documents(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
+    """What stands in for variable-length attention on a CPU."""
+    assert torch.equal(bounds_q, bounds_k)
+    assert longest_q == longest_k == int(bounds_q.diff().max())
+    outputs = []
+    for begin, end in zip(bounds_q[:-1].tolist(), bounds_q[1:].tolist(), strict=True):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        ages = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        mask = (ages >= 0) & (ages <= (window_size[0] if window_size[0] >= 0 else end))
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def loss_and_gradients(model: nn.Module, inputs: dict) -> tuple[float, dict[str, torch.Tensor]]:

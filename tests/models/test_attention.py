@@ -7,27 +7,13 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from patch_models import assert_same, batch, loss_and_gradients, tiny
+from patch_models import assert_same, batch, loop_over_documents, loss_and_gradients, tiny
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 import halfbyte
 from halfbyte.models import attention
-
-
-def loop_over_documents(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
-    assert torch.equal(bounds_q, bounds_k)
-    assert longest_q == longest_k == int(bounds_q.diff().max())
-    outputs = []
-    for begin, end in zip(bounds_q[:-1].tolist(), bounds_q[1:].tolist(), strict=True):
-        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
-        ages = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
-        mask = (ages >= 0) & (ages <= (window_size[0] if window_size[0] >= 0 else end))
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=enable_gqa)
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
 
 
 @pytest.fixture

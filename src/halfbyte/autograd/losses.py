@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import ModelError
 from ..ops.cross_entropy import Objective
 from ..ops.losses import linear_cross_entropy_forward, linear_log_probs_backward
 
@@ -187,6 +188,8 @@ def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
+    if labels.shape != hidden.shape[:-1]:  # rows and labels would still be paired, one with another's
+        raise ModelError(f"linear_cross_entropy: labels are {list(labels.shape)}, and hidden {list(hidden.shape)}")
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     return hidden, weight.to(dtype), labels.reshape(-1).to(hidden.device)
 

@@ -26,7 +26,7 @@ INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 @triton.jit
 def _span(width, BLOCK: tl.constexpr):
     """The row a program is in, and the columns it takes there."""
-    blocks = tl.cdiv(width, BLOCK)
+    blocks = (width - 1) // BLOCK + 1  # tl.cdiv adds first, which overflows where a width just fits into 32 bits
     program = tl.program_id(0)
     row = program // blocks
     return row.to(tl.int64), (program - row * blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
+from ..architectures import auto_class, beside_text
 from ..config import RunConfig
 from ..errors import ModelError
 from ..formats.choice import configured
@@ -53,11 +54,11 @@ class ModelShapes:
         self.dtype = planned_dtype(config, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         if config.quantized:
-            head = self.causal_lm.get_output_embeddings()
+            head, beside = self.causal_lm.get_output_embeddings(), tuple(beside_text(self.causal_lm))
             linears = {
                 name: module
                 for name, module in self.causal_lm.named_modules()
-                if type(module) is nn.Linear and module is not head
+                if type(module) is nn.Linear and module is not head and not name.startswith(beside)
             }
             for name, format_ in configured(config).assign(self.causal_lm, linears.keys()).items():
                 linears[name].__class__ = QuantizedStandIn
@@ -65,8 +66,6 @@ class ModelShapes:
         self.model = self._adapted() if config.use_peft else self.causal_lm.train()
 
     def _build(self, model_config: Any) -> Any:
-        import transformers
-
         options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, "dtype": self.dtype}
         if self.config.attn_implementation in ("eager", "sdpa"):  # kernels of packages stand behind sdpa's numbers
             options["attn_implementation"] = self.config.attn_implementation
@@ -74,7 +73,7 @@ class ModelShapes:
             del model_config.quantization_config
         try:
             with torch.device("meta"):
-                return transformers.AutoModelForCausalLM.from_config(model_config, **options)
+                return auto_class(model_config).from_config(model_config, **options)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ModelError(f"transformers cannot build this model: {error}", "check config.json") from error
 

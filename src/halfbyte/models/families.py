@@ -1,7 +1,8 @@
 """What tells the model families apart that `halfbyte.patch` knows: one row each, no code.
 
 They share one block: norm, attention, norm, gated MLP, with the residual stream around both halves. A row says where a
-family departs from Llama. The names of submodules are Hugging Face's.
+family departs from Llama. The names of submodules are Hugging Face's. Of models that also take images, the row is
+that of their text part.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Family:
         window: where an attention layer's sliding window is written: in the config, or in the module, by layer.
         softcap: attention scores are capped (attn_logit_softcapping).
         activation: the config's key for the MLP's activation.
+        mlp: the MLP's class, where its name does not begin with the family's.
+        images_see_themselves: tokens of one image attend to each other both ways (token_type_ids), not causally.
     """
 
     name: str
@@ -39,18 +42,23 @@ class Family:
     window: Literal["config", "module"] | None = None
     softcap: bool = False
     activation: str = "hidden_act"
+    mlp: str | None = None
+    images_see_themselves: bool = False
 
 
 FAMILIES = (
     Family("Llama", "llama"),
     Family("Mistral", "mistral", window="config"),
+    Family("Mixtral", "mixtral", window="config"),
     Family("Qwen2", "qwen2", window="module"),
+    Family("Qwen2_5_VL", "qwen2_5_vl", window="module", mlp="Qwen2MLP"),
     Family("Qwen3", "qwen3", window="module", qk_norm=True),
+    Family("Qwen3Moe", "qwen3_moe", window="module", qk_norm=True),
     Family("Gemma", "gemma", norm_offset=True),
     Family("Gemma2", "gemma2", norm_offset=True, sandwich=True, window="module", softcap=True,
            activation="hidden_activation"),
     Family("Gemma3", "gemma3", norm_offset=True, sandwich=True, window="module", qk_norm=True,
-           activation="hidden_activation"),
+           activation="hidden_activation", images_see_themselves=True),
     Family("Phi3", "phi3", fused=True, residual_dropout=True, window="config"),
 )  # fmt: skip
 
@@ -65,5 +73,5 @@ def family_of(cls: type) -> tuple[Family, str] | None:
     """
     for family in FAMILIES:
         if cls.__module__ == f"transformers.models.{family.package}.modeling_{family.package}":
-            return family, cls.__name__.removeprefix(family.name)
+            return family, "MLP" if cls.__name__ == family.mlp else cls.__name__.removeprefix(family.name)
     return None

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
+from ..errors import DataError
 from ..notices import notice
 
 IGNORE_INDEX = -100
@@ -42,15 +43,20 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     one (accelerate's autocast, say) must be entered by the caller.
 
     Args:
-        model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`.
+        model: a Hugging Face causal LM, alone or beside a vision tower, plain or inside a `peft.PeftModel`.
         batch: `input_ids` and `labels` [B, T] (unshifted, -100 where nothing is trained), and any further input of the
-            model: `attention_mask`, `position_ids`.
+            model: `attention_mask`, `position_ids`, `pixel_values` and what comes with them.
 
     Returns:
         loss_sum: 0-d fp32, differentiable.
         trained_tokens: 0-d int64.
+
+    Raises:
+        DataError: an input is missing, empty, or of a dtype or shape that does not fit the others; on a CPU, a label is
+            outside the vocabulary (on an accelerator the loss is NaN instead).
     """
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    _check_batch(batch)
+    inputs = {key: value for key, value in batch.items() if key != "labels"} | _rows_of_positions(model, batch)
     labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX)
     trained_tokens = (labels != IGNORE_INDEX).sum()
     head = _head_of(model, inputs)
@@ -62,6 +68,40 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     weight = causal_lm.get_output_embeddings().weight
     loss_sum = linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
     return loss_sum, trained_tokens
+
+
+def _check_batch(batch: Mapping[str, Any]) -> None:
+    """Raise a DataError that names the input no step can take; looks at shapes and dtypes alone."""
+    if batch.get("labels") is None:
+        raise DataError("the batch has no labels", "give labels [B, T], -100 where nothing is trained")
+    name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
+    tokens = batch.get(name)
+    if tokens is None:
+        raise DataError("the batch has neither input_ids nor inputs_embeds")
+    if name == "input_ids" and (tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32)):
+        raise DataError(f"input_ids are {tokens.dtype} {list(tokens.shape)}", "give int64 [B, T]")
+    shape = tokens.shape[:2]
+    if 0 in shape:
+        raise DataError(f"{name} is {list(tokens.shape)}: there is no token", "leave empty batches out")
+    labels, positions = batch["labels"], batch.get("position_ids")
+    if labels.dtype is not torch.int64 or labels.shape != shape:
+        raise DataError(f"labels are {labels.dtype} {list(labels.shape)}, and {name} {list(tokens.shape)}",
+                        f"give int64 {list(shape)}")  # fmt: skip
+    if positions is None:
+        return
+    if positions.dtype not in (torch.int64, torch.int32) or positions.shape[-2:] not in (shape, (1, shape[1])):
+        raise DataError(f"position_ids are {positions.dtype} {list(positions.shape)}, and {name} {list(tokens.shape)}",
+                        f"give int64 {list(shape)}")  # fmt: skip
+
+
+def _rows_of_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Positions [B, T] as M-RoPE takes them, [4, B, T]: the text's first, without which transformers looks for no
+    documents and packed ones would see each other; then time, height and width, which are the same in text."""
+    positions = batch.get("position_ids")
+    if positions is None or positions.dim() != 2:
+        return {}
+    rope = getattr(_config(model), "rope_parameters", None) or {}
+    return {"position_ids": positions.expand(4, -1, -1)} if "mrope_section" in rope else {}
 
 
 def _loss_of_full_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, trained_tokens: Tensor) -> Tensor:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from ..architectures import auto_class, beside_text
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..hardware import best_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
+from .families import FAMILIES
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -35,9 +37,10 @@ def load_model_config(name_or_path: str, *, revision: str | None = None, trust_r
     """The transformers config of a model.
 
     Raises:
-        ModelError: there is no such model, or it is not a causal language model.
+        ModelError: there is no such model, or it is neither a causal language model nor one that takes images and
+            whose text part is of a family in `models.families`.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
     _check_folder(name_or_path)
     try:
@@ -48,10 +51,18 @@ def load_model_config(name_or_path: str, *, revision: str | None = None, trust_r
             "give a folder with config.json, or a hub id you can reach",
         ) from error
     own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code:
+        return config
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ModelError(
             f"{name_or_path} is a {config.model_type} model, which is not a causal language model",
             "give a decoder-only language model",
+        )
+    if config.model_type not in {family.package for family in FAMILIES}:
+        raise ModelError(
+            f"{name_or_path} is a {config.model_type} model; of models that take images, halfbyte knows the text parts"
+            " of qwen2_5_vl and gemma3",
+            "give one of those, or a decoder-only language model",
         )
     return config
 
@@ -73,6 +84,8 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> Any:
     """A causal language model of transformers, its linear layers (not the head) quantized.
+
+    A vision tower and its projector, where there are any, are frozen and keep `dtype`.
 
     Shards are streamed: each tensor is quantized on the target device and dropped. A checkpoint that was quantized
     before is taken as it is. Embeddings, norms and the head keep `dtype`.
@@ -111,16 +124,18 @@ def load_model(
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
     options |= {"dtype": resolve_dtype(dtype, target), "device_map": {"": target}}
-    return _from_pretrained(name_or_path, config=config, attn_implementation=attn_implementation, **options).eval()
+    model = _from_pretrained(name_or_path, config=config, attn_implementation=attn_implementation, **options)
+    for name in beside_text(model):
+        model.get_submodule(name).requires_grad_(False)
+    return model.eval()
 
 
-def _from_pretrained(name_or_path: str, **options: Any) -> Any:
+def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
     """transformers' loading, with what is missing or misshapen named."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             name_or_path,
+            config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
             **options,

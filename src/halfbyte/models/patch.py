@@ -16,10 +16,13 @@ from torch import nn
 
 from ..notices import notice
 from .activations import clear_activations, layer_forward, set_activations
-from .attention import backbone_forward, bind_attention, unbind_attention
+from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
 from .blocks import FAMILY, attention_forward, mlp_forward, norm_forward
 from .families import ACTIVATIONS, Family, family_of
 from .projections import read_projection
+
+MULTIMODAL = "multimodal model"  # the kind of what holds a vision tower and a backbone
+BACKBONES = ("Model", "TextModel")
 
 FORWARDS: dict[str, Callable[..., Any]] = {
     "RMSNorm": norm_forward,
@@ -28,6 +31,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "MLP": mlp_forward,
     "Model": backbone_forward,
     "TextModel": backbone_forward,
+    MULTIMODAL: multimodal_forward,
 }
 SAID = {
     "RMSNorm": "RMSNorm",
@@ -36,6 +40,10 @@ SAID = {
     "MLP": "gated activation",
     "Model": "attention metadata once a batch",
     "TextModel": "attention metadata once a batch",
+    MULTIMODAL: "attention metadata once a batch",
+}
+UNFUSED = {
+    "Experts": "no fused function routes tokens; transformers' experts run, their stacked weights in 16 bits",
 }
 
 
@@ -70,8 +78,9 @@ def patch(model: nn.Module, activations: str | Sequence[str] | None = None) -> P
     looked at in every call. Patching again is harmless: it reports the model as it is now.
 
     Args:
-        model: a causal LM of transformers of a family in `models.families`, or a `peft.PeftModel` around one; anything
-            else is left as it is, and the report says so.
+        model: a causal LM of transformers of a family in `models.families`, or a model with images whose text part is
+            of one (its vision tower is left alone), or a `peft.PeftModel` around either; anything else is left as it
+            is, and the report says so.
         activations: what the decoder layers keep for backward, a level of `memory.policy.LEVELS` for all or one for
             each; None: everything, or as transformers' gradient checkpointing says.
 
@@ -90,8 +99,10 @@ def patch(model: nn.Module, activations: str | Sequence[str] | None = None) -> P
         return PatchReport(None, unfused=Counter({(_name(model), reason): 1}))
     report = PatchReport(layers[0].name)
     for module, (family, kind) in _known_modules(model):
-        if kind in FORWARDS and (hasattr(module, "layers") or not kind.endswith("Model")):  # not Gemma 3's multimodal
+        if kind in FORWARDS:
             _bind(module, family, kind, report)
+        elif kind in UNFUSED:
+            report.unfused[kind.lower(), UNFUSED[kind]] += 1
     if activations is not None:
         set_activations(_layers(model), activations)
     for reason in {why for _, why in report.unfused}:
@@ -110,10 +121,19 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _known_modules(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Family, str]]]:
-    for module in model.modules():
-        found = family_of(type(module))
-        if found:
-            yield module, found
+    """Modules of known families, with row and kind; of a multimodal model, those of its text part, and the model."""
+    for outer in model.modules():
+        found = family_of(type(outer))
+        if found is None or found[1] not in BACKBONES:
+            continue
+        if not hasattr(outer, "layers"):
+            if found[0].images_see_themselves:
+                yield outer, (found[0], MULTIMODAL)
+            continue
+        for module in outer.modules():
+            found = family_of(type(module))
+            if found:
+                yield module, found
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -136,7 +156,7 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
         setattr(module, FAMILY, family)
         module.forward = MethodType(FORWARDS[kind], module)
     report.fused[SAID[kind]] += 1
-    if kind.endswith("Model"):
+    if kind in BACKBONES:
         report.attention = bind_attention(module)
     for child_name, child in module.named_children():
         if child_name.endswith("_proj"):

@@ -18,6 +18,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..architectures import beside_text
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
 from ..formats.base import entry_name
@@ -181,10 +182,16 @@ def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ..
         )
 
 
-def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, nn.Linear]:
-    """Name → module of the linear layers that may be quantized: all but `skip_modules`, by default the output head and
-    what is tied to it, and what the model keeps in fp32."""
+def kept_whole(model: Any, skip_modules: list[str] | None = None, beside: bool = True) -> list[str]:
+    """Names of what is not quantized: `skip_modules` and what the model keeps in fp32. By default that is the output
+    head and what is tied to it, and with `beside` all that is not the language model (vision tower, projector)."""
     skip = HfQuantizer.get_modules_to_not_convert(model, skip_modules, model._keep_in_fp32_modules)
+    return [*skip, *beside_text(model)] if skip_modules is None and beside else skip
+
+
+def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, nn.Linear]:
+    """Name → module of the linear layers that may be quantized: all but `skip_modules`, as in `kept_whole`."""
+    skip = kept_whole(model, skip_modules)
     return {
         name: module
         for name, module in model.named_modules()
@@ -230,14 +237,21 @@ class HalfbyteQuantizer(HfQuantizer):
         return {"": best_device()} if device_map is None else device_map
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        linears = quantizable(model, self.quantization_config.llm_int8_skip_modules)
+        config = self.quantization_config
+        if config.llm_int8_skip_modules is None and beside_text(model):  # written down, so that others skip them too
+            config.llm_int8_skip_modules = kept_whole(model, beside=not self.pre_quantized)
+        linears = quantizable(model, config.llm_int8_skip_modules)
         if not linears:
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear layers to quantize", "load it with load_in_4bit: false"
             )
-        for name in self.quantization_config.assign(model, linears.keys()):
+        for name in config.assign(model, linears.keys()):
             model.set_submodule(name, QuantizedLinear.unfilled(linears[name]))
-        stacked = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 2)
+        beside = tuple(beside_text(model))
+        if beside and not any(name.startswith(beside) for name in linears):
+            notice("beside-text", f"{', '.join(beside)} stay in 16 bits: only the language model is quantized")
+        text = (parameter for name, parameter in model.named_parameters() if not name.startswith(beside))
+        stacked = sum(parameter.numel() for parameter in text if parameter.dim() > 2)
         if stacked:
             notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,0 +1,111 @@
+"""Patched models of every family under torch.compile(fullgraph=True), quantized, with adapters and ignored labels."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from patch_models import FAMILIES, MULTIMODAL, assert_same, batch, loss_and_gradients, quantize, tiny
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+import halfbyte
+from halfbyte.layers import Linear4bit
+
+LENGTHS = (18, 13, 21, 16)
+
+
+class Saved:
+    """A compiler backend that counts its graphs and keeps the shapes of what their forward hands to their backward.
+
+    A size that varies is None there.
+    """
+
+    def __init__(self):
+        self.shapes, self.graphs = [], 0
+        self.backend = aot_autograd(
+            fw_compiler=self._forward,
+            bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def _forward(self, graph, inputs):
+        self.graphs += 1
+        placeholders = {node for node in graph.graph.nodes if node.op == "placeholder"}
+        for node in graph.graph.output_node().args[0]:
+            value = getattr(node, "meta", {}).get("val")
+            if node not in placeholders and isinstance(value, torch.Tensor):
+                self.shapes.append(tuple(size if isinstance(size, int) else None for size in value.shape))
+        return make_boxed_func(graph.forward)
+
+
+def step(compiled: nn.Module, model: nn.Module, inputs: dict) -> tuple[float, dict[str, torch.Tensor]]:
+    """Summed loss and gradients of the mean, as `loss_and_gradients` gives them, through `model.forward`."""
+    model.zero_grad()
+    loss = compiled(**inputs, use_cache=False).loss
+    loss.backward()
+    tokens = (inputs["labels"][:, 1:] != -100).sum()
+    return (loss * tokens).item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def ignored(inputs: dict) -> dict:
+    inputs["labels"][:, :5] = -100
+    return inputs
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *MULTIMODAL) if name != "Llama"]
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": None}
+
+
+def small(family: str, checkpointing: bool) -> nn.Module:
+    """A model of one quantized layer with adapters (multimodal ones have two)."""
+    model = quantize(tiny(family, shape=ONE_LAYER))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.get_base_model().disable_input_require_grads()  # for reentrant checkpoints; no compiler takes its hook
+    return model
+
+
+def assert_no_weight(saved: Saved, model: nn.Module) -> None:
+    weights = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, Linear4bit)}
+    assert weights
+    assert saved.shapes
+    assert not [shape for shape in saved.shapes if shape in weights or shape[::-1] in weights]
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["Llama", *SLOW])
+def test_one_graph_which_keeps_no_weight(family, checkpointing):
+    model, inputs, saved = small(family, checkpointing), ignored(batch()), Saved()
+    expected = loss_and_gradients(model, inputs)
+    halfbyte.patch(model)
+    assert_same(step(torch.compile(model, fullgraph=True, backend=saved.backend), model, inputs), expected)
+    assert saved.graphs == 1
+    assert_no_weight(saved, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, *MULTIMODAL])
+def test_lengths_that_vary_recompile_once(family, checkpointing):
+    model, saved = small(family, checkpointing), Saved()
+    batches = [ignored(batch(length=length)) for length in LENGTHS]
+    expected = [loss_and_gradients(model, inputs) for inputs in batches]
+    halfbyte.patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend=saved.backend)
+    for inputs, right in zip(batches, expected, strict=True):
+        assert_same(step(compiled, model, inputs), right)
+    assert saved.graphs <= 2
+    assert_no_weight(saved, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_packed_documents(family):
+    model, inputs = small(family, False), batch(packed=True)
+    expected = loss_and_gradients(model, inputs)
+    halfbyte.patch(model)
+    assert_same(step(torch.compile(model, fullgraph=True, backend="aot_eager"), model, inputs), expected)
