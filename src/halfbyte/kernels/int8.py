@@ -40,7 +40,7 @@ def _quantize(
     absmax = tl.max(largest, axis=0)
     tl.store(absmax_ptr + row, absmax)
     floor = tl.maximum(tl.zeros((BLOCK,), tl.float32) + absmax, SMALLEST)
-    factor = tl.div_rn(tl.full((BLOCK,), 127.0, tl.float32), floor)
+    factor = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), floor) * 127.0  # as torch divides a number by a tensor
     for start in range(0, width, BLOCK):
         col = start + tl.arange(0, BLOCK)
         values = tl.load(x_ptr + row * stride + col, mask=col < width, other=0.0).to(tl.float32)
