@@ -31,11 +31,11 @@ def test_codes(shape, format_, transposed):
     parts = format_.quantize(weight)
     factor = 448 / weight.abs().max() * (1.2 if transposed else 1.0)  # some saturate
     options = (format_.blocksize, format_.quant_type, shape, factor, transposed)
-    expected = float8_of_blockwise4.reference(parts["packed"], parts["absmax"], format_._nested(parts), *options)
+    expected = float8_of_blockwise4.reference(parts["packed"], parts["absmax"], format_.nested_parts(parts), *options)
     moved = {name: part.to(DEVICE) for name, part in parts.items()}
     for gap in (0, 16):
         rows, columns = expected.shape
         out = torch.zeros(rows, columns + gap, dtype=torch.uint8, device=DEVICE).view(E4M3)[:, :columns]
-        arguments = (moved["packed"], moved["absmax"], format_._nested(moved), *options[:3], factor.to(DEVICE))
+        arguments = (moved["packed"], moved["absmax"], format_.nested_parts(moved), *options[:3], factor.to(DEVICE))
         found = float8(*arguments, transposed, out if gap else None)
         assert_equal(found.view(torch.uint8).cpu(), expected.view(torch.uint8))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from .float8 import FP8_MAX, cast_float8, scale_of
 
+LOOKS = 4
 Algorithm = Literal["max", "most_recent"]
 
 
@@ -68,7 +69,8 @@ class DelayedScaling(nn.Module):
         unseen: fp32 [], takes the amaxes of what is not trained on (`training` False), and is not read.
 
     `settled` says on the host which scales are known not to be 0: those tensors need no pass for their own amax, and
-    kernels can cast them as they write them. The host looks at the end of the first steps, never inside a graph.
+    kernels can cast them as they write them. The host looks at the end of the first `LOOKS` steps, never inside a
+    graph; what is nothing but zeros until then, or never cast, stays unsettled, which costs that pass.
     """
 
     history: Tensor
@@ -88,7 +90,7 @@ class DelayedScaling(nn.Module):
         self.register_buffer("target", target, persistent=False)
         self.register_buffer("inverse", torch.ones_like(target), persistent=False)
         self.register_buffer("unseen", target.new_zeros(()), persistent=False)
-        self.settled = [False] * len(dtypes)
+        self.settled, self._looks = [False] * len(dtypes), LOOKS
         self.register_load_state_dict_post_hook(lambda state, _: state._settle())
 
     def _apply(self, function: Any, recurse: bool = True) -> DelayedScaling:
@@ -128,7 +130,8 @@ class DelayedScaling(nn.Module):
         self.history.copy_(self.history.roll(1, 1))
         self.history[:, 0] = 0
         self.inverse.copy_(torch.where(self.scale > 0, 1 / self.scale, 1.0))
-        if not all(self.settled) and not _capturing(self.scale):
+        if self._looks and not all(self.settled) and not _capturing(self.scale):
+            self._looks -= 1
             self.settled = (self.scale > 0).tolist()
 
     def _settle(self) -> None:
