@@ -55,9 +55,11 @@ class _Scales:
     def of(cls, weights: tuple[Weight, ...], dtype: torch.dtype) -> _Scales:
         stored = [_stored_scale(weight) for weight in weights]
         own = [_magnitude(weight, dtype) for weight, scale in zip(weights, stored, strict=True) if scale is None]
-        common = torch.stack(own).amax().div(FP8_MAX[E4M3]).clamp(min=TINY) if own else None
-        each = tuple(common if scale is None else scale for scale in stored)
-        inverses = tuple(1 / scale for scale in each)
+        if own:
+            common = torch.stack(own).amax().div(FP8_MAX[E4M3]).clamp(min=TINY)
+            stored = [common if scale is None else scale for scale in stored]
+        each = tuple(scale for scale in stored if scale is not None)
+        inverses = tuple(torch.reciprocal(scale) for scale in each)
         if all(scale is each[0] and not scale.dim() for scale in each):
             return cls(weights, each, inverses, None, each[0])
         spread = [scale.expand(weight.shape[0]) for scale, weight in zip(each, weights, strict=True)]
@@ -155,11 +157,10 @@ def fp8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tens
     if _has_product(a, b, b_scale):
         if b_scale.dim():
             a_scale, b_scale = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.view(1, -1)
-        options = {"scale_a": a_scale, "scale_b": b_scale, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
-        if out.dtype is torch.bfloat16:
-            torch._scaled_mm(a, b.t(), **options, out=out)
-        else:
-            out.copy_(torch._scaled_mm(a, b.t(), **options))
+        result = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
+        torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast, out=result)
+        if result is not out:
+            out.copy_(result)
         return
     exact = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32  # fp16 would overflow: E5M2 reaches 57344
     product = a.to(exact) @ b.to(exact).t()

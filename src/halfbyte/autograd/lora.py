@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +70,7 @@ class Products(Protocol):
     Adapters stay in x's dtype: their terms are added to what comes from here. No recipe runs under torch.compile.
     """
 
-    name: str  # of the recipe
+    name: ClassVar[str]  # of the recipe
 
     def products(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
         """Write x·Wᵢᵀ, x [M, K], into `outs` [M, Nᵢ]."""

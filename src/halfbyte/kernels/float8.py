@@ -156,8 +156,8 @@ def cast_float8(
     with_factors = factors is not None
     if not settled:
         for (part, stride), column, block in zip(spaced, columns, blocks, strict=True):
-            programs, numbers = rows * ceil_div(part.shape[1], block), (part.shape[1], stride)
-            _amax_launcher(programs, (part, column, scale, amax), numbers, (with_factors, block), WARPS)
+            programs, shape = rows * ceil_div(part.shape[1], block), (part.shape[1], stride)
+            _amax_launcher(programs, (part, column, scale, amax), shape, (with_factors, block), WARPS)
     outs = codes.split(widths, dim=1)
     for (part, stride), column, block, out in zip(spaced, columns, blocks, outs, strict=True):
         programs, numbers = rows * ceil_div(part.shape[1], block), (part.shape[1], stride, sum(widths))

@@ -207,7 +207,9 @@ def _backward(
     v = torch.empty(blocks, rows, ranks[0] + ranks[1], dtype=gate.dtype, device=gate.device)
     sums = torch.empty(ceil_div(rows, part), sum(ranks), width, dtype=torch.float32, device=gate.device)
     codes = None if slot is None else torch.empty(rows, 2 * width, dtype=slot.dtype, device=gate.device)
-    cast = (sums,) * 4 if slot is None else (codes, sums if columns is None else columns, slot.scale, slot.newest)
+    cast: tuple = (sums,) * 4
+    if slot is not None:
+        cast = (codes, sums if columns is None else columns, slot.scale, slot.newest)
     if gate.numel():
         constants = _constants(factors, BACKWARD, part, activation, gate.dtype)
         _backward_launcher(

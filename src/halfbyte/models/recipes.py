@@ -19,6 +19,8 @@ from torch import nn
 from ..autograd.linear_fp8 import Fp8Products
 from ..autograd.linear_nvfp4 import Nvfp4Products, Nvfp4Recipe
 from ..autograd.lora import Products
+from ..config import RunConfig
+from ..config_recipe import OPTIONS
 from ..errors import ConfigError, ModelError
 from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
@@ -41,7 +43,15 @@ def named_recipe(recipe: str | Recipe) -> Recipe:
         return recipe
     if recipe not in NAMES:
         raise ModelError(f"there is no recipe {recipe!r}", f"use one of {', '.join(NAMES)}")
-    return {"bf16": None, "fp8-hybrid": ScalingOptions(), "nvfp4": Nvfp4Recipe()}[recipe]  # type: ignore[return-value]
+    return {"bf16": None, "fp8-hybrid": ScalingOptions(), "nvfp4": Nvfp4Recipe()}[recipe]
+
+
+def configured_recipe(config: RunConfig) -> Recipe:
+    """What a run's keys say."""
+    named = {key: getattr(config, key) for key in OPTIONS.get(config.recipe, ())}
+    if config.recipe == "fp8-hybrid":
+        return ScalingOptions(**named)
+    return Nvfp4Recipe(**named, seed=config.seed) if config.recipe == "nvfp4" else None
 
 
 def check_recipe(recipe: Recipe, device: torch.device) -> None:
