@@ -23,7 +23,7 @@ def test_each_option_reaches_its_recipe_and_no_other(recipe, key):
     assert getattr(configured_recipe(config(recipe=recipe)), key) == RecipeSection.model_fields[key].default
     for other in {"bf16", *OPTIONS} - {recipe}:
         with pytest.raises(ConfigError) as caught:
-            load_config(None, {"model_name_or_path": "m", "dataset": "d", "recipe": other} | keys)
+            load_config(None, {"model_name_or_path": "m", "dataset": "d", "recipe": other, key: OTHER[key]})
         assert f"{key}: " in str(caught.value)
         assert f"it is of {recipe}" in str(caught.value)
         assert f"recipe: {other}" in str(caught.value)

@@ -58,6 +58,6 @@ def recipe_contradictions(config: Any) -> Iterator[tuple[str, str, str]]:
     if not config.use_kernels:
         yield (
             "recipe",
-            f"{chosen} with use_kernels: false: transformers' own forwards know no recipe",
+            f"{chosen} with use_kernels: false: only fused forwards know recipes",
             "set recipe: bf16",
         )
