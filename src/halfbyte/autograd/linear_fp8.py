@@ -66,6 +66,14 @@ class _Scales:
         return cls(weights, each, inverses, torch.cat(spread), torch.ones_like(spread[0][0]))
 
 
+_Identity = tuple[int, int, int, torch.dtype]
+
+
+def _identity(x: Tensor) -> _Identity:
+    """What two tensors of equal values have in common, as long as one of them is alive."""
+    return x.data_ptr(), x.numel(), x._version, x.dtype
+
+
 class Fp8Products:
     """The products of one input in FP8; `autograd.lora.Products` says what for.
 
@@ -79,12 +87,21 @@ class Fp8Products:
     def __init__(self, x: Slot, grad: Slot):
         self.x, self.grad = x, grad
         self._scales: _Scales | None = None
+        self._handed: tuple[_Identity, Codes] | None = None
+
+    def hand_over(self, x: Tensor, values: Tensor) -> None:
+        """x [..., K] is here in FP8 as well, cast with the scale of the slot; for the next product, if that is of x."""
+        self._handed = _identity(x), Codes(values.view(-1, values.shape[-1]), self.x.inverse)
+
+    def _cast(self, x: Tensor) -> Codes:
+        handed, self._handed = self._handed, None
+        return handed[1] if handed is not None and handed[0] == _identity(x) else self.x.cast(x)
 
     def products(self, x: Tensor | Codes, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
         """Write x·Wᵢᵀ into `outs` [M, Nᵢ]; x [M, K], cast already or not."""
         if not outs[0].numel():
             return
-        codes, inverse = x if isinstance(x, Codes) else self.x.cast(x)
+        codes, inverse = x if isinstance(x, Codes) else self._cast(x)
         scales = self.scales(weights, outs[0].dtype)
         for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
             values = weight_codes(weight, scales.inverses[i], out.dtype)

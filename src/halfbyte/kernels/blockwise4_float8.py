@@ -29,8 +29,10 @@ def _scales(absmax_ptr, second_ptr, code_ptr, offset_ptr, block, mask, NESTED: t
     if NESTED:
         q = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
         second = tl.load(second_ptr + block // SIZE, mask=mask, other=0.0)
-        return tl.load(code_ptr + q) * second + tl.load(offset_ptr)
-    return tl.load(absmax_ptr + block, mask=mask, other=0.0)
+        scale = tl.load(code_ptr + q) * second + tl.load(offset_ptr)
+    else:
+        scale = tl.load(absmax_ptr + block, mask=mask, other=0.0)
+    return scale
 
 
 @triton.jit

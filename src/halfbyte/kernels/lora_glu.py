@@ -87,7 +87,7 @@ def _lora_glu(
         u += up_scale * tl.dot(u_up, b_up, input_precision=PRECISION)
         activated, _ = activation_and_derivative(g, ACTIVATION)
         h = (activated * u).to(gate_ptr.dtype.element_ty)
-        if LIMIT:  # of FP8: h is written in that
+        if LIMIT > 0:  # of FP8: h is written in that
             observe(newest_ptr, largest(h))
             codes = to_float8(h.to(tl.float32), tl.load(cast_ptr), LIMIT)
             tl.store(out_ptr + element, codes.to(out_ptr.dtype.element_ty), mask=mask)
@@ -135,7 +135,7 @@ def _lora_glu_backward(
         d_down = tl.dot(tl.trans((activated * u).to(dtype)), v_down, d_down, input_precision=PRECISION)
         dg = (dh * u * derivative).to(dtype)
         code = row.to(tl.int64)[:, None] * (2 * width) + col[None, :]
-        if LIMIT:  # of FP8: dg and du are written in that, side by side
+        if LIMIT > 0:  # of FP8: dg and du are written in that, side by side
             _cast(codes_ptr + code, dg, mask, column_ptr, col, width, cast_ptr, newest_ptr, LIMIT, COLUMN_FACTORS)
         else:
             tl.store(gate_ptr + element, dg, mask=mask)
@@ -143,7 +143,7 @@ def _lora_glu_backward(
         v = gate_scale * tl.dot(dg, b_gate, input_precision=PRECISION)
         _store(v_row, v, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
         du = (dh * activated).to(dtype)
-        if LIMIT:
+        if LIMIT > 0:
             beside, factors = codes_ptr + code + width, column_ptr + width
             _cast(beside, du, mask, factors, col, width, cast_ptr, newest_ptr, LIMIT, COLUMN_FACTORS)
         else:

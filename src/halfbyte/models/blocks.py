@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.glu import glu
+from ..autograd.linear_fp8 import Fp8Products
 from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.recompute import computed_again
@@ -36,11 +37,16 @@ def epsilon(norm: Any) -> float:
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
-def _add_norm(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), in one kernel where the norm is a patched one that nobody watches."""
+def _add_norm(norm: Any, x: Tensor, residual: Tensor | None, reader: Any) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), in one kernel where the norm is a patched one that nobody watches.
+
+    In FP8 the products of `reader`, an attention or MLP, get the norm cast.
+    """
     family = getattr(norm, FAMILY, None)
     if family is not None and not norm._forward_hooks and not norm._forward_pre_hooks:
-        return add_rms_norm(x, residual, norm.weight, epsilon(norm), family.norm_offset)
+        recipe = recipe_of(reader, "first")
+        recipe = recipe if isinstance(recipe, Fp8Products) else None
+        return add_rms_norm(x, residual, norm.weight, epsilon(norm), family.norm_offset, recipe)
     total = x if residual is None else residual + x
     return norm(total), total
 
@@ -52,7 +58,7 @@ def attention_half(self: Any, hidden_states: Tensor, again: bool, **kwargs: Any)
         again: the norm's result is computed again in backward instead of kept.
     """
     family: Family = getattr(self, FAMILY)
-    normed, residual = _add_norm(self.input_layernorm, hidden_states, None)
+    normed, residual = _add_norm(self.input_layernorm, hidden_states, None, self.self_attn)
     with _again(again, self.input_layernorm, normed, residual):
         attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     if family.residual_dropout and self.resid_attn_dropout.p:
@@ -73,7 +79,7 @@ def mlp_half(
     """
     family: Family = getattr(self, FAMILY)
     norm = self.pre_feedforward_layernorm if family.sandwich else self.post_attention_layernorm
-    normed, residual = _add_norm(norm, x, residual)
+    normed, residual = _add_norm(norm, x, residual, self.mlp)
     options = {} if output or not _may_skip(self, family) else {"output": False}
     with _again(again, norm, normed, residual):
         out = self.mlp(normed, **options)
