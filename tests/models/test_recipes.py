@@ -135,3 +135,42 @@ def test_a_gpu_without_fp8_units_says_which_recipe_to_use(monkeypatch):
             recipes.check_recipe(ScalingOptions(), torch.device(device))
         assert "recipe: bf16" in str(caught.value)
         recipes.check_recipe(Nvfp4Recipe(), torch.device(device))
+
+
+@pytest.mark.parametrize("spec", ["nf4", "fp8", "fp8-tensor"])
+def test_what_is_written_in_fp8_is_what_would_be_cast(spec, monkeypatch):
+    """Norms and gated units that write FP8, against tensors that are cast afterwards: with one scale, equal codes."""
+    from halfbyte.autograd import lora_mlp
+
+    monkeypatch.setattr(lora_mlp, "_in_one_pass", lambda x, first, second, a: len(a) == 3)
+    model, inputs = quantized(named(spec)), batch()
+    scaling = halfbyte.patch(model, recipe="fp8-hybrid").scaling
+    loss_and_gradients(model, inputs)
+    scaling.roll()
+    results = []
+    for settled in (scaling.settled, [False] * len(scaling.settled)):
+        scaling.settled = settled
+        results.append((loss_and_gradients(model, inputs), scaling.history.clone()))
+        scaling.history[:, 0] = 0
+    assert results[0][0][0] == pytest.approx(results[1][0][0], rel=1e-5)
+    assert apart(results[0][0][1], results[1][0][1]) < 1e-4
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["nf4", "fp8", "fp8-tensor", "kbit4"])
+def test_a_step_on_a_gpu_equals_the_emulation(spec):
+    """Fused, settled and in bf16; the same numbers by 16-bit products of the same codes."""
+    from halfbyte.autograd import linear_fp8
+
+    model, inputs = quantized(named(spec)).to("cuda", torch.bfloat16), batch()
+    inputs = {name: value.cuda() for name, value in inputs.items()}
+    scaling = halfbyte.patch(model, recipe="fp8-hybrid").scaling
+    loss_and_gradients(model, inputs)
+    scaling.roll()
+    found = loss_and_gradients(model, inputs)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(linear_fp8, "_has_product", lambda *args: False)
+        expected = loss_and_gradients(model, inputs)
+    assert found[0] == pytest.approx(expected[0], rel=0.02)
+    assert apart(found[1], expected[1]) < 0.1
