@@ -16,7 +16,8 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.autograd.int8 import int8_linear
-from halfbyte.autograd.linear_fp8 import fp8_linear
+from halfbyte.autograd.linear_fp8 import Fp8Products, weight_codes
+from halfbyte.autograd.lora import lora_linear
 from halfbyte.formats import from_spec
 from halfbyte.ops.float8 import E4M3, E5M2, cast_float8, quantize_float8, transpose_float8
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
@@ -35,18 +36,28 @@ def kernels(rows: int, columns: int, tokens: int) -> Iterator[tuple[str, float, 
         yield f"dequantize {spec}", 3 * weights, lambda x, w: w.dequantize(), spec
     yield "quantize x to int8", 3 * inputs, lambda x, w: quantize_rows_int8(x, None, 0.0), None
     scale, newest = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    yield "cast x to E4M3", 3 * inputs, lambda x, w: cast_float8(x, None, scale, scale, newest, E4M3), None
+    yield "cast x to E4M3", 3 * inputs, lambda x, w: cast_float8(scale, (x,), None, scale, newest, E4M3, True), None
     yield "transpose E4M3", 2 * weights, lambda x, w: transpose_float8(w.parts["codes"].view(E4M3)), "fp8:row"
+    nf4, bf16 = "blockwise4:nf4:64:nested", torch.bfloat16
+    yield "nf4 to E4M3", 1.5 * weights, lambda x, w: weight_codes(w, scale, bf16), nf4
+    turned = torch.empty(columns, rows, dtype=E4M3, device="cuda")
+    yield "nf4 to E4M3, transposed", 1.5 * weights, lambda x, w: weight_codes(w, scale, bf16, turned), nf4
     yield "quantize W to E4M3", 3 * weights, lambda x, w: quantize_float8(w, "row"), None
 
 
 def products() -> Iterator[tuple[str, Call, str | None]]:
     state = DelayedScaling([E4M3, E5M2], ScalingOptions(), device="cuda")
     state.scale.fill_(50.0)
-    slots = Slot(state, 0), Slot(state, 1)
+    state.settled = [True, True]
+    recipes: dict[int, Fp8Products] = {}  # one a weight, since each keeps that one's scale
+
+    def fp8(x: Tensor, w: Tensor) -> Tensor:
+        recipe = recipes.setdefault(id(w), Fp8Products(Slot(state, 0), Slot(state, 1)))
+        return lora_linear(x, w, recipe=recipe)
+
     yield "bf16", F.linear, None
     for spec in ("fp8:tensor", "fp8:row", "fp8:tile", "blockwise4:nf4:64:nested"):
-        yield f"fp8 of {spec}", lambda x, w: fp8_linear(x, w, None, *slots), spec
+        yield f"fp8 of {spec}", fp8, spec
     for threshold in (0.0, 6.0):
         yield f"int8, threshold {threshold}", lambda x, w, t=threshold: int8_linear(x, w, None, t), "int8"
 

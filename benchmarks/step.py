@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --model llama-3.1-8b --batch 4 --length 2048 [--checkpointing] [--graph]
         [--policy LEVEL|auto|LEVEL:N,LEVEL:N] [--memory-limit-gib N] [--steps N] [--no-floor]
+        [--recipe bf16|fp8-hybrid|nvfp4] [--storage nf4|fp8|kbit4|...]
         [--peers unsloth,bitsandbytes] [--peer-path DIR] [--json FILE]
 
 NF4 with nested scales, rank 16 on the seven linears, fused AdamW, random weights and tokens. The floor is what the step
@@ -9,6 +10,7 @@ cannot do without: every GEMM (forward, and the gradient of its input) and the a
 shape in a CUDA graph, added up; under checkpointing the layers' forward counts twice. Peers run the same step in
 processes of their own (`benchmarks.step_peers`). --checkpointing is transformers' for us and each peer's own for it;
 --policy (`halfbyte.memory.policy`) is ours in its place, and --memory-limit-gib holds our process to that much.
+--recipe and --storage are ours, too; the floor stays that of bf16.
 """
 
 from __future__ import annotations
@@ -104,15 +106,17 @@ class Training:
         *,
         checkpointing: bool = False,
         activations: Sequence[str] | None = None,
+        recipe: str = "bf16",
+        storage: str = "nf4",
     ):
         import halfbyte
         from halfbyte.models.head import causal_lm_loss
 
         self.loss = causal_lm_loss
-        self.model = build(name, device)
+        self.model = build(name, device, storage)
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.report = halfbyte.patch(self.model, activations)
+        self.report = halfbyte.patch(self.model, activations, recipe)
         self.batch = random_batch(name, rows, length, device)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.initial = [parameter.detach().clone() for parameter in self.trained]
@@ -130,6 +134,8 @@ class Training:
         loss = loss_sum / tokens
         loss.backward()
         self.optimizer.step()
+        if self.report.scaling is not None:
+            self.report.scaling.roll()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -142,7 +148,8 @@ def ours(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         torch.cuda.set_per_process_memory_fraction(given.memory_limit_gib * 2**30 / capacity)
     activations = levels(*shape, given.policy, given.memory_limit_gib) if given.policy else None
     ours_checkpointing = given.checkpointing and not given.policy
-    training = Training(*shape, "cuda", checkpointing=ours_checkpointing, activations=activations)
+    options = {"activations": activations, "recipe": given.recipe, "storage": given.storage}
+    training = Training(*shape, "cuda", checkpointing=ours_checkpointing, **options)
     print(training.report)
     tokens = given.batch * given.length
     results = {"halfbyte": timed(lambda: training.step(training.batch), tokens, given.steps)}
@@ -188,6 +195,8 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--policy", help="what our layers keep: a level, auto, or such as offload:20,keep:12")
     parser.add_argument("--memory-limit-gib", type=float, help="of our process, and of its plan")
+    parser.add_argument("--recipe", default="bf16", help="what our products are computed in")
+    parser.add_argument("--storage", default="nf4", help="the format of our weights, by its name in `quantization:`")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed; 0: the first step alone")
     parser.add_argument("--no-floor", action="store_true")
     parser.add_argument("--graph", action="store_true", help="also as a CUDA graph")
@@ -203,7 +212,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     runs |= {name: peer(name, given) for name in given.peers.split(",") if name}
     show(given, least, runs)
-    keys = ("model", "batch", "length", "checkpointing", "policy", "memory_limit_gib")
+    keys = ("model", "batch", "length", "checkpointing", "policy", "memory_limit_gib", "recipe", "storage")
     shape = {key: getattr(given, key) for key in keys}
     write_result(given.json, {**shape, "floor": least, "runs": runs})
 

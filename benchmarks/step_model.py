@@ -75,16 +75,19 @@ def fill(model: Any, device: str, quantize: Any) -> None:
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
 
 
-def build(name: str, device: str) -> Any:
-    """A PeftModel as `halfbyte train` makes it: NF4 with nested scales, float32 factors of rank 16 on seven linears."""
+def build(name: str, device: str, storage: str = "nf4") -> Any:
+    """A PeftModel as `halfbyte train` makes it, with float32 factors of rank 16 on seven linears.
+
+    storage: the weights' format; nf4 has nested scales.
+    """
     from halfbyte.adapters import add_adapter
-    from halfbyte.formats import Blockwise4
-    from halfbyte.layers import Linear4bit
+    from halfbyte.formats import named
+    from halfbyte.layers import QuantizedLinear
 
     torch.manual_seed(0)
     model = empty_model(name)
-    format_ = Blockwise4("nf4", 64, True)
-    fill(model, device, lambda linear: Linear4bit.from_linear(linear, format_))
+    format_ = named(storage)
+    fill(model, device, lambda linear: QuantizedLinear.from_linear(linear, format_))
     return add_adapter(model, run_config(name)).train()
 
 

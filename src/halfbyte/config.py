@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from .config_aliases import HINTS
 from .config_foreign import Ignored, Mapped, Refused, foreign_names, translate
+from .config_recipe import RecipeSection, recipe_contradictions
 from .config_yaml import Located, dump_value, parse_scalar, read_mapping, read_patterns
 from .errors import ConfigError
 from .notices import notice
@@ -168,10 +169,10 @@ class TrainingSection(BaseModel):
     seed: int = Field(42, description="seeds data order, adapters and dropout")
 
 
-SECTIONS = (ModelSection, QuantizationSection, AdapterSection, DataSection, TrainingSection)
+SECTIONS = (ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection)
 
 
-class RunConfig(ModelSection, QuantizationSection, AdapterSection, DataSection, TrainingSection):
+class RunConfig(ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection):
     """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""
 
     model_config = ConfigDict(
@@ -251,6 +252,7 @@ class RunConfig(ModelSection, QuantizationSection, AdapterSection, DataSection, 
 def _contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(key, what is wrong, fix) for each pair of keys that cannot both hold."""
     yield from _quantization_contradictions(config)
+    yield from recipe_contradictions(config)
     if not config.use_peft:
         if config.quantized:
             key = "quantization" if config.quantization else "load_in_4bit"

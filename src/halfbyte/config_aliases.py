@@ -40,6 +40,9 @@ RENAMED = {
     "cutoff_len": "max_length",
     "neat_packing": "packing",
     "preprocessing_num_workers": "dataset_num_proc",
+    # Surogate
+    "qlora_bnb_block_size": "bnb_4bit_blocksize",
+    "qlora_bnb_double_quant": "bnb_4bit_use_double_quant",
     # TRL and transformers
     "max_seq_length": "max_length",
     "dataset_name": "dataset",
@@ -105,7 +108,6 @@ NOT_BUILT = {
     "context_parallel_size": _ONE_DEVICE,
     "sequence_parallel_degree": _ONE_DEVICE,
     "use_ray": _ONE_DEVICE,
-    "recipe": "remove it; use load_in_4bit with bnb_4bit_quant_type: nf4 or fp4",
     "gptq": _FOUR_BIT,
     "qat": "remove it; load_in_4bit: true trains adapters on frozen 4-bit weights",
     "rl": "remove it; supervised fine-tuning works now",

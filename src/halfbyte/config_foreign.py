@@ -256,6 +256,15 @@ def _test_datasets(value: Any, values: Values) -> Outcome:
     return Refused(problem, "name the files in eval_dataset") if problem else Mapped(keys)
 
 
+def _stored(format_: str) -> Callable[[Any, Values], Outcome]:
+    """qlora_fp8, qlora_fp4: a switch for each format that stores the weights."""
+    return lambda value, _: Mapped({"quantization": format_}) if value else Ignored("")
+
+
+def _qlora_bnb(value: Any, values: Values) -> Outcome:
+    return Mapped({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) if value else Ignored("")
+
+
 def _peft(value: Any, values: Values) -> Outcome:
     return Refused(f"peft: {', '.join(value)} is not built yet", NOT_BUILT["loftq_config"]) if value else Ignored("")
 
@@ -276,6 +285,9 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     ),
     "stage": _one_of(("sft",), "stage is not built yet", "set stage: sft"),
     "bnb_config_kwargs": _bnb_config,
+    "qlora_fp8": _stored("fp8"),
+    "qlora_fp4": _stored("nvfp4"),
+    "qlora_bnb": _qlora_bnb,
     "peft": _peft,
     "lora_target_modules": _axolotl_targets,
     "lora_target_linear": lambda value, _: Mapped({"target_modules": "all-linear"}) if value else Ignored(""),

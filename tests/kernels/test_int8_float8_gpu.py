@@ -85,7 +85,8 @@ def cast_both(x, factors, scale, dtype):
     for function, device in ((float8.cast_float8, DEVICE), (float8_reference.cast_float8.reference, "cpu")):
         scale_, target, newest = (torch.tensor(value, device=device) for value in (scale, 1024.0, 0.5))
         column = None if factors is None else factors.to(device)
-        codes, inverse = function(x.to(device), column, scale_, target, newest, dtype)
+        parts = x.to(device).split((x.shape[1] + 1) // 2, dim=1)  # rows with gaps, and one scale for both
+        codes, inverse = function(scale_, parts, column, target, newest, dtype, scale > 0)
         assert codes.dtype == dtype
         results.append([codes.view(torch.uint8), inverse, newest])
     return results
@@ -125,6 +126,10 @@ def test_float8_transpose(size):
     found = float8.transpose_float8(codes.to(DEVICE))
     assert found.is_contiguous()
     assert_equal([found.view(torch.uint8)], [codes.view(torch.uint8).t()])
+    wide = torch.zeros(size[1], size[0] + 16, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    float8.transpose_float8(codes.to(DEVICE), wide[:, : size[0]])
+    assert_equal([wide.view(torch.uint8)[:, : size[0]]], [codes.view(torch.uint8).t()])
+    assert not wide[:, size[0] :].float().any()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="_int_mm of CUDA")

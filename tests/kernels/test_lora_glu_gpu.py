@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from parity import INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
+from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 from halfbyte.errors import ModelError
+from halfbyte.ops.float8 import E4M3, E5M2, FP8_MAX
+from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import MAX_RANK_BYTES, Factors
 from halfbyte.ops.lora_glu import lora_glu as forward
@@ -105,3 +107,59 @@ def test_every_run_gives_the_same_bits():
     arguments = case((1100, 1032, (16, 16, 16)), torch.bfloat16)
     runs = [run_backward(kernels.lora_glu_backward_, moved(arguments, torch.clone), "silu") for _ in range(3)]
     assert all(torch.equal(*pair) for run in runs[1:] for pair in zip(runs[0], run, strict=True))
+
+
+def slot_of(dtype, scale):
+    """Settled, as after a first step."""
+    state = DelayedScaling([dtype], ScalingOptions(), device=DEVICE)
+    state.scale.fill_(scale)
+    state.inverse.fill_(1 / scale)
+    state.settled = [True]
+    return Slot(state, 0)
+
+
+def assert_cast(codes, slot, plain):
+    """`codes` are `plain` in FP8, up to the rounding that its own sums leave open."""
+    limit = FP8_MAX[slot.dtype]
+    values, expected = codes.float().cpu(), (plain.float().cpu() * slot.scale.cpu()).clamp(-limit, limit)
+    sound = torch.ones_like(expected, dtype=torch.bool)
+    if INTERPRETED:  # which rounds to FP8 wrongly where the exponent grows
+        sound = codes.view(torch.uint8) & (3 if slot.dtype is E5M2 else 7) != 0
+    step = 2.0 ** (-2 if slot.dtype is E5M2 else -3)
+    torch.testing.assert_close(values[sound], expected[sound], rtol=step * 0.51, atol=2**-6)
+    torch.testing.assert_close(slot.newest.cpu(), plain.float().abs().max().cpu(), rtol=2e-3, atol=0)
+
+
+few_sizes = pytest.mark.parametrize("size", SIZES[1:2] if INTERPRETED else SIZES, ids=str)
+
+
+@dtypes
+@pytest.mark.parametrize("scale", [16.0, 300.0])  # the second saturates
+@few_sizes
+def test_forward_in_float8(size, dtype, scale):
+    arguments = case(size, dtype)
+    hidden, u_down = run_forward(kernels.lora_glu, arguments, "silu")
+    _, gate, up, low, _, factors = arguments
+    slot = slot_of(E4M3, scale)
+    codes, low_down = kernels.lora_glu_float8(gate, up, low, factors, "silu", slot)
+    assert codes.dtype is E4M3
+    assert torch.equal(low_down, u_down)
+    assert_cast(codes, slot, hidden)
+
+
+@dtypes
+@pytest.mark.parametrize("columns", [False, True])
+@few_sizes
+def test_backward_in_float8(size, dtype, columns):
+    arguments = case(size, dtype)
+    grad, gate, up, low, v_down, factors = arguments
+    factor = torch.rand(2 * size[1]).to(DEVICE) if columns else None
+    slot, before = slot_of(E5M2, 100.0), gate.clone()
+    options = (grad, gate, up, low, v_down, factors, "silu", slot, factor)
+    found, codes = kernels.lora_glu_backward_float8(*options)
+    assert torch.equal(gate, before)
+    plain = run_backward(kernels.lora_glu_backward_, arguments, "silu")
+    for one, other in zip(found, plain[2:], strict=True):
+        assert torch.equal(one, other)
+    both = torch.cat(plain[:2], dim=1).float()
+    assert_cast(codes, slot, both if factor is None else both * factor)

@@ -1,10 +1,14 @@
-"""y = x·Wᵀ + b with both products in FP8: E4M3 forward, E5M2 for the gradient (the "hybrid" recipe; arXiv:2209.05433).
+"""Products of one input with frozen weights in FP8: E4M3 forward, E5M2 for gradients (the recipe "fp8-hybrid";
+Micikevicius et al. 2022, arXiv:2209.05433).
 
-    y  = cast(x)·W8ᵀ · (1/s_x)·s_W            x in E4M3, delayed scaling, one scale a tensor
-    dX = cast(dY·s_W)·W8 · (1/s_g)            dY in E5M2, likewise
+    yᵢ = cast(x)·W8ᵢᵀ · (1/s_x)·s_Wᵢ                          x in E4M3, cast once for all i
+    dx = cast([dy₁, dy₂, …])·[W8₁; W8₂; …] · (1/s_g)·s_W      the dy side by side in E5M2: one product, one scale
 
-W8 is in E4M3 with one scale for the tensor, or one a row. A row's scale s_W cannot leave a sum over the rows, which dX
-is, so it is multiplied into the columns of dY before they are cast. W is frozen: it has no gradient, x is not saved.
+W8 is in E4M3 with one scale for the tensor, or one a row where it is stored so. FP8 weights are multiplied as they are
+stored, 4-bit ones go to E4M3 in one pass, anything else is dequantized to 16 bits and cast. Weights of one input that
+are cast share a scale, that of their largest magnitude. Where scales differ along the sum of dx, they cannot leave it,
+and are multiplied into the columns of dy before those are cast. W is frozen: it has no gradient, and its scale is found
+once. dx wants W8 transposed, which the pass that makes W8 does on the way.
 
 On NVIDIA GPUs with FP8 units the products are torch._scaled_mm. Elsewhere the same codes are multiplied in 16 or 32
 bits.
@@ -12,109 +16,172 @@ bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ModelError
-from ..formats import Float8
+from ..formats import Blockwise4, Float8
 from ..notices import notice
-from ..ops.float8 import E4M3, quantize_float8, transpose_float8
-from ..ops.fp8_scaling import Slot
+from ..ops.blockwise4_float8 import float8_of_blockwise4
+from ..ops.float8 import E4M3, FP8_MAX, TINY, cast_float8, transpose_float8
+from ..ops.fp8_scaling import Codes, Slot
+from .lora import dense
 
 if TYPE_CHECKING:
-    from ..tensor import QuantizedTensor
+    from .lora import Weight
 
 MULTIPLE = 16  # of the sizes of an FP8 product
 
 
-def fp8_linear(
-    input: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None, scaling_x: Slot, scaling_grad: Slot
-) -> Tensor:
-    """`F.linear` with a frozen weight, its products in FP8.
+@dataclass(frozen=True)
+class _Scales:
+    """Of the weights of one input.
+
+    each: fp32 [] or [Nᵢ], what weight i's codes stand for; its inverse is what values are cast with.
+    factors: fp32 [ΣNᵢ], multiplied into the columns of dy; None where all codes have the scale `shared`.
+    shared: fp32 [].
+    """
+
+    weights: tuple[Weight, ...]
+    each: tuple[Tensor, ...]
+    inverses: tuple[Tensor, ...]
+    factors: Tensor | None
+    shared: Tensor
+
+    @classmethod
+    def of(cls, weights: tuple[Weight, ...], dtype: torch.dtype) -> _Scales:
+        stored = [_stored_scale(weight) for weight in weights]
+        own = [_magnitude(weight, dtype) for weight, scale in zip(weights, stored, strict=True) if scale is None]
+        if own:
+            common = torch.stack(own).amax().div(FP8_MAX[E4M3]).clamp(min=TINY)
+            stored = [common if scale is None else scale for scale in stored]
+        each = tuple(scale for scale in stored if scale is not None)
+        inverses = tuple(torch.reciprocal(scale) for scale in each)
+        if all(scale is each[0] and not scale.dim() for scale in each):
+            return cls(weights, each, inverses, None, each[0])
+        spread = [scale.expand(weight.shape[0]) for scale, weight in zip(each, weights, strict=True)]
+        return cls(weights, each, inverses, torch.cat(spread), torch.ones_like(spread[0][0]))
+
+
+_Identity = tuple[int, int, int, torch.dtype]
+
+
+def _identity(x: Tensor) -> _Identity:
+    """What two tensors of equal values have in common, as long as one of them is alive."""
+    return x.data_ptr(), x.numel(), x._version, x.dtype
+
+
+class Fp8Products:
+    """The products of one input in FP8; `autograd.lora.Products` says what for.
 
     Args:
-        input: [..., K], fp32, fp16 or bf16; results are in its dtype, or autocast's.
-        weight: [N, K], quantized in any format or plain. FP8 per tensor or row is multiplied as it is stored; any other
-            is cast to E4M3 with one scale a row, in forward and again in backward.
-        bias: [N] or None.
-        scaling_x: history of the input, in E4M3.
-        scaling_grad: history of the output's gradient (times the weight's row scales), in E5M2.
-
-    Returns:
-        [..., N].
-
-    Raises:
-        ModelError: the weight requires a gradient.
+        x: history of the input, in E4M3.
+        grad: history of the outputs' gradients (times their weights' scales, where those differ), in E5M2.
     """
-    if weight.requires_grad:
-        raise ModelError("fp8_linear: the weight requires a gradient", "freeze it, or compute in bf16")
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        input = input.to(torch.get_autocast_dtype(kind))
-    if not input.numel():
-        return F.linear(input, weight, bias)
-    return _Fp8Linear.apply(input, weight, None if bias is None else bias.to(input.dtype), scaling_x, scaling_grad)
+
+    name: ClassVar[str] = "fp8-hybrid"
+
+    def __init__(self, x: Slot, grad: Slot):
+        self.x, self.grad = x, grad
+        self._scales: _Scales | None = None
+        self._handed: tuple[_Identity, Codes] | None = None
+
+    def hand_over(self, x: Tensor, values: Tensor) -> None:
+        """x [..., K] is here in FP8 as well, cast with the scale of the slot; for the next product, if that is of x."""
+        self._handed = _identity(x), Codes(values.view(-1, values.shape[-1]), self.x.inverse)
+
+    def _cast(self, x: Tensor) -> Codes:
+        handed, self._handed = self._handed, None
+        return handed[1] if handed is not None and handed[0] == _identity(x) else self.x.cast(x)
+
+    def products(self, x: Tensor | Codes, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+        """Write x·Wᵢᵀ into `outs` [M, Nᵢ]; x [M, K], cast already or not."""
+        if not outs[0].numel():
+            return
+        codes, inverse = x if isinstance(x, Codes) else self._cast(x)
+        scales = self.scales(weights, outs[0].dtype)
+        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+            values = weight_codes(weight, scales.inverses[i], out.dtype)
+            fp8_matmul(codes, values, inverse, scales.each[i], out, fast=True)
+
+    def input_gradient(self, grads: Sequence[Tensor] | Codes, weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K]; dy [M, Nᵢ] each, or already cast side by side."""
+        sizes, width = [weight.shape[0] for weight in weights], weights[0].shape[1]
+        dx = torch.empty(grads[0].shape[0], width, dtype=dtype, device=grads[0].device)
+        if not dx.numel():
+            return dx
+        scales = self.scales(weights, dtype)
+        codes = grads if isinstance(grads, Codes) else self.grad.cast(*grads, factors=scales.factors)
+        turned = torch.empty(width, sum(sizes), dtype=E4M3, device=dx.device)
+        for weight, inverse, out in zip(weights, scales.inverses, turned.split(sizes, dim=1), strict=True):
+            weight_codes(weight, inverse, dtype, out)
+        fp8_matmul(codes.values, turned, codes.inverse, scales.shared, dx, fast=False)
+        return dx
+
+    def scales(self, weights: Sequence[Weight], dtype: torch.dtype) -> _Scales:
+        """Found once, for as long as the weights are the same tensors."""
+        found, weights = self._scales, tuple(weights)
+        if found is None or any(a is not b for a, b in zip(found.weights, weights, strict=True)):
+            self._scales = found = _Scales.of(weights, dtype)
+        return found
 
 
-def weight_codes(weight: QuantizedTensor | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """E4M3 [N, K] and fp32 scale, [] or [N]. A kernel that goes from a format's codes straight to E4M3 belongs here."""
+def _stored_scale(weight: Weight) -> Tensor | None:
+    """fp32 [] or [N] of a weight that is stored as a product takes it."""
     format_ = getattr(weight, "format", None)
-    if format_ is None:
-        return quantize_float8(weight, "row")
-    parts = weight.parts  # type: ignore[union-attr]
-    if isinstance(format_, Float8) and format_.scaling != "tile":
-        return parts["codes"].view(E4M3), parts["scale"]
-    return quantize_float8(format_.dequantize(parts, tuple(weight.shape), dtype), "row")
+    return weight.parts["scale"] if isinstance(format_, Float8) and format_.scaling != "tile" else None  # type: ignore[union-attr]
 
 
-class _Fp8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, weight, bias, scaling_x, scaling_grad):
-        ctx.weight, ctx.scaling_grad = weight, scaling_grad  # an attribute: see autograd.linear
-        codes, scale = weight_codes(weight, input.dtype)
-        x, inverse = scaling_x.cast(input.reshape(-1, input.shape[-1]))
-        y = fp8_matmul(x, codes, inverse, scale, input.dtype, fast=True)
-        y = y if bias is None else y.add_(bias)
-        return y.view(*input.shape[:-1], codes.shape[0])
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_input = grad_bias = None
-        rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[0]:
-            codes, scale = weight_codes(ctx.weight, grad.dtype)
-            per_row = scale.dim() > 0
-            g, inverse = ctx.scaling_grad.cast(rows, scale if per_row else None)
-            scale = torch.ones_like(inverse) if per_row else scale
-            grad_input = fp8_matmul(g, transpose_float8(codes), inverse, scale, grad.dtype, fast=False)
-            grad_input = grad_input.view(*grad.shape[:-1], codes.shape[1])
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        return grad_input, None, grad_bias, None, None
+def _magnitude(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return torch.linalg.vector_norm(dense(weight, dtype), torch.inf, dtype=torch.float32)
 
 
-def fp8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """`dtype` [M, N] = (a·bᵀ) · a_scale · b_scale.
+def weight_codes(weight: Weight, inverse: Tensor, dtype: torch.dtype, turned: Tensor | None = None) -> Tensor:
+    """E4M3 codes [N, K] of a weight, or their transpose [K, N] written into `turned`.
+
+    Args:
+        inverse: fp32 [], what values are multiplied with; not looked at where the weight is stored in E4M3.
+        dtype: of the values in between, where a format goes to E4M3 by way of 16 or 32 bits.
+        turned: float8_e4m3fn [K, N]; its rows may be apart.
+    """
+    format_, shape = getattr(weight, "format", None), tuple(weight.shape)
+    if isinstance(format_, Blockwise4) and shape[1] % 8 == 0:
+        parts = weight.parts  # type: ignore[union-attr]
+        options = (format_.nested_parts(parts), format_.blocksize, format_.quant_type, shape, inverse)
+        return float8_of_blockwise4(parts["packed"], parts["absmax"], *options, turned is not None, turned)
+    if _stored_scale(weight) is not None:
+        codes = weight.parts["codes"].view(E4M3)  # type: ignore[union-attr]
+    else:
+        name = "16-bit" if format_ is None else format_.name
+        notice(f"fp8-of-{name}", f"fp8-hybrid: {name} weights are dequantized and then cast, which costs a pass more")
+        codes, _ = cast_float8(inverse, (dense(weight, dtype),), None, inverse, inverse.new_zeros(()), E4M3, True)
+    return codes if turned is None else transpose_float8(codes, turned)
+
+
+def fp8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, *, fast: bool) -> None:
+    """out [M, N] = (a·bᵀ) · a_scale · b_scale.
 
     Args:
         a, b: FP8 [M, K] and [N, K], contiguous; b is E4M3, and a too where b has a scale a row.
         a_scale: fp32 [].
         b_scale: fp32 [] or [N].
+        out: contiguous; fp32, fp16 or bf16.
         fast: let Hopper's tensor cores keep partial sums in fewer bits, which costs less; for forward products only.
     """
     if _has_product(a, b, b_scale):
         if b_scale.dim():
             a_scale, b_scale = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.view(1, -1)
-        product = torch._scaled_mm(
-            a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
-        return product.to(dtype)
-    exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # fp16 would overflow: E5M2 reaches 57344
+        result = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
+        torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast, out=result)
+        if result is not out:
+            out.copy_(result)
+        return
+    exact = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32  # fp16 would overflow: E5M2 reaches 57344
     product = a.to(exact) @ b.to(exact).t()
-    return (product.float() * (a_scale * b_scale)).to(dtype)
+    out.copy_(product.float() * (a_scale * b_scale))
 
 
 def _has_product(a: Tensor, b: Tensor, b_scale: Tensor) -> bool:

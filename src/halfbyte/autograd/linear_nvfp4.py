@@ -13,8 +13,9 @@ fp16, and the product is a 16-bit one over the same numbers; the fp32 factors ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +26,18 @@ from ..errors import ModelError
 from ..notices import notice
 from ..ops.e2m1 import codebook_e2m1, decode_scales
 from ..ops.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
+from .lora import refuse_compiled
 
 if TYPE_CHECKING:
     from ..tensor import QuantizedTensor
+    from .lora import Weight
 
 DOWN = 2.0**-12  # operands are stored times this, so that sums of products stay inside fp16's range; exact
 
 
 @dataclass(frozen=True)
 class Nvfp4Recipe:
-    """What is rounded how.
+    """The recipe nvfp4: what is rounded how.
 
     Args:
         disable_rht: leave out the random Hadamard transform.
@@ -80,16 +83,46 @@ def nvfp4_linear(
         ModelError: under torch.compile, which the recipe does not support.
     """
     if on_compiler():
-        raise ModelError("recipe nvfp4 does not run under torch.compile", "run the model uncompiled")
+        refuse_compiled(Nvfp4Products(recipe))
     kind = input.device.type
     if torch.is_autocast_enabled(kind):
         input = input.to(torch.get_autocast_dtype(kind))
     if bias is not None:
         bias = bias.to(input.dtype)
+    _say_emulated()
+    return _Nvfp4Linear.apply(input, weight, bias, recipe)
+
+
+def _say_emulated() -> None:
     notice(
         "nvfp4-emulated", "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used"
     )
-    return _Nvfp4Linear.apply(input, weight, bias, recipe)
+
+
+class Nvfp4Products:
+    """The products of one input in NVFP4; `autograd.lora.Products` says what for.
+
+    Args:
+        recipe: what is rounded how.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+
+    def __init__(self, recipe: Nvfp4Recipe):
+        self.recipe = recipe
+
+    def products(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+        """Write x·Wᵢᵀ into `outs` [M, Nᵢ]."""
+        _say_emulated()
+        for weight, out in zip(weights, outs, strict=True):
+            out.copy_(_product(x, _values(weight), None, self.recipe, stochastic=False))
+
+    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K]."""
+        stochastic = not self.recipe.disable_stochastic_rounding
+        pairs = zip(grads, weights, strict=True)
+        terms = [_product(dy, _values(w).t(), None, self.recipe, stochastic=stochastic) for dy, w in pairs]
+        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
 
 
 class _Nvfp4Linear(torch.autograd.Function):

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -64,11 +64,31 @@ class LoRA:
     scaling: float
 
 
+class Products(Protocol):
+    """What the products of one input with its frozen weights are computed in, where not in x's dtype: a recipe.
+
+    Adapters stay in x's dtype: their terms are added to what comes from here. No recipe runs under torch.compile.
+    """
+
+    name: ClassVar[str]  # of the recipe
+
+    def products(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+        """Write x·Wᵢᵀ, x [M, K], into `outs` [M, Nᵢ]."""
+
+    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K], of dy [M, Nᵢ]."""
+
+
 def lora_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None = None, lora: LoRA | None = None, dropout: float = 0.0
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    lora: LoRA | None = None,
+    dropout: float = 0.0,
+    recipe: Products | None = None,
 ) -> Tensor:
     """One projection with its adapter: [..., K] → [..., N]. Arguments as in `lora_qkv`."""
-    return lora_qkv(x, (weight,), (bias,), (lora,), dropout)[0]
+    return lora_qkv(x, (weight,), (bias,), (lora,), dropout, recipe)[0]
 
 
 def lora_qkv(
@@ -77,6 +97,7 @@ def lora_qkv(
     biases: Sequence[Tensor | None],
     loras: Sequence[LoRA | None],
     dropout: float = 0.0,
+    recipe: Products | None = None,
 ) -> tuple[Tensor, ...]:
     """Any number of projections of one input, each with its adapter: q, k and v, or gate and up.
 
@@ -87,18 +108,20 @@ def lora_qkv(
         biases: [Nᵢ] or None.
         loras: None where a projection has no adapter.
         dropout: probability of dropping each adapter's inputs, drawn anew for each; 0 outside training.
+        recipe: what the products with the weights are computed in; None: x's dtype.
 
     Returns:
         [..., Nᵢ] each, in the dtype of the products.
 
     Raises:
-        ModelError: a shape that does not fit, by name, or a weight that wants a gradient.
+        ModelError: a shape that does not fit, by name, a weight that wants a gradient, or a recipe under torch.compile.
     """
     x = to_compute_dtype(x)
     check("lora_qkv", x, weights, biases, loras)
     if on_compiler():
+        refuse_compiled(recipe)
         return composed(x, weights, biases, loras, dropout)
-    projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout)
+    projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout, recipe)
     return _LoRA.apply(x, projections, *cast_biases, *a, *b)
 
 
@@ -106,6 +129,12 @@ def to_compute_dtype(x: Tensor) -> Tensor:
     """x in autocast's dtype where it is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def refuse_compiled(recipe: Products | None) -> None:
+    """A graph would hold neither the state of a recipe nor its random numbers."""
+    if recipe is not None:
+        raise ModelError(f"recipe {recipe.name} does not run under torch.compile", "run the model uncompiled")
 
 
 def check(op: str, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence) -> None:
@@ -197,19 +226,30 @@ class Projections:
         scalings: s of each; None where it has no adapter.
         dropout: probability.
         dtype: that of the factors' gradients.
+        recipe: what the products with the weights are computed in; None: x's dtype.
     """
 
     weights: tuple[Weight, ...]
     scalings: tuple[float | None, ...]
     dropout: float
     dtype: torch.dtype
+    recipe: Products | None = None
 
     @classmethod
-    def of(cls, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence[LoRA | None], dropout: float):
+    def of(
+        cls,
+        x: Tensor,
+        weights: Sequence,
+        biases: Sequence,
+        loras: Sequence[LoRA | None],
+        dropout: float,
+        recipe: Products | None = None,
+    ):
         """The projections, their biases in x's dtype, and the factors A and B of those that have an adapter."""
         adapters = [lora for lora in loras if lora is not None]
         scalings = tuple(None if lora is None else lora.scaling for lora in loras)
-        projections = cls(tuple(weights), scalings, dropout, adapters[0].a.dtype if adapters else x.dtype)
+        dtype = adapters[0].a.dtype if adapters else x.dtype
+        projections = cls(tuple(weights), scalings, dropout, dtype, recipe)
         biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
         return projections, biases, [lora.a for lora in adapters], [lora.b for lora in adapters]
 
@@ -226,18 +266,23 @@ class Projections:
         return self.outputs(x, leading, biases, state), state
 
     def outputs(
-        self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], state: State | None
+        self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], state: State | None, codes: Any = None
     ) -> tuple[Tensor, ...]:
-        """[*leading, Nᵢ]; without a state, of the frozen weights alone."""
+        """[*leading, Nᵢ]; without a state, of the frozen weights alone. `codes`: x as the recipe casts it, or None."""
         terms = {}
         if state is not None:
             pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
             terms = {i: (u, b.t(), scaling) for (i, scaling), u, b in pairs}
-        outputs = []
-        for i, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
-            output = x.new_empty(*leading, weight.shape[0])  # not a view, since autograd restricts those we return
-            self._project(output.view(x.shape[0], weight.shape[0]), x, weight, bias, terms.get(i))
-            outputs.append(output)
+        # Not views, since autograd restricts those we return.
+        outputs = [x.new_empty(*leading, weight.shape[0]) for weight in self.weights]
+        rows = [output.view(x.shape[0], output.shape[-1]) for output in outputs]
+        if self.recipe is not None:
+            self.recipe.products(x if codes is None else codes, self.weights, rows)
+        for i, (out, weight, bias) in enumerate(zip(rows, self.weights, biases, strict=True)):
+            if self.recipe is None:
+                self._project(out, x, weight, bias, terms.get(i))
+            else:
+                self._add(out, bias, terms.get(i))
         return tuple(outputs)
 
     def low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> State:
@@ -268,6 +313,14 @@ class Projections:
             torch.addmm(bias, u, b, alpha=scaling, out=out)
         out.addmm_(x, dense(weight, x.dtype).t())
 
+    @staticmethod
+    def _add(out: Tensor, bias: Tensor | None, term: tuple | None) -> None:
+        if bias is not None:
+            out.add_(bias)
+        if term is not None:
+            u, b, scaling = term
+            out.addmm_(u, b, alpha=scaling)
+
     def low_rank_gradient(self, grads: Sequence[Tensor], state: State) -> Tensor:
         """[v₁, v₂, …] [M, R]."""
         v = state.a.new_empty(grads[0].shape[0], sum(state.ranks))
@@ -275,21 +328,33 @@ class Projections:
             product(grads[i], b, scaling, out)
         return v
 
-    def input_gradient(self, grads: Sequence[Tensor], v: Tensor | None, state: State) -> Tensor:
-        """dx [M, K]: every projection is accumulated into one buffer, the low-rank terms first; without v, none."""
+    def input_gradient(self, grads: Sequence[Tensor], v: Tensor | None, state: State, codes: Any = None) -> Tensor:
+        """dx [M, K]: every projection is accumulated into one buffer; without v, no low-rank terms.
+
+        A recipe cannot accumulate: its product comes first, and the low-rank terms after it. `codes` is `grads` as
+        the recipe casts them, if they are cast.
+        """
+        if self.recipe is not None:
+            dtype = state.a.dtype
+            dx = self.recipe.input_gradient(grads if codes is None else codes, self.weights, dtype)
+            return dx if v is None else self._add_low_rank_gradient(dx, v, state, True)
         dx = grads[0].new_empty(grads[0].shape[0], self.weights[0].shape[1])
         written = bool(state.b) and v is not None
-        if v is None:
-            pass
-        elif state.masks:
-            parts = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
-            for i, (part, a, mask) in enumerate(parts):
-                term = self._drop(product(part, a), mask)
-                dx = dx.add_(term) if i else term
-        elif state.b:
-            product(v, state.a, out=dx)
+        if v is not None:
+            dx = self._add_low_rank_gradient(dx, v, state, False)
         for grad, weight in zip(grads, self.weights, strict=True):
             dx.addmm_(grad, dense(weight, grad.dtype), beta=int(written))
+            written = True
+        return dx
+
+    def _add_low_rank_gradient(self, dx: Tensor, v: Tensor, state: State, written: bool) -> Tensor:
+        """dx, if it is written, with the low-rank terms; without adapters, as it is."""
+        if not state.masks:
+            return dx.addmm_(v, state.a, beta=int(written)) if state.b else dx
+        parts = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
+        for part, a, mask in parts:
+            term = self._drop(product(part, a), mask)
+            dx = dx.add_(term) if written else term
             written = True
         return dx
 

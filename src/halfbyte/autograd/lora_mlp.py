@@ -4,6 +4,9 @@ g, u [M, I] are the results of gate and up, h = a(g)·u [M, I] and y = down(h) [
 
     dh = dy·W + v·A (down's)     dg, du, h ← dh, g, u, in place     dA = vᵀ·h (down's)     gate's and up's from dg, du
 
+In FP8 (`linear_fp8`), that pass writes h, and in backward dg and du, in FP8 only, once their scales are known: nothing
+else reads them.
+
 On accelerators, with plain adapters on all three, the low-rank products around the unit are taken in its own pass
 (`ops.lora_glu`), and g and u are saved without their low-rank terms.
 
@@ -24,12 +27,21 @@ from torch.autograd.function import once_differentiable
 from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..ops import glu as ops
-from ..ops.lora_glu import MAX_RANK_BYTES, Factors, lora_glu, lora_glu_backward_
+from ..ops.fp8_scaling import Codes, Slot
+from ..ops.lora_glu import (
+    MAX_RANK_BYTES,
+    Factors,
+    lora_glu,
+    lora_glu_backward_,
+    lora_glu_backward_float8,
+    lora_glu_float8,
+)
 from .glu import glu
-from .lora import LoRA, Projections, State, cast, check, composed, rows_of, to_compute_dtype
+from .linear_fp8 import Fp8Products
+from .lora import LoRA, Projections, State, cast, check, composed, refuse_compiled, rows_of, to_compute_dtype
 
 if TYPE_CHECKING:
-    from .lora import Weight
+    from .lora import Products, Weight
 
 
 def lora_mlp(
@@ -42,6 +54,7 @@ def lora_mlp(
     activation: ops.Activation = "silu",
     dropout: float = 0.0,
     output: bool = True,
+    recipes: tuple[Products | None, Products | None] = (None, None),
 ) -> Tensor:
     """down(activation(gate(x)) · up(x)), each projection with its adapter.
 
@@ -56,12 +69,14 @@ def lora_mlp(
         activation: "silu", "gelu" or "gelu_tanh" (Hugging Face's "gelu_pytorch_tanh").
         dropout: as in `lora_qkv`.
         output: False where only backward follows (`autograd.recompute`): down's product is left out.
+        recipes: of gate and up, and of down, as in `lora_qkv`.
 
     Returns:
         [..., H] in the dtype of the products.
 
     Raises:
-        ModelError: a shape that does not fit, by name, a weight that wants a gradient, or an unknown activation.
+        ModelError: a shape that does not fit, by name, a weight that wants a gradient, an unknown activation, or a
+            recipe under torch.compile.
     """
     x = to_compute_dtype(x)
     if activation not in ops.ACTIVATIONS:
@@ -70,10 +85,11 @@ def lora_mlp(
     inner = x.new_empty((0, gate.shape[0]))
     check("lora_mlp (down)", inner, (down,), biases[2:], loras[2:])
     if on_compiler():
+        refuse_compiled(recipes[0])
         gated, linear = composed(x, (gate, up), biases[:2], loras[:2], dropout)
         return composed(glu(gated, linear, activation), (down,), biases[2:], loras[2:], dropout)[0]
-    first, first_biases, first_a, first_b = Projections.of(x, (gate, up), biases[:2], loras[:2], dropout)
-    second, second_biases, second_a, second_b = Projections.of(x, (down,), biases[2:], loras[2:], dropout)
+    first, first_biases, first_a, first_b = Projections.of(x, (gate, up), biases[:2], loras[:2], dropout, recipes[0])
+    second, second_biases, second_a, second_b = Projections.of(x, (down,), biases[2:], loras[2:], dropout, recipes[1])
     return _MLP.apply(
         x, first, second, activation, output, *first_biases, *second_biases, *first_a, *second_a, *first_b, *second_b
     )
@@ -95,29 +111,46 @@ def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:
     return Factors(b_gate, b_up, a_down, gate_scale, up_scale)
 
 
+def _settled(projections: Projections, side: str) -> Slot | None:
+    """What the `side` (x or grad) of an FP8 product is cast with, where its scale is known before the tensor is."""
+    recipe = projections.recipe
+    slot = getattr(recipe, side) if isinstance(recipe, Fp8Products) else None
+    return slot if slot is not None and slot.settled else None
+
+
+def _forward_in_one_pass(ctx, gate: Tensor, up: Tensor, low: Tensor, factors: Factors) -> tuple[Tensor | Codes, Tensor]:
+    """h, in FP8 where down's product takes it so, and u_d."""
+    slot = _settled(ctx.second, "x")
+    if slot is None:
+        return lora_glu(gate, up, low, factors, ctx.activation)
+    codes, u_down = lora_glu_float8(gate, up, low, factors, ctx.activation, slot)
+    return Codes(codes, slot.inverse), u_down
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, second, activation, needed, *tensors):
         n, m = len(first.adapters), len(second.adapters)
         biases, a, b = tensors[:3], tensors[3 : 3 + n + m], tensors[3 + n + m :]
-        rows = rows_of(x)
+        ctx.first, ctx.second, ctx.activation, ctx.shape = first, second, activation, x.shape
+        rows, codes = rows_of(x), None
         first_state = first.low_rank(rows, a[:n], b[:n])
         ctx.in_one_pass = _in_one_pass(x, first, second, a)
         gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state)
         if ctx.in_one_pass:
             a_down, b_down = cast(a[n:], b[n:], x.dtype)
-            hidden, low = lora_glu(gate, up, first_state.u, _factors(first, first_state, a_down), activation)
+            hidden, low = _forward_in_one_pass(ctx, gate, up, first_state.u, _factors(first, first_state, a_down))
             second_state = State(a_down, b_down, low, ())
+            hidden, codes = (gate, hidden) if isinstance(hidden, Codes) else (hidden, None)
         else:
             hidden = ops.glu(gate, up, activation)
             second_state = second.low_rank(hidden, a[n:], b[n:])
         if needed:
-            (output,) = second.outputs(hidden, x.shape[:-1], biases[2:], second_state)
+            (output,) = second.outputs(hidden, x.shape[:-1], biases[2:], second_state, codes)
         else:
             output = x.new_empty(*x.shape[:-1], second.weights[0].shape[0])
         need_rows = any(ctx.needs_input_grad[8 : 8 + n])
         ctx.save_for_backward(rows if need_rows else None, gate, up, *first_state.flat(), *second_state.flat())
-        ctx.first, ctx.second, ctx.activation, ctx.shape = first, second, activation, x.shape
         ctx.split = 3 + len(first_state.flat())
         return output
 
@@ -133,9 +166,23 @@ class _MLP(torch.autograd.Function):
         grad = rows_of(grad)
         v_down = second.low_rank_gradient([grad], second_state)
         db_down = second.b_gradients([grad], second_state, need_b[n:])
-        # From here on gate and up hold their gradients.
+        codes = None
+        # From here on gate and up hold their gradients, or where only a product reads those, `codes` does.
         if ctx.in_one_pass:
-            v, db, da_down = _backward_in_one_pass(ctx, grad, gate, up, v_down, first_state, second_state)
+            dh = second.input_gradient([grad], None, second_state)
+            factors, low = _factors(first, first_state, second_state.a), first_state.u
+            slot = None if any(need_biases[:2]) else _settled(first, "grad")
+            if slot is None:
+                found = lora_glu_backward_(dh, gate, up, low, v_down, factors, ctx.activation)
+            else:
+                columns = first.recipe.scales(first.weights, dh.dtype).factors
+                found, values = lora_glu_backward_float8(
+                    dh, gate, up, low, v_down, factors, ctx.activation, slot, columns
+                )
+                codes = Codes(values, slot.inverse)
+            v, (*db, da_down) = found.v, [factor.to(first.dtype) for factor in found[1:]]
+            da_down = [da_down]
+            del dh
         else:
             hidden = second.input_gradient([grad], v_down, second_state)
             ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))  # hidden, which was dh, holds h
@@ -144,17 +191,6 @@ class _MLP(torch.autograd.Function):
             v = first.low_rank_gradient([gate, up], first_state)
             db = first.b_gradients([gate, up], first_state, need_b[:n])
         da = first.a_gradients(rows, v, first_state, need_a[:n])
-        dx = first.input_gradient([gate, up], v, first_state).view(ctx.shape) if needs[0] else None
+        dx = first.input_gradient([gate, up], v, first_state, codes).view(ctx.shape) if needs[0] else None
         biases = [grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)]
         return dx, None, None, None, None, *biases, *da, *da_down, *db, *db_down
-
-
-def _backward_in_one_pass(
-    ctx, grad: Tensor, gate: Tensor, up: Tensor, v_down: Tensor, first_state: State, second_state: State
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """v, and the gradients of gate's and up's B and of down's A; gate and up become their gradients."""
-    dh = ctx.second.input_gradient([grad], None, second_state)
-    factors = _factors(ctx.first, first_state, second_state.a)
-    found = lora_glu_backward_(dh, gate, up, first_state.u, v_down, factors, ctx.activation)
-    b_gate, b_up, a_down = (factor.to(ctx.first.dtype) for factor in found[1:])
-    return found.v, [b_gate, b_up], [a_down]

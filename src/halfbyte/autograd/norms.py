@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler
 from ..ops import norms as ops
+from .linear_fp8 import Fp8Products
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -33,8 +34,12 @@ class _RMSNorm(torch.autograd.Function):
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset):
-        y, total, rstd = ops.rms_norm(x, residual, weight, eps, offset)
+    def forward(ctx, x, residual, weight, eps, offset, recipe):
+        if recipe is not None and recipe.x.settled:
+            y, total, rstd, codes = ops.rms_norm_float8(x, residual, weight, eps, offset, recipe.x)
+            recipe.hand_over(y, codes)
+        else:
+            y, total, rstd = ops.rms_norm(x, residual, weight, eps, offset)
         ctx.save_for_backward(total, rstd)
         ctx.weight, ctx.offset, ctx.added = weight, offset, residual is not None
         ctx.set_materialize_grads(False)
@@ -48,7 +53,7 @@ class _AddRMSNorm(torch.autograd.Function):
             total, rstd = ctx.saved_tensors
             need_weight = ctx.needs_input_grad[2]
             dx, dw = ops.rms_norm_backward(grad, total, ctx.weight, rstd, ctx.offset, grad_total, need_weight)
-        return dx, dx if ctx.added else None, dw, None, None
+        return dx, dx if ctx.added else None, dw, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -88,7 +93,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: bool = False)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-6, offset: bool = False
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    offset: bool = False,
+    recipe: Fp8Products | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm, sum): RMSNorm of x + residual, and that sum, which the residual stream goes on with.
 
@@ -96,11 +106,12 @@ def add_rms_norm(
     add, too: with `residual` None the sum is x itself, and the stream that branches off before a block costs no
     addition on the way back.
 
-    Args, errors: as in `rms_norm`; `residual` has x's shape and dtype.
+    Args, errors: as in `rms_norm`; `residual` has x's shape and dtype. `recipe` is handed the norm in FP8, once it has
+    a scale: the products that read the norm need not cast it.
     """
     if on_compiler():
         return ops.rms_norm.reference(x, residual, weight, eps, offset)[:2]
-    return _AddRMSNorm.apply(x, residual, weight, eps, offset)
+    return _AddRMSNorm.apply(x, residual, weight, eps, offset, recipe)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:

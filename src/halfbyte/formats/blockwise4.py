@@ -105,24 +105,25 @@ class Blockwise4(Format):
             "nested_offset": offset,
         }
 
-    def _nested(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor] | None:
+    def nested_parts(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What the scales are nested in, as `ops.blockwise4` takes it."""
         return (parts["nested_absmax"], parts["nested_code"], parts["nested_offset"]) if self.nested else None
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         numel = torch.Size(shape).numel()
         return dequantize_blockwise4(
-            parts["packed"], parts["absmax"], self._nested(parts), self.blocksize, self.quant_type, numel, dtype
+            parts["packed"], parts["absmax"], self.nested_parts(parts), self.blocksize, self.quant_type, numel, dtype
         ).view(shape)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        scales = parts["absmax"], self._nested(parts)
+        scales = parts["absmax"], self.nested_parts(parts)
         return linear_blockwise4(x, parts["packed"], *scales, self.blocksize, self.quant_type, shape[0], bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_blockwise4(
             parts["packed"],
             parts["absmax"],
-            self._nested(parts),
+            self.nested_parts(parts),
             self.blocksize,
             self.quant_type,
             shape[1],

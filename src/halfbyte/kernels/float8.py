@@ -6,6 +6,8 @@ shifted into fp16's exponent and mantissa, are the value times 2^-8, subnormals 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -64,7 +66,7 @@ def dequantize(codes: Tensor, scale: Tensor, scaling: Scaling, dtype: torch.dtyp
 
 @triton.jit
 def _load(x_ptr, factor_ptr, width, stride, FACTORS: tl.constexpr, BLOCK: tl.constexpr):
-    """fp32 values of the block of a row that this program takes, with their place in the result and their mask."""
+    """fp32 values of the block of a row that this program takes, with their row, columns and mask."""
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -72,39 +74,51 @@ def _load(x_ptr, factor_ptr, width, stride, FACTORS: tl.constexpr, BLOCK: tl.con
     values = tl.load(x_ptr + row * stride + col, mask=mask, other=0.0).to(tl.float32)
     if FACTORS:
         values *= tl.load(factor_ptr + col, mask=mask, other=0.0)
-    return values, row * width + col, mask
+    return values, row, col, mask
 
 
 @triton.jit
-def _largest(values):
-    """fmax would drop NaN, which counts as Inf."""
-    return tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=0)
+def largest(values):
+    """Largest magnitude; fmax would drop NaN, which counts as Inf."""
+    return tl.max(tl.where(values == values, tl.abs(values), float("inf")))
+
+
+@triton.jit
+def observe(newest_ptr, amax):
+    """Raise the number at `newest_ptr` to `amax`. Few programs find less there: those that do not, need no atomic."""
+    if amax > tl.load(newest_ptr):
+        tl.atomic_max(newest_ptr, amax)
+
+
+@triton.jit
+def to_float8(values, scale, LIMIT: tl.constexpr):
+    """values · scale, clamped. NaN must stay NaN: clamping with minimum and maximum would make a number of it."""
+    scaled = values * scale
+    return tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT), scaled)
 
 
 @triton.jit
 def _amax(x_ptr, factor_ptr, scale_ptr, amax_ptr, width, stride, FACTORS: tl.constexpr, BLOCK: tl.constexpr):
     """The amax of x where there is no scale yet; with one, every program ends at once, and nothing asks the host."""
     if tl.load(scale_ptr) <= 0:
-        values, _, _ = _load(x_ptr, factor_ptr, width, stride, FACTORS, BLOCK)
-        tl.atomic_max(amax_ptr, _largest(values))
+        values, _, _, _ = _load(x_ptr, factor_ptr, width, stride, FACTORS, BLOCK)
+        tl.atomic_max(amax_ptr, largest(values))
 
 
 @triton.jit
 def _cast(
-    x_ptr, factor_ptr, scale_ptr, target_ptr, amax_ptr, newest_ptr, codes_ptr, inverse_ptr, width, stride,
+    x_ptr, factor_ptr, scale_ptr, target_ptr, amax_ptr, newest_ptr, codes_ptr, inverse_ptr, width, stride, out_stride,
     LIMIT: tl.constexpr, FACTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    values, place, mask = _load(x_ptr, factor_ptr, width, stride, FACTORS, BLOCK)
-    tl.atomic_max(newest_ptr, _largest(values))
+    values, row, col, mask = _load(x_ptr, factor_ptr, width, stride, FACTORS, BLOCK)
+    observe(newest_ptr, largest(values))
     scale = tl.load(scale_ptr)
     if scale <= 0:
         amax = tl.load(amax_ptr)
         usable = (amax > 0) & (amax < float("inf"))
         scale = tl.where(usable, tl.div_rn(tl.load(target_ptr), tl.maximum(amax, SMALLEST_AMAX)), 1.0)
-    # NaN must stay NaN: clamping with minimum and maximum would make a number of it.
-    scaled = values * scale
-    clamped = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT), scaled)
-    tl.store(codes_ptr + place, clamped.to(codes_ptr.dtype.element_ty), mask=mask)
+    codes = to_float8(values, scale, LIMIT).to(codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + row * out_stride + col, codes, mask=mask)
     if tl.program_id(0) == 0:
         tl.store(inverse_ptr, tl.div_rn(1.0, scale))
 
@@ -122,41 +136,55 @@ def casts_float8(device: torch.device) -> bool:
 
 @reference.cast_float8.twin("cuda", "xpu")
 def cast_float8(
-    x: Tensor, factors: Tensor | None, scale: Tensor, target: Tensor, newest: Tensor, dtype: torch.dtype
+    scale: Tensor,
+    parts: Sequence[Tensor],
+    factors: Tensor | None,
+    target: Tensor,
+    newest: Tensor,
+    dtype: torch.dtype,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    if not casts_float8(x.device) or not x.numel():
-        return reference.cast_float8.reference(x, factors, scale, target, newest, dtype)
-    x, stride = evenly_spaced(x)
-    rows, width = x.shape
-    codes = torch.empty(rows, width, dtype=dtype, device=x.device)
-    amax, inverse = scale.new_zeros(()), torch.empty_like(scale)
-    block = min(BLOCK, power_of_2(width))
-    programs, numbers = rows * ceil_div(width, block), (width, stride)
-    column = scale if factors is None else factors
-    _amax_launcher(programs, (x, column, scale, amax), numbers, (factors is not None, block), WARPS)
-    tensors = (x, column, scale, target, amax, newest, codes, inverse)
-    _cast_launcher(programs, tensors, numbers, (FP8_MAX[dtype], factors is not None, block), WARPS)
+    rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
+    if not casts_float8(scale.device) or not rows * min(widths):
+        return reference.cast_float8.reference(scale, parts, factors, target, newest, dtype, settled)
+    codes = torch.empty(rows, sum(widths), dtype=dtype, device=scale.device)
+    inverse = torch.empty_like(scale)
+    amax = scale if settled else scale.new_zeros(())
+    columns = [scale] * len(parts) if factors is None else factors.split(widths)
+    spaced = [evenly_spaced(part) for part in parts]
+    blocks = [min(BLOCK, power_of_2(width)) for width in widths]
+    with_factors = factors is not None
+    if not settled:
+        for (part, stride), column, block in zip(spaced, columns, blocks, strict=True):
+            programs, shape = rows * ceil_div(part.shape[1], block), (part.shape[1], stride)
+            _amax_launcher(programs, (part, column, scale, amax), shape, (with_factors, block), WARPS)
+    outs = codes.split(widths, dim=1)
+    for (part, stride), column, block, out in zip(spaced, columns, blocks, outs, strict=True):
+        programs, numbers = rows * ceil_div(part.shape[1], block), (part.shape[1], stride, sum(widths))
+        tensors = (part, column, scale, target, amax, newest, out, inverse)
+        _cast_launcher(programs, tensors, numbers, (FP8_MAX[dtype], with_factors, block), WARPS)
     return codes, inverse
 
 
 @triton.jit
-def _transpose(codes_ptr, out_ptr, rows, width, SIDE: tl.constexpr):
+def _transpose(codes_ptr, out_ptr, rows, width, out_stride, SIDE: tl.constexpr):
     across = tl.cdiv(width, SIDE)
     row = ((tl.program_id(0) // across) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
     col = ((tl.program_id(0) % across) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
     mask = (row[:, None] < rows) & (col[None, :] < width)
     square = tl.load(codes_ptr + row[:, None] * width + col[None, :], mask=mask, other=0)
-    tl.store(out_ptr + col[:, None] * rows + row[None, :], tl.trans(square), mask=tl.trans(mask))
+    tl.store(out_ptr + col[:, None] * out_stride + row[None, :], tl.trans(square), mask=tl.trans(mask))
 
 
 _transpose_launcher = Launcher(_transpose)
 
 
 @reference.transpose_float8.twin("cuda", "xpu")
-def transpose_float8(codes: Tensor) -> Tensor:
+def transpose_float8(codes: Tensor, out: Tensor | None = None) -> Tensor:
     rows, width = codes.shape
-    out = torch.empty(width, rows, dtype=torch.uint8, device=codes.device)
+    out = torch.empty(width, rows, dtype=codes.dtype, device=codes.device) if out is None else out
     if out.numel():
         programs = ceil_div(rows, SIDE) * ceil_div(width, SIDE)
-        _transpose_launcher(programs, (codes.contiguous().view(torch.uint8), out), (rows, width), (SIDE,), warps=4)
-    return out.view(codes.dtype)
+        tensors = (codes.contiguous().view(torch.uint8), out.view(torch.uint8))
+        _transpose_launcher(programs, tensors, (rows, width, out.stride(0)), (SIDE,), warps=4)
+    return out

@@ -17,8 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops import lora_glu as reference
+from ..ops.float8 import FP8_MAX
+from ..ops.fp8_scaling import Slot
 from ..ops.glu import Activation
 from ..ops.lora_glu import Factors, Gradients
+from .float8 import casts_float8, largest, observe, to_float8
 from .glu import activation_and_derivative
 from .launch import Launcher, ceil_div, power_of_2, put_back
 
@@ -45,11 +48,25 @@ def _store(ptr, values, index, size, step, rank: tl.constexpr, rank_step, RANK: 
 
 
 @triton.jit
+def _cast(
+    out, values, mask, column_ptr, col, width, cast_ptr, newest_ptr,
+    LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr,
+):  # fmt: skip
+    """Store `values` in FP8; rows and columns beyond the ends hold zeros, which no amax notices."""
+    values = values.to(tl.float32)
+    if COLUMN_FACTORS:
+        values *= tl.load(column_ptr + col, mask=col < width, other=0.0)[None, :]
+    observe(newest_ptr, largest(values))
+    tl.store(out, to_float8(values, tl.load(cast_ptr), LIMIT).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _lora_glu(
-    gate_ptr, up_ptr, low_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, out_ptr, partial_ptr,
+    gate_ptr, up_ptr, low_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, out_ptr, partial_ptr, cast_ptr, newest_ptr,
     rows, width, gate_scale, up_scale,
     R_GATE: tl.constexpr, R_UP: tl.constexpr, R_DOWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) % blocks
@@ -69,18 +86,25 @@ def _lora_glu(
         g += gate_scale * tl.dot(u_gate, b_gate, input_precision=PRECISION)
         u += up_scale * tl.dot(u_up, b_up, input_precision=PRECISION)
         activated, _ = activation_and_derivative(g, ACTIVATION)
-        h = (activated * u).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + element, h, mask=mask)
+        h = (activated * u).to(gate_ptr.dtype.element_ty)
+        if LIMIT > 0:  # of FP8: h is written in that
+            observe(newest_ptr, largest(h))
+            codes = to_float8(h.to(tl.float32), tl.load(cast_ptr), LIMIT)
+            tl.store(out_ptr + element, codes.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(out_ptr + element, h, mask=mask)
         u_down = tl.dot(h, a_down, input_precision=PRECISION)
         _store(partial_ptr + block.to(tl.int64) * rows * R_DOWN, u_down, row, rows, R_DOWN, R_DOWN, 1, RANK)
 
 
 @triton.jit
 def _lora_glu_backward(
-    grad_ptr, gate_ptr, up_ptr, low_ptr, v_down_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, v_ptr, factor_ptr,
+    grad_ptr, gate_ptr, up_ptr, low_ptr, v_down_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, v_ptr, factor_ptr, codes_ptr,
+    column_ptr, cast_ptr, newest_ptr,
     rows, width, gate_scale, up_scale,
     R_GATE: tl.constexpr, R_UP: tl.constexpr, R_DOWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) % blocks
@@ -110,12 +134,20 @@ def _lora_glu_backward(
         activated, derivative = activation_and_derivative(g, ACTIVATION)
         d_down = tl.dot(tl.trans((activated * u).to(dtype)), v_down, d_down, input_precision=PRECISION)
         dg = (dh * u * derivative).to(dtype)
-        tl.store(gate_ptr + element, dg, mask=mask)
+        code = row.to(tl.int64)[:, None] * (2 * width) + col[None, :]
+        if LIMIT > 0:  # of FP8: dg and du are written in that, side by side
+            _cast(codes_ptr + code, dg, mask, column_ptr, col, width, cast_ptr, newest_ptr, LIMIT, COLUMN_FACTORS)
+        else:
+            tl.store(gate_ptr + element, dg, mask=mask)
         d_gate = tl.dot(tl.trans(dg), u_gate, d_gate, input_precision=PRECISION)
         v = gate_scale * tl.dot(dg, b_gate, input_precision=PRECISION)
         _store(v_row, v, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
         du = (dh * activated).to(dtype)
-        tl.store(up_ptr + element, du, mask=mask)
+        if LIMIT > 0:
+            beside, factors = codes_ptr + code + width, column_ptr + width
+            _cast(beside, du, mask, factors, col, width, cast_ptr, newest_ptr, LIMIT, COLUMN_FACTORS)
+        else:
+            tl.store(up_ptr + element, du, mask=mask)
         d_up = tl.dot(tl.trans(du), u_up, d_up, input_precision=PRECISION)
         v = up_scale * tl.dot(du, b_up, input_precision=PRECISION)
         _store(v_row + R_GATE, v, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
@@ -145,28 +177,28 @@ def _constants(factors: Factors, tile: tuple[int, int, int], part: int, activati
     return (*ranks, max(power_of_2(max(ranks)), 16), tile_rows, columns, part, stages, activation, precision)
 
 
-@reference.lora_glu.twin("cuda", "xpu")
-def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation) -> tuple[Tensor, Tensor]:
+def _forward(gate, up, low, factors: Factors, activation: str, slot: Slot | None) -> tuple[Tensor, Tensor]:
     reference.check_lora_glu(gate, up, low, factors, activation)
     rows, width = gate.shape
     blocks, part = _grid(rows, width, FORWARD[1])
-    out = torch.empty_like(gate)
+    out = torch.empty_like(gate) if slot is None else torch.empty_like(gate, dtype=slot.dtype)
     partial = torch.empty(blocks, rows, factors.a_down.shape[0], dtype=torch.float32, device=gate.device)
+    cast = (partial, partial) if slot is None else (slot.scale, slot.newest)
     if gate.numel():
         _forward_launcher(
             blocks * ceil_div(rows, part),
-            (gate, up, low, factors.b_gate, factors.b_up, factors.a_down, out, partial),
+            (gate, up, low, factors.b_gate, factors.b_up, factors.a_down, out, partial, *cast),
             (rows, width, factors.gate_scale, factors.up_scale),
-            _constants(factors, FORWARD, part, activation, gate.dtype),
+            (*_constants(factors, FORWARD, part, activation, gate.dtype), FP8_MAX[slot.dtype] if slot else 0),
             WARPS,
         )
     return out, partial.sum(0).to(gate.dtype)
 
 
-@reference.lora_glu_backward_.twin("cuda", "xpu")
-def lora_glu_backward_(
-    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
-) -> Gradients:
+def _backward(
+    grad, gate, up, low, v_down, factors: Factors, activation: str, slot: Slot | None, columns: Tensor | None
+) -> tuple[Gradients, Tensor | None]:
+    """dg and du stand in gate and up or, with a slot, in the codes that are returned."""
     reference.check_lora_glu(gate, up, low, factors, activation)
     reference.check_gradients(grad, v_down, gate, factors)
     rows, width = gate.shape
@@ -174,14 +206,59 @@ def lora_glu_backward_(
     ranks = [factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]]
     v = torch.empty(blocks, rows, ranks[0] + ranks[1], dtype=gate.dtype, device=gate.device)
     sums = torch.empty(ceil_div(rows, part), sum(ranks), width, dtype=torch.float32, device=gate.device)
+    codes = None if slot is None else torch.empty(rows, 2 * width, dtype=slot.dtype, device=gate.device)
+    cast: tuple = (sums,) * 4
+    if slot is not None:
+        cast = (codes, sums if columns is None else columns, slot.scale, slot.newest)
     if gate.numel():
+        constants = _constants(factors, BACKWARD, part, activation, gate.dtype)
         _backward_launcher(
             blocks * ceil_div(rows, part),
-            (grad, gate, up, low, v_down, factors.b_gate, factors.b_up, factors.a_down, v, sums),
+            (grad, gate, up, low, v_down, factors.b_gate, factors.b_up, factors.a_down, v, sums, *cast),
             (rows, width, factors.gate_scale, factors.up_scale),
-            _constants(factors, BACKWARD, part, activation, gate.dtype),
+            (*constants, FP8_MAX[slot.dtype] if slot else 0, columns is not None),
             WARPS,
         )
-        put_back((gate, up), (gate, up))
     b_gate, b_up, a_down = sums.sum(0).split(ranks)
-    return Gradients(v.sum(0, dtype=torch.float32).to(gate.dtype), b_gate.t(), b_up.t(), a_down)
+    return Gradients(v.sum(0, dtype=torch.float32).to(gate.dtype), b_gate.t(), b_up.t(), a_down), codes
+
+
+@reference.lora_glu.twin("cuda", "xpu")
+def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation) -> tuple[Tensor, Tensor]:
+    return _forward(gate, up, low, factors, activation, None)
+
+
+@reference.lora_glu_float8.twin("cuda", "xpu")
+def lora_glu_float8(
+    gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation, slot: Slot
+) -> tuple[Tensor, Tensor]:
+    if not casts_float8(gate.device):
+        return reference.lora_glu_float8.reference(gate, up, low, factors, activation, slot)
+    return _forward(gate, up, low, factors, activation, slot)
+
+
+@reference.lora_glu_backward_.twin("cuda", "xpu")
+def lora_glu_backward_(
+    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
+) -> Gradients:
+    found, _ = _backward(grad, gate, up, low, v_down, factors, activation, None, None)
+    put_back((gate, up), (gate, up))
+    return found
+
+
+@reference.lora_glu_backward_float8.twin("cuda", "xpu")
+def lora_glu_backward_float8(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    low: Tensor,
+    v_down: Tensor,
+    factors: Factors,
+    activation: Activation,
+    slot: Slot,
+    columns: Tensor | None,
+) -> tuple[Gradients, Tensor | None]:
+    arguments = (grad, gate, up, low, v_down, factors, activation, slot, columns)
+    if not casts_float8(gate.device):
+        return reference.lora_glu_backward_float8.reference(*arguments)
+    return _backward(*arguments)

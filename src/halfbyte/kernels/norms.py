@@ -18,6 +18,9 @@ from torch import Tensor
 
 from ..ops import norms as reference
 from ..ops.checks import check_rows
+from ..ops.float8 import FP8_MAX
+from ..ops.fp8_scaling import Slot
+from .float8 import casts_float8, largest, observe, to_float8
 from .launch import Launcher, ceil_div, evenly_spaced, power_of_2
 
 TILE = 2048  # values a program takes when rows are narrower
@@ -38,8 +41,10 @@ def _factor(weight_ptr, col, D: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def _rms_norm(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, rows, x_stride, residual_stride, eps,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, codes_ptr, cast_ptr, newest_ptr,
+    rows, x_stride, residual_stride, eps,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -58,6 +63,11 @@ def _rms_norm(
         normal = normal.to(x_ptr.dtype.element_ty).to(tl.float32)
     y = (normal * factor[None, :]).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * D + col[None, :], y, mask=mask)
+    if LIMIT > 0:  # of FP8: y is written in that, too
+        y = tl.where(mask, y.to(tl.float32), 0.0)
+        observe(newest_ptr, largest(y))
+        codes = to_float8(y, tl.load(cast_ptr), LIMIT).to(codes_ptr.dtype.element_ty)
+        tl.store(codes_ptr + row[:, None] * D + col[None, :], codes, mask=mask)
 
 
 @triton.jit
@@ -159,26 +169,45 @@ def _programs(rows: int, rows_per_tile: int, need_weight: bool) -> tuple[int, in
     return ceil_div(all_tiles, tiles), tiles
 
 
-@reference.rms_norm.twin("cuda", "xpu")
-def rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _normed(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Last, y's codes with a slot; without, y."""
     reference.check_rms_norm(x, residual, weight)
     width = x.shape[-1]
     y = torch.empty(x.shape, dtype=reference.normed_dtype(x, weight, offset), device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = rstd.numel()
+    codes = y if slot is None else torch.empty_like(y, dtype=slot.dtype)
     if not rows or not width:
-        return y, total, rstd
+        return y, total, rstd, codes
     x, x_stride = evenly_spaced(x)
     added, added_stride = (x, x_stride) if residual is None else evenly_spaced(residual)
     rows_per_program, block, warps = _blocks(width)
+    cast = (rstd, rstd) if slot is None else (slot.scale, slot.newest)
     _rms_norm_launcher(
-        ceil_div(rows, rows_per_program), (x, added, weight, y, total, rstd), (rows, x_stride, added_stride, eps),
-        (width, rows_per_program, block, offset, residual is not None), warps,
+        ceil_div(rows, rows_per_program), (x, added, weight, y, total, rstd, codes, *cast),
+        (rows, x_stride, added_stride, eps),
+        (width, rows_per_program, block, offset, residual is not None, FP8_MAX[slot.dtype] if slot else 0), warps,
     )  # fmt: skip
-    return y, total, rstd
+    return y, total, rstd, codes
+
+
+@reference.rms_norm.twin("cuda", "xpu")
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _normed(x, residual, weight, eps, offset, None)[:3]
+
+
+@reference.rms_norm_float8.twin("cuda", "xpu")
+def rms_norm_float8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not casts_float8(x.device):
+        return reference.rms_norm_float8.reference(x, residual, weight, eps, offset, slot)
+    return _normed(x, residual, weight, eps, offset, slot)
 
 
 @reference.rms_norm_backward.twin("cuda", "xpu")

@@ -15,12 +15,14 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.glu import glu
+from ..autograd.linear_fp8 import Fp8Products
 from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.recompute import computed_again
 from ..autograd.rope import qk_norm_rope, rope
 from .families import ACTIVATIONS, Family
 from .projections import dropout_of, project, read_together
+from .recipes import recipe_of
 
 FAMILY = "_halfbyte_family"  # the attribute that marks a patched module and holds its row
 
@@ -35,11 +37,16 @@ def epsilon(norm: Any) -> float:
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
-def _add_norm(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), in one kernel where the norm is a patched one that nobody watches."""
+def _add_norm(norm: Any, x: Tensor, residual: Tensor | None, reader: Any) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), in one kernel where the norm is a patched one that nobody watches.
+
+    In FP8 the products of `reader`, an attention or MLP, get the norm cast.
+    """
     family = getattr(norm, FAMILY, None)
     if family is not None and not norm._forward_hooks and not norm._forward_pre_hooks:
-        return add_rms_norm(x, residual, norm.weight, epsilon(norm), family.norm_offset)
+        recipe = recipe_of(reader, "first")
+        recipe = recipe if isinstance(recipe, Fp8Products) else None
+        return add_rms_norm(x, residual, norm.weight, epsilon(norm), family.norm_offset, recipe)
     total = x if residual is None else residual + x
     return norm(total), total
 
@@ -51,7 +58,7 @@ def attention_half(self: Any, hidden_states: Tensor, again: bool, **kwargs: Any)
         again: the norm's result is computed again in backward instead of kept.
     """
     family: Family = getattr(self, FAMILY)
-    normed, residual = _add_norm(self.input_layernorm, hidden_states, None)
+    normed, residual = _add_norm(self.input_layernorm, hidden_states, None, self.self_attn)
     with _again(again, self.input_layernorm, normed, residual):
         attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     if family.residual_dropout and self.resid_attn_dropout.p:
@@ -72,7 +79,7 @@ def mlp_half(
     """
     family: Family = getattr(self, FAMILY)
     norm = self.pre_feedforward_layernorm if family.sandwich else self.post_attention_layernorm
-    normed, residual = _add_norm(norm, x, residual)
+    normed, residual = _add_norm(norm, x, residual, self.mlp)
     options = {} if output or not _may_skip(self, family) else {"output": False}
     with _again(again, norm, normed, residual):
         out = self.mlp(normed, **options)
@@ -123,14 +130,16 @@ def attention_forward(
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
     dropout = self.attention_dropout if self.training else 0.0
     out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-    return project(out.reshape(*hidden_states.shape[:-1], -1), self.o_proj)[0], weights
+    out = out.reshape(*hidden_states.shape[:-1], -1)
+    return project(out, self.o_proj, recipe=recipe_of(self, "second"))[0], weights
 
 
 def _queries_keys_values(self: Any, family: Family, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    recipe = recipe_of(self, "first")
     if not family.fused:
-        return project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+        return project(hidden_states, self.q_proj, self.k_proj, self.v_proj, recipe=recipe)
     queries, keys = self.config.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-    return project(hidden_states, self.qkv_proj)[0].split((queries, keys, keys), dim=-1)
+    return project(hidden_states, self.qkv_proj, recipe=recipe)[0].split((queries, keys, keys), dim=-1)
 
 
 def _rotate(self: Any, family: Family, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,12 +157,13 @@ def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor
     """The gated MLP, in one function with its adapters where they are plain; `output` as in `lora_mlp`."""
     family: Family = getattr(self, FAMILY)
     activation = ACTIVATIONS[getattr(self.config, family.activation)]
+    recipes = recipe_of(self, "first"), recipe_of(self, "second")
     if family.fused:
-        gate, up = project(hidden_states, self.gate_up_proj)[0].chunk(2, dim=-1)
-        return project(glu(gate, up, activation), self.down_proj)[0]
+        gate, up = project(hidden_states, self.gate_up_proj, recipe=recipes[0])[0].chunk(2, dim=-1)
+        return project(glu(gate, up, activation), self.down_proj, recipe=recipes[1])[0]
     read = read_together((self.gate_proj, self.up_proj, self.down_proj))
     if read is None:
-        gate, up = project(hidden_states, self.gate_proj, self.up_proj)
-        return project(glu(gate, up, activation), self.down_proj)[0]
+        gate, up = project(hidden_states, self.gate_proj, self.up_proj, recipe=recipes[0])
+        return project(glu(gate, up, activation), self.down_proj, recipe=recipes[1])[0]
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
-    return lora_mlp(hidden_states, gate, up, down, biases, loras, activation, dropout_of(read), output)
+    return lora_mlp(hidden_states, gate, up, down, biases, loras, activation, dropout_of(read), output, recipes)

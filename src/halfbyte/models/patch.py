@@ -14,12 +14,15 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import ModelError
 from ..notices import notice
+from ..ops.fp8_scaling import DelayedScaling
 from .activations import clear_activations, layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
 from .blocks import FAMILY, attention_forward, mlp_forward, norm_forward
 from .families import ACTIVATIONS, Family, family_of
 from .projections import read_projection
+from .recipes import Recipe, clear_recipe, named_recipe, set_recipe
 
 MULTIMODAL = "multimodal model"  # the kind of what holds a vision tower and a backbone
 BACKBONES = ("Model", "TextModel")
@@ -56,12 +59,14 @@ class PatchReport:
         fused: operation → number of modules.
         unfused: (what, why) → number of modules.
         attention: how attention is computed, in words.
+        scaling: the FP8 recipe's state: call `roll()` after each optimizer step; None in other recipes.
     """
 
     family: str | None
     fused: Counter[str] = field(default_factory=Counter)
     unfused: Counter[tuple[str, str]] = field(default_factory=Counter)
     attention: str = "transformers' own"
+    scaling: DelayedScaling | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.family or 'unknown family'}: {'patched' if self.fused else 'nothing fused'}"]
@@ -70,7 +75,9 @@ class PatchReport:
         return "\n".join([*lines, f"  attention  {self.attention}"])
 
 
-def patch(model: nn.Module, activations: str | Sequence[str] | None = None) -> PatchReport:
+def patch(
+    model: nn.Module, activations: str | Sequence[str] | None = None, recipe: str | Recipe = "bf16"
+) -> PatchReport:
     """Bind fused forwards to the modules of `model`: norms, residual additions, RoPE, gated MLPs, LoRA projections.
 
     Loss and gradients stay those of the stock model up to rounding; with a key-value cache (generation), transformers'
@@ -83,16 +90,23 @@ def patch(model: nn.Module, activations: str | Sequence[str] | None = None) -> P
             is, and the report says so.
         activations: what the decoder layers keep for backward, a level of `memory.policy.LEVELS` for all or one for
             each; None: everything, or as transformers' gradient checkpointing says.
+        recipe: what products with the frozen weights are computed in: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or
+            options of one of the latter, `ops.fp8_scaling.ScalingOptions` or `autograd.linear_nvfp4.Nvfp4Recipe`.
 
     Returns:
         What is fused and what not, with reasons; print it.
 
     Raises:
-        ModelError: `activations` does not fit the model.
+        ModelError: `activations` does not fit the model, or `recipe` is none, or the model is of no known family and
+            so computes in no recipe but bf16.
+        ConfigError: a recipe that the model's device cannot compute.
     """
+    options = named_recipe(recipe)
     layers = [family for _, (family, kind) in _known_modules(model) if kind == "DecoderLayer"]
     if not layers:
         reason = f"{_name(model)} is of no family that halfbyte knows"
+        if options is not None:
+            raise ModelError(f"recipe: {reason}", "use recipe bf16")
         notice(f"unpatched: {reason}", f"nothing fused: {reason}; the model runs its own forwards")
         if activations is not None:
             notice("activations", f"layers keep what transformers' gradient checkpointing says: {reason}")
@@ -105,6 +119,7 @@ def patch(model: nn.Module, activations: str | Sequence[str] | None = None) -> P
             report.unfused[kind.lower(), UNFUSED[kind]] += 1
     if activations is not None:
         set_activations(_layers(model), activations)
+    report.scaling = set_recipe(_with_products(model), options, next(model.parameters()).device)
     for reason in {why for _, why in report.unfused}:
         parts = ", ".join(what for what, why in report.unfused if why == reason)
         notice(f"unfused: {reason}", f"not fused: {parts}: {reason}")
@@ -116,6 +131,7 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         if FAMILY in module.__dict__:
             clear_activations(module)
+            clear_recipe(module)
             del module.__dict__[FAMILY], module.__dict__["forward"]
             unbind_attention(module)
 
@@ -139,6 +155,12 @@ def _known_modules(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Family, 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers that are patched."""
     return [m for m, (_, kind) in _known_modules(model) if kind == "DecoderLayer" and FAMILY in m.__dict__]
+
+
+def _with_products(model: nn.Module) -> list[nn.Module]:
+    """The attentions and MLPs that are patched."""
+    kinds = ("Attention", "MLP")
+    return [m for m, (_, kind) in _known_modules(model) if kind in kinds and FAMILY in m.__dict__]
 
 
 def _name(model: nn.Module) -> str:

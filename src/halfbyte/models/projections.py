@@ -13,7 +13,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..autograd.lora import LoRA, lora_linear, lora_qkv
+from ..autograd.lora import LoRA, Products, lora_linear, lora_qkv
 from ..dispatch import on_compiler
 from ..notices import notice
 
@@ -98,13 +98,23 @@ def dropout_of(projections: Sequence[Projection]) -> float:
     return max(projection.dropout for projection in projections)
 
 
-def project(x: Tensor, *modules: nn.Module) -> tuple[Tensor, ...]:
-    """The linears `modules` of one input x [..., K], each [..., N]: fused where each is plain, else one by one."""
+def project(x: Tensor, *modules: nn.Module, recipe: Products | None = None) -> tuple[Tensor, ...]:
+    """The linears `modules` of one input x [..., K], each [..., N]: fused where each is plain, else one by one.
+
+    `recipe` is what fused products are computed in.
+    """
     read = read_together(modules)
     if read is None:
+        say_unfused(recipe)
         # Hooks may keep what they see, and RoPE and GLU work in place on what comes from here.
         return tuple(module(x).clone() if hooked(module) else module(x) for module in modules)
     if len(read) == 1:
-        return (lora_linear(x, *read[0]),)
+        return (lora_linear(x, *read[0], recipe),)
     weights, biases, loras, _ = zip(*read, strict=True)
-    return lora_qkv(x, weights, biases, loras, dropout_of(read))
+    return lora_qkv(x, weights, biases, loras, dropout_of(read), recipe)
+
+
+def say_unfused(recipe: Products | None) -> None:
+    """A module's own forward knows no recipe."""
+    if recipe is not None and not on_compiler():
+        notice("recipe-unfused", f"linears that run their own forward compute in 16 bits, not in recipe {recipe.name}")

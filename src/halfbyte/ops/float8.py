@@ -9,6 +9,7 @@ where it is called weight_scale_inv. Tiles at the edges are smaller; they do not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -89,22 +90,30 @@ def scale_of(amax: Tensor, target: Tensor) -> Tensor:
 
 @op(twins="float8")
 def cast_float8(
-    x: Tensor, factors: Tensor | None, scale: Tensor, target: Tensor, newest: Tensor, dtype: torch.dtype
+    scale: Tensor,
+    parts: Sequence[Tensor],
+    factors: Tensor | None,
+    target: Tensor,
+    newest: Tensor,
+    dtype: torch.dtype,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """FP8 codes of x by delayed scaling, and its amax taken along.
+    """FP8 codes of tensors side by side by delayed scaling, and their amax taken along.
 
     Args:
-        x: [M, K]; fp32, fp16 or bf16.
-        factors: fp32 [K], multiplied into the columns of x first, or None.
         scale: fp32 [], what values are multiplied by; 0: that of their own amax, for `target`.
+        parts: [M, Kᵢ] each; fp32, fp16 or bf16.
+        factors: fp32 [K], K the sum of Kᵢ, multiplied into the columns first, or None.
         target: fp32 [], the magnitude that amax is mapped to.
-        newest: fp32 [], becomes the larger of itself and the amax, in place; not finite where x is not.
+        newest: fp32 [], becomes the larger of itself and the amax, in place; not finite where a value is not.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        settled: the scale is known to be no 0, so that nobody need look for an amax first.
 
     Returns:
         `dtype` [M, K] codes, and fp32 [] inverse of the scale they were cast with.
     """
-    values = x.float() if factors is None else x.float() * factors
+    values = torch.cat([part.float() for part in parts], dim=1)
+    values = values if factors is None else values * factors
     amax = torch.linalg.vector_norm(values, torch.inf)
     used = torch.where(scale > 0, scale, scale_of(amax, target))
     newest.copy_(torch.maximum(newest, amax))
@@ -112,9 +121,13 @@ def cast_float8(
 
 
 @op(twins="float8")
-def transpose_float8(codes: Tensor) -> Tensor:
-    """The transpose of FP8 codes [N, K], contiguous: what a product takes that sums over N."""
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+def transpose_float8(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """The transpose [K, N] of FP8 codes [N, K], contiguous or into `out`: what a product takes that sums over N."""
+    transposed = codes.view(torch.uint8).t()
+    if out is None:
+        return transposed.contiguous().view(codes.dtype)
+    out.view(torch.uint8).copy_(transposed)
+    return out
 
 
 for _op in (dequantize_float8, cast_float8, transpose_float8):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from .float8 import FP8_MAX, cast_float8, scale_of
 
+LOOKS = 4
 Algorithm = Literal["max", "most_recent"]
 
 
@@ -64,11 +65,19 @@ class DelayedScaling(nn.Module):
         history: fp32 [tensors, amax_history_len], newest first; its first column is the present step's.
         scale: fp32 [tensors], what values are multiplied by; 0 until a real amax has been seen.
         target: fp32 [tensors], fp8_max · 2^-margin.
+        inverse: fp32 [tensors], 1 / scale where that is not 0.
+        unseen: fp32 [], takes the amaxes of what is not trained on (`training` False), and is not read.
+
+    `settled` says on the host which scales are known not to be 0: those tensors need no pass for their own amax, and
+    kernels can cast them as they write them. The host looks at the end of the first `LOOKS` steps, never inside a
+    graph; what is nothing but zeros until then, or never cast, stays unsettled, which costs that pass.
     """
 
     history: Tensor
     scale: Tensor
     target: Tensor
+    inverse: Tensor
+    unseen: Tensor
 
     def __init__(
         self, dtypes: Sequence[torch.dtype], options: ScalingOptions, *, group: Any = None, device: Any = None
@@ -79,6 +88,10 @@ class DelayedScaling(nn.Module):
         self.register_buffer("history", target.new_zeros(len(dtypes), options.amax_history_len))
         self.register_buffer("scale", torch.zeros_like(target))
         self.register_buffer("target", target, persistent=False)
+        self.register_buffer("inverse", torch.ones_like(target), persistent=False)
+        self.register_buffer("unseen", target.new_zeros(()), persistent=False)
+        self.settled, self._looks = [False] * len(dtypes), LOOKS
+        self.register_load_state_dict_post_hook(lambda state, _: state._settle())
 
     def _apply(self, function: Any, recurse: bool = True) -> DelayedScaling:
         """`.to(device)` moves the buffers; `.to(dtype)` leaves them in fp32, since 16 bits would change the scales."""
@@ -116,6 +129,26 @@ class DelayedScaling(nn.Module):
         self.scale.copy_(torch.where(finite & (amax > 0), scale_of(amax, self.target), self.scale))
         self.history.copy_(self.history.roll(1, 1))
         self.history[:, 0] = 0
+        self.inverse.copy_(torch.where(self.scale > 0, 1 / self.scale, 1.0))
+        if self._looks and not all(self.settled) and not _capturing(self.scale):
+            self._looks -= 1
+            self.settled = (self.scale > 0).tolist()
+
+    def _settle(self) -> None:
+        """What follows from loaded scales."""
+        self.inverse.copy_(torch.where(self.scale > 0, 1 / self.scale, 1.0))
+        self.settled = (self.scale > 0).tolist()
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class Codes(NamedTuple):
+    """A tensor in FP8: codes [M, K] and the inverse of their scale, fp32 []."""
+
+    values: Tensor
+    inverse: Tensor
 
 
 @dataclass(frozen=True)
@@ -125,7 +158,29 @@ class Slot:
     state: DelayedScaling
     index: int
 
-    def cast(self, x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """FP8 codes of x [M, K] and the inverse of their scale; the amax goes into the history. See `cast_float8`."""
-        state, at = self.state, self.index
-        return cast_float8(x, factors, state.scale[at], state.target[at], state.history[at, 0], state.dtypes[at])
+    @property
+    def settled(self) -> bool:
+        """Whether the scale of past steps is known to be there."""
+        return self.state.settled[self.index]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.state.dtypes[self.index]
+
+    @property
+    def scale(self) -> Tensor:
+        return self.state.scale[self.index]
+
+    @property
+    def inverse(self) -> Tensor:
+        return self.state.inverse[self.index]
+
+    @property
+    def newest(self) -> Tensor:
+        """fp32 [], where the amax of a cast goes: into the history, in training only."""
+        return self.state.history[self.index, 0] if self.state.training else self.state.unseen
+
+    def cast(self, *parts: Tensor, factors: Tensor | None = None) -> Codes:
+        """Tensors [M, Kᵢ] side by side in FP8, with one scale; their amax goes into the history. See `cast_float8`."""
+        target = self.state.target[self.index]
+        return Codes(*cast_float8(self.scale, parts, factors, target, self.newest, self.dtype, self.settled))

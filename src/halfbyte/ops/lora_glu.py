@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..errors import ModelError
+from .fp8_scaling import Slot
 from .glu import Activation, activation_and_derivative, check_glu
 
 MAX_RANK_BYTES = 128  # of a row of factors: the kernels' shared memory; wider ranks are better off with GEMMs, too
@@ -134,5 +135,37 @@ def lora_glu_backward_(
     return Gradients(v, b_gate, b_up, (v_down.t() @ hidden).to(exact))
 
 
-for _op in (lora_glu, lora_glu_backward_):
+@op(twins="lora_glu")
+def lora_glu_float8(
+    gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation, slot: Slot
+) -> tuple[Tensor, Tensor]:
+    """`lora_glu` with h in FP8 only, cast with the scale of `slot`, which is settled; its amax goes there."""
+    hidden, u_down = lora_glu.reference(gate, up, low, factors, activation)
+    return slot.cast(hidden).values, u_down
+
+
+@op(twins="lora_glu")
+def lora_glu_backward_float8(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    low: Tensor,
+    v_down: Tensor,
+    factors: Factors,
+    activation: Activation,
+    slot: Slot,
+    columns: Tensor | None,
+) -> tuple[Gradients, Tensor]:
+    """`lora_glu_backward_` with dg and du side by side in FP8 [M, 2·I]; gate and up stay as they are.
+
+    Args:
+        slot: settled; what they are cast with.
+        columns: fp32 [2·I], multiplied into dg and du before they are cast, or None.
+    """
+    gate, up = gate.clone(), up.clone()
+    found = lora_glu_backward_.reference(grad, gate, up, low, v_down, factors, activation)
+    return found, slot.cast(gate, up, factors=columns).values
+
+
+for _op in (lora_glu, lora_glu_backward_, lora_glu_float8, lora_glu_backward_float8):
     _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product

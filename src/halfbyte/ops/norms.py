@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from .checks import check_float, check_rows, check_same, check_vector
+from .fp8_scaling import Slot
 
 
 def check_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
@@ -72,6 +73,15 @@ def rms_norm(
     normal = exact * rstd.unsqueeze(-1)
     y = (normal * (1.0 + weight.to(exact.dtype))).to(x.dtype) if offset else weight * normal.to(x.dtype)
     return y, total, rstd
+
+
+@op(twins="norms")
+def rms_norm_float8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rms_norm`, and y in FP8 too [..., D], cast with the scale of `slot`, which is settled; its amax goes there."""
+    y, total, rstd = rms_norm.reference(x, residual, weight, eps, offset)
+    return y, total, rstd, slot.cast(y.reshape(-1, y.shape[-1])).values.view(y.shape)
 
 
 @op(twins="norms")
@@ -152,5 +162,5 @@ def layer_norm_backward(
     return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
 
 
-for _op in (rms_norm, rms_norm_backward, layer_norm, layer_norm_backward):
+for _op in (rms_norm, rms_norm_float8, rms_norm_backward, layer_norm, layer_norm_backward):
     _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product

@@ -116,4 +116,4 @@ def hadamard(seed: int, device: torch.device) -> Tensor:
 def rotate(values: Tensor, seed: int) -> Tensor:
     """fp32 [rows, padded]: every 16 neighbours of a row times `hadamard(seed)`; columns are padded with zeros."""
     values = F.pad(values.float(), (0, -values.shape[1] % BLOCK))
-    return (values.view(-1, BLOCK) @ hadamard(seed, values.device)).view(values.shape)
+    return (values.reshape(-1, BLOCK) @ hadamard(seed, values.device)).view(values.shape)

@@ -12,15 +12,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
 from halfbyte.notices import notice
+from halfbyte.ops.fp8_scaling import DelayedScaling
 
 from .metrics import MetricsFile, Window
 
 STATE = "halfbyte.json"
 TRAINER_STATE = "trainer_state.json"
+SCALING = "fp8_scaling.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 # Keys that do not change what is learned: where things are written, how often, and on what.
@@ -60,6 +65,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {checkpoint / STATE}: {error}", "resume from an earlier one") from error
+
+
+def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
+    """The amax histories and scales of recipe fp8-hybrid.
+
+    Raises:
+        CheckpointError: they cannot be read, or are another model's.
+    """
+    try:
+        scaling.load_state_dict(load_file(checkpoint / SCALING))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {checkpoint / SCALING}: {error}", "resume from an earlier one") from error
 
 
 def keep_newest(output_dir: Path, limit: int | None) -> None:

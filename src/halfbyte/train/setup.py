@@ -24,6 +24,7 @@ from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
 from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
+from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.notices import notice, said
 from halfbyte.terminal import print_data, print_header, print_memory
 
@@ -82,6 +83,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
         raise ConfigError("this version trains in one process, on one device", "start it without torchrun")
     checkpoint = checkpoints.starting_point(config, resume)
     device = torch.device(config.device) if config.device else best_device()
+    check_recipe(configured_recipe(config), device)
     compute_dtype = resolve_dtype(config.dtype, device)
     facts = {**environment(str(device)), "started": time.time()}
     print_header(console, facts, config)

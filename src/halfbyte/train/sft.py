@@ -24,6 +24,7 @@ from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.policy import HOST_LEVELS
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
+from halfbyte.models.recipes import configured_recipe
 from halfbyte.notices import forget
 from halfbyte.saved import model_keys
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
@@ -102,6 +103,8 @@ def _run(job: Job, console: Console) -> RunResult:
             results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
             if _graphs(job):
                 trainer.use_graphs()
+        if job.config.recipe != "bf16":  # a CPU computes in it, too
+            trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
         before = _answers(job, model, prompts)
         _train(job, trainer, console)
         after = _answers(job, model, prompts)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
@@ -30,6 +31,7 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
 from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
+from halfbyte.ops.fp8_scaling import DelayedScaling
 
 from . import checkpoint as checkpoints
 from .arguments import total_steps
@@ -73,6 +75,7 @@ class HalfbyteTrainer(Trainer):
         self.config, self.data, self.metrics, self.compute_dtype = config, data, metrics, compute_dtype
         self.output = Path(config.output_dir)
         self.window = Window()
+        self.scaling: DelayedScaling | None = None  # of the recipe, where it has a state
         self._loss_sum: torch.Tensor | float = 0.0
         self._graphs: GraphedBackward | None = None
         self._step_began: float | None = None
@@ -121,7 +124,9 @@ class HalfbyteTrainer(Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Forward and backward of a micro-batch."""
-        if self._graphs is None:
+        # A graph captured before the recipe's scales are there would look for them in every replay.
+        unscaled = self.scaling is not None and not any(self.scaling.settled)
+        if self._graphs is None or unscaled:
             return super().training_step(model, inputs, num_items_in_batch)
         if not model.training:  # after an evaluation; it walks all modules
             model.train()
@@ -178,6 +183,8 @@ class HalfbyteTrainer(Trainer):
             self.window.seconds += time.perf_counter() - self._step_began
             self.window.steps += 1
             self._step_began = None
+            if self.scaling is not None:
+                self.scaling.roll()
         if self.state.global_step >= self.state.max_steps:
             self.control.should_log = True  # the last record may span fewer than logging_steps
         super()._maybe_log_save_evaluate(*positional, **keys)
@@ -241,6 +248,8 @@ class HalfbyteTrainer(Trainer):
                 self._save_optimizer_and_scheduler(str(aside))
                 self._save_scaler(str(aside))
                 self._save_rng_state(str(aside))
+                if self.scaling is not None:
+                    save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
                 checkpoints.write_state(aside, self.config, self.data, self.window)
         # safetensors and torch.save have errors of their own for a disk that is full
@@ -266,4 +275,6 @@ class HalfbyteTrainer(Trainer):
             load_adapter_weights(self.model, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.scaling is not None:
+            checkpoints.load_scaling(folder, self.scaling)
         self.window = Window(**checkpoints.read_state(folder)["window"])

@@ -1,0 +1,104 @@
+"""Recipes: what the products with frozen weights are computed in, whatever format stores them.
+
+    bf16        x's dtype (16 or 32 bits), of dequantized weights
+    fp8-hybrid  `autograd.linear_fp8`: E4M3 forward, E5M2 for gradients, delayed scaling
+    nvfp4       `autograd.linear_nvfp4`: both operands rounded to NVFP4
+
+Adapters, norms, attention and the head stay in 16 bits. A recipe stands in an attribute of each patched attention and
+MLP, which `patch` sets and `unpatch` deletes: name of the product there → what computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..autograd.linear_fp8 import Fp8Products
+from ..autograd.linear_nvfp4 import Nvfp4Products, Nvfp4Recipe
+from ..autograd.lora import Products
+from ..config import RunConfig
+from ..config_recipe import OPTIONS
+from ..errors import ConfigError, ModelError
+from ..ops.float8 import E4M3, E5M2
+from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
+
+RECIPE = "_halfbyte_recipe"
+NAMES = ("bf16", "fp8-hybrid", "nvfp4")
+INPUTS = ("first", "second")  # q, k, v or gate, up; and o or down
+FP8_UNITS = (8, 9)  # compute capability
+
+Recipe = ScalingOptions | Nvfp4Recipe | None
+
+
+def named_recipe(recipe: str | Recipe) -> Recipe:
+    """A recipe's options, for one given by name those it has by default; None for bf16.
+
+    Raises:
+        ModelError: no such recipe.
+    """
+    if not isinstance(recipe, str):
+        return recipe
+    if recipe not in NAMES:
+        raise ModelError(f"there is no recipe {recipe!r}", f"use one of {', '.join(NAMES)}")
+    return {"bf16": None, "fp8-hybrid": ScalingOptions(), "nvfp4": Nvfp4Recipe()}[recipe]
+
+
+def configured_recipe(config: RunConfig) -> Recipe:
+    """What a run's keys say."""
+    named = {key: getattr(config, key) for key in OPTIONS.get(config.recipe, ())}
+    if config.recipe == "fp8-hybrid":
+        return ScalingOptions(**named)
+    return Nvfp4Recipe(**named, seed=config.seed) if config.recipe == "nvfp4" else None
+
+
+def check_recipe(recipe: Recipe, device: torch.device) -> None:
+    """Whether `device` computes in it; a CPU does, in 16 or 32 bits and slowly, which is said.
+
+    Raises:
+        ConfigError: a GPU without FP8 units.
+    """
+    if not isinstance(recipe, ScalingOptions) or device.type == "cpu":
+        return
+    if device.type != "cuda" or torch.version.hip:
+        raise ConfigError(f"recipe: fp8-hybrid does not run on {device.type} devices here", "set recipe: bf16")
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_UNITS:
+        name = f"{torch.cuda.get_device_name(device)} (compute capability {found[0]}.{found[1]})"
+        raise ConfigError(f"recipe: fp8-hybrid needs FP8 units, and {name} has none", "set recipe: bf16")
+
+
+def set_recipe(modules: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> DelayedScaling | None:
+    """Give each attention and MLP in `modules` its part of `recipe`; returns the state that steps roll, if any.
+
+    Raises:
+        ConfigError: as `check_recipe`.
+    """
+    check_recipe(recipe, device)
+    for module in modules:
+        clear_recipe(module)
+    if isinstance(recipe, Nvfp4Recipe):
+        for module in modules:
+            setattr(module, RECIPE, dict.fromkeys(INPUTS, Nvfp4Products(recipe)))
+    if not isinstance(recipe, ScalingOptions):
+        return None
+    scaling = DelayedScaling([E4M3, E5M2] * len(INPUTS) * len(modules), recipe, device=device)
+    for at, module in enumerate(modules):
+        slots = [Slot(scaling, index) for index in range(4 * at, 4 * at + 4)]
+        setattr(module, RECIPE, {"first": Fp8Products(*slots[:2]), "second": Fp8Products(*slots[2:])})
+    return scaling
+
+
+def clear_recipe(module: nn.Module) -> None:
+    """Undo `set_recipe`."""
+    module.__dict__.pop(RECIPE, None)
+
+
+def recipe_of(module: Any, part: str) -> Products | None:
+    """What computes the "first" or "second" product of an attention or MLP; only training leaves traces there."""
+    products = module.__dict__.get(RECIPE, {}).get(part)
+    if isinstance(products, Fp8Products):
+        products.x.state.training = module.training
+    return products
