@@ -2,8 +2,8 @@
 
     python -m benchmarks.llama2c stories260K.bin tok512.bin FOLDER
 
-Reads the first ("legacy") export: seven int32 (dim, hidden, layers, heads, key-value heads, vocabulary, length; the
-vocabulary is negative where the head is not tied), then fp32 weights, each kind for all layers at once. The tokenizer is
+Reads the first ("legacy") export: seven int32 (dim, hidden, layers, heads, key-value heads, vocabulary, length; a
+negative vocabulary: the head is not tied), then fp32 weights, each kind for all layers at once. The tokenizer is
 an int32, then a score (fp32), a length (int32) and the bytes of each piece. A story begins with <s>, which also ends
 the one before it: it serves as EOS.
 """
