@@ -36,6 +36,8 @@ def read_model(file: Path) -> LlamaForCausalLM:
     def take(*shape: int) -> Tensor:
         nonlocal at
         at += (count := torch.Size(shape).numel())
+        if at > weights.numel():
+            raise SystemExit(f"{file} holds {weights.numel():,} weights, fewer than its header describes")
         return weights[at - count : at].view(shape).clone()
 
     head_dim = dim // heads
@@ -58,7 +60,7 @@ def read_model(file: Path) -> LlamaForCausalLM:
     take(2, length, head_dim // 2)  # cosines and sines, which transformers computes
     state["lm_head.weight"] = state["model.embed_tokens.weight"] if vocabulary > 0 else take(-vocabulary, dim)
     if at != weights.numel():
-        raise SystemExit(f"{file} holds {weights.numel():,} weights, and its header describes {at:,}")
+        raise SystemExit(f"{file} holds {weights.numel():,} weights, more than its header describes")
     model = LlamaForCausalLM(config)
     model.load_state_dict(state)
     return model
