@@ -191,7 +191,8 @@ def main() -> None:
     given = parser.parse_args()
     run = {
         "model": Path(given.model).name, "text": given.text.name, "tokens": given.tokens, "length": given.length,
-        "dtype": given.dtype, "steps": given.steps, "batch": [BATCH, ROW], "rank": RANK, "learning_rate": LEARNING_RATE,
+        "dtype": given.dtype, "on": given.device, "steps": given.steps, "batch": [BATCH, ROW],
+        "rank": RANK, "learning_rate": LEARNING_RATE,
     }  # fmt: skip
     table = stored_rows(given.json, run)
     for name, figures in measure(given, table):
