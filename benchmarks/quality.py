@@ -1,87 +1,212 @@
-"""Perplexity of a model stored in each format, on held-out text.
+"""What each stored format costs: bits per weight, weight SQNR, perplexity, and perplexity after a short QLoRA run.
 
-    python -m benchmarks.quality MODEL TEXT.jsonl [--length 1024] [--device cuda] [--json FILE]
+    python -m benchmarks.quality MODEL TEXT [--tokens 32768] [--steps 40] [--device cuda] [--only nf4 ...] [--json FILE]
 
-TEXT has one JSON object a line with a `text`. Documents are joined by EOS and cut into windows of `length` tokens;
-every window's tokens but its first are predicted. Products run in float32 unless --dtype says otherwise, so that only
-the storage differs between rows.
+TEXT has one JSON object a line with a `text`, or, as .txt, one document after another as TinyStories' files have them:
+blank lines between paragraphs, none between documents. An EOS goes before a document; what is longer than --length
+tokens is cut. Windows of about --tokens, evenly spaced over the text, are held out, and all their tokens but the first
+are predicted. The QLoRA run trains adapters on rows of 256 tokens from the other windows: the same rows in the same
+order for every format, from the same adapters. Products run in float32 unless --dtype says otherwise, so that only the
+storage differs between rows.
+
+FILE is written after every figure. What it holds of the same run already is kept, not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from benchmarks.common import write_result
 from halfbyte import load_model, load_tokenizer
+from halfbyte.adapters import add_adapter
+from halfbyte.config import RunConfig
+from halfbyte.formats import named, names
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.head import causal_lm_loss
+from halfbyte.layers_int8 import Linear8bitLt
+from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
 
-STORED = {
-    "16-bit": {"load_in_4bit": False},
-    "nf4": {"quant_type": "nf4", "double_quant": False},
-    "nf4 + double quantization": {"quant_type": "nf4", "double_quant": True},
-    "fp4": {"quant_type": "fp4", "double_quant": False},
-}
+WHOLE = "as it is"
+# Beside the names of the registry: unnested scales, as in bitsandbytes' default, and k-bit's other codebooks.
+VARIANTS = (
+    "blockwise4:nf4:64:plain", "blockwise4:fp4:64:plain", "kbit:2:affine",
+    *(f"kbit:{k}:{codebook}" for k in (2, 3, 4, 5) for codebook in ("bnf", "fitted")),
+)  # fmt: skip
+INT8_PRODUCTS = "int8, products in int8"
+BITSANDBYTES = {"bitsandbytes NF4": "nf4", "bitsandbytes FP4": "fp4", "bitsandbytes INT8": "int8"}
+ROW, BATCH, RANK, LEARNING_RATE, SEED = 256, 4, 16, 5e-4, 11
 
 
-def windows(tokenizer, file: Path, length: int) -> torch.Tensor:
-    texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
-    ids = [
-        i for text in texts for i in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    ]
-    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+def documents(file: Path) -> list[str]:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".txt":
+        return [story.replace("\n\n", "\n") for story in re.split(r"(?<!\n)\n(?!\n)", text.strip())]
+    return [json.loads(line)["text"] for line in text.splitlines()]
+
+
+def windows(tokenizer: Any, file: Path, length: int) -> Tensor:
+    """int64 [n, length]: an EOS and a document, cut where it is longer, filled up with IGNORE_INDEX where shorter."""
+    rows = []
+    for document in documents(file):
+        ids = torch.tensor([tokenizer.eos_token_id, *tokenizer(document, add_special_tokens=False)["input_ids"]])
+        rows += [F.pad(row, (0, length - len(row)), value=IGNORE_INDEX) for row in ids.split(length)]
+    return torch.stack(rows)
+
+
+def split(rows: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Held-out windows, evenly spaced, of about `tokens`; and rows [n, ROW] of the others, in a fixed order."""
+    held = torch.zeros(len(rows), dtype=torch.bool)
+    held[:: max(int((rows != IGNORE_INDEX).sum()) // tokens, 1)] = True
+    others = rows[~held].view(-1, ROW)
+    others = others[others[:, 1] != IGNORE_INDEX]
+    return rows[held], others[torch.randperm(len(others), generator=torch.Generator().manual_seed(SEED))]
+
+
+def loss_sum(model: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss of the predicted tokens, and their number; what fills a row up comes after all it could change."""
+    rows = rows.to(model.device)
+    return causal_lm_loss(model, {"input_ids": rows.clamp(min=0), "labels": rows})
 
 
 @torch.no_grad()
-def perplexity(model, rows: torch.Tensor, batch: int = 8) -> float:
+def perplexity(model: Any, rows: Tensor, batch: int = 8) -> float:
     total, tokens = 0.0, 0
     for chunk in rows.split(batch):
-        chunk = chunk.to(model.device)
-        loss, count = causal_lm_loss(model, {"input_ids": chunk, "labels": chunk})
+        loss, count = loss_sum(model, chunk)
         total, tokens = total + float(loss), tokens + int(count)
     return math.exp(total / tokens)
 
 
-def weight_error(model, reference: dict[str, torch.Tensor]) -> tuple[float, float]:
+def train(model: Any, rows: Tensor, steps: int) -> Any:
+    """The model with adapters, after `steps` of AdamW whose rate falls linearly to zero."""
+    torch.manual_seed(SEED)
+    config = RunConfig(model_name_or_path="-", dataset="-", r=RANK, lora_alpha=RANK, adapter_dtype="float32")
+    model = add_adapter(model, config).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    for step in range(steps):
+        loss, count = loss_sum(model, rows[torch.arange(step * BATCH, (step + 1) * BATCH) % len(rows)])
+        (loss / count).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def load(path: str, name: str, dtype: str, device: str) -> Any:
+    """The model as row `name` of the table stores it."""
+    if name in BITSANDBYTES:
+        return load_bitsandbytes(path, BITSANDBYTES[name], dtype, device)
+    if name == WHOLE:
+        return load_model(path, load_in_4bit=False, dtype=dtype, device=device)
+    spec = "int8" if name == INT8_PRODUCTS else name
+    model = load_model(path, quantization=spec, dtype=dtype, device=device)
+    if name == INT8_PRODUCTS:
+        for layer, module in list(model.named_modules()):
+            if isinstance(module, QuantizedLinear):
+                model.set_submodule(layer, Linear8bitLt.from_linear(module))
+    return model
+
+
+def load_bitsandbytes(path: str, kind: str, dtype: str, device: str) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would say at every product that inputs become fp16
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(**({"load_in_8bit": True} if kind == "int8" else four))
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, dtype=getattr(torch, dtype), device_map={"": device}
+    ).eval()
+
+
+def stored_weights(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
+    """Name, bytes and fp32 values of each quantized weight, halfbyte's or bitsandbytes'."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, QuantizedLinear):
+            yield name, module.weight.nbytes, module.weight.dequantize(torch.float32)
+        elif hasattr(weight, "SCB"):
+            scales = weight.SCB.float()
+            yield name, weight.nbytes + scales.nbytes, weight.data.float() * (scales / 127).unsqueeze(1)
+        elif hasattr(weight, "quant_state"):
+            from bitsandbytes.functional import dequantize_4bit
+
+            state = weight.quant_state
+            yield name, weight.nbytes + state.absmax.nbytes, dequantize_4bit(weight.data, state).float()
+
+
+def weight_error(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float | None]:
     """Bits per weight of the quantized layers, and their signal-to-noise ratio in dB."""
     stored = signal = noise = weights = 0.0
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            exact = reference[f"{name}.weight"].to(module.weight.device).float()
-            stored, weights = stored + 8 * module.weight.nbytes, weights + exact.numel()
-            signal += float(exact.square().sum())
-            noise += float((module.weight.dequantize().float() - exact).square().sum())
-    return (stored / weights, 10 * math.log10(signal / noise)) if weights else (16.0, math.inf)
+    for name, size, values in stored_weights(model):
+        weight = exact[f"{name}.weight"].to(values.device).float()
+        stored, weights = stored + 8 * size, weights + weight.numel()
+        signal += float(weight.square().sum())
+        noise += float((values - weight).square().sum())
+    if not weights:
+        return {"bits_per_weight": None, "sqnr_db": None}
+    return {"bits_per_weight": stored / weights, "sqnr_db": 10 * math.log10(signal / noise)}
+
+
+def measure(given: argparse.Namespace, table: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of the table with its next figures: first the weights and perplexity of all, then all QLoRA runs."""
+    held, rows = split(windows(load_tokenizer(given.model), given.text, given.length), given.tokens)
+    exact = load(given.model, WHOLE, given.dtype, "cpu").state_dict()
+    every = [WHOLE, *names(), *VARIANTS, INT8_PRODUCTS, *BITSANDBYTES]
+    wanted = [name for name in every if not given.only or name in given.only]
+    tokens = int((held != IGNORE_INDEX).sum())
+    print(f"{tokens:,} held-out tokens in {len(held)} windows of at most {given.length}", flush=True)
+    for name in wanted:
+        if "perplexity" not in table.get(name, {}):
+            model = load(given.model, name, given.dtype, given.device)
+            spec = {"spec": named(name).spec} if name in names() or ":" in name else {}
+            yield name, {**spec, **weight_error(model, exact), "perplexity": perplexity(model, held)}
+    for name in wanted if given.steps else ():
+        if "perplexity_after_qlora" not in table[name]:
+            model = train(load(given.model, name, given.dtype, given.device), rows, given.steps)
+            yield name, {"perplexity_after_qlora": perplexity(model, held)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=32768, help="held-out tokens")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window, a multiple of 256")
+    parser.add_argument("--steps", type=int, default=40, help="of the QLoRA run; 0: none")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows of the table")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rows = windows(load_tokenizer(given.model), given.text, given.length)
-    table: dict[str, dict[str, float]] = {}
-    reference: dict[str, torch.Tensor] = {}
-    print(
-        f"{rows.numel():,} tokens in windows of {given.length}\n"
-        "| stored as | bits/weight | SQNR dB | perplexity |\n|-|-|-|-|"
-    )
-    for name, options in STORED.items():
-        model = load_model(given.model, dtype=given.dtype, device=given.device, **options)
-        reference = reference or {key: value.detach().cpu() for key, value in model.state_dict().items()}
-        bits, sqnr = weight_error(model, reference)
-        table[name] = {"bits_per_weight": bits, "sqnr_db": sqnr, "perplexity": perplexity(model, rows)}
-        print(f"| {name} | {bits:.3f} | {sqnr:.2f} | {table[name]['perplexity']:.3f} |", flush=True)
-    write_result(given.json, {"model": Path(given.model).name, "tokens": rows.numel(), "stored_as": table})
+    run = {
+        "model": Path(given.model).name, "text": given.text.name, "tokens": given.tokens, "length": given.length,
+        "dtype": given.dtype, "on": given.device, "steps": given.steps, "batch": [BATCH, ROW],
+        "rank": RANK, "learning_rate": LEARNING_RATE,
+    }  # fmt: skip
+    table = stored_rows(given.json, run)
+    for name, figures in measure(given, table):
+        table[name] = table.get(name, {}) | figures
+        print(name, json.dumps(figures), flush=True)
+        write_result(given.json, {**run, "stored_as": table})
+
+
+def stored_rows(file: Path | None, run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows that `file` holds of this same run."""
+    if file is None or not file.exists():
+        return {}
+    result = json.loads(file.read_text())
+    return result["stored_as"] if all(result.get(key) == value for key, value in run.items()) else {}
 
 
 if __name__ == "__main__":

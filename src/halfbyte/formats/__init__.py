@@ -61,8 +61,9 @@ def named(name: str) -> Format:
             return from_spec(name)
         except (ModelError, ValueError, KeyError, TypeError, IndexError) as error:
             reason = error.message if isinstance(error, ModelError) else str(error)
-            example = FORMATS[name.partition(":")[0]].examples()[0].spec
-            raise ModelError(f"no format is spelled {name!r}: {reason}", f"write it like {example}") from error
+            examples = FORMATS[name.partition(":")[0]].examples()
+            fix = f"write it like {examples[0].spec}" if examples else "it is only read from checkpoints; use another"
+            raise ModelError(f"no format is spelled {name!r}: {reason}", fix) from error
     near = difflib.get_close_matches(name, known, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ModelError(f"there is no format {name!r}", f"{hint}formats: {', '.join(sorted(known))}")

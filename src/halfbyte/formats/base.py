@@ -192,6 +192,16 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
             raise CheckpointError(f"{label} has NaN or Inf", "re-download the checkpoint")
 
 
+def check_not_negative(scales: Tensor, label: str) -> None:
+    """Compare loaded scales, called `label`, with what every quantizer writes.
+
+    Raises:
+        CheckpointError: one is negative.
+    """
+    if not scales.is_meta and bool((scales < 0).any()):
+        raise CheckpointError(f"{label} has negative scales", "re-download the checkpoint")
+
+
 def entry_name(name: str, suffix: str) -> str:
     """Key in a checkpoint of the entry with this suffix of parameter `name`."""
     if suffix.startswith("../"):

@@ -25,7 +25,7 @@ from ..ops.bitplane import (
     quantize_bitplane,
 )
 from ..ops.gemv_planes import linear_bitplane
-from .base import Format, Parts, PartSpecs, register_format
+from .base import Format, Parts, PartSpecs, check_not_negative, register_format
 
 CODEBOOKS = ("nf", "bnf", "fitted", "affine")
 
@@ -140,3 +140,9 @@ class KBit(Format):
             for name, part in parts.items()
         }
         return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
+
+    @classmethod
+    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+        loaded = super().from_state(state, name)
+        check_not_negative(loaded[1]["factor"], f"{name}.factor")
+        return loaded

@@ -31,7 +31,17 @@ from ..ops.blockwise4 import (
 )
 from ..ops.codebooks import codebook4, dynamic_map
 from ..ops.gemv4 import linear_blockwise4
-from .base import FLOATS, Format, Parts, PartSpecs, check_parts, json_entry, read_json_entry, register_format
+from .base import (
+    FLOATS,
+    Format,
+    Parts,
+    PartSpecs,
+    check_not_negative,
+    check_parts,
+    json_entry,
+    read_json_entry,
+    register_format,
+)
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 STATE_KEYS = {kind: f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
@@ -188,7 +198,10 @@ class Blockwise4(Format):
             raise CheckpointError(f"{name}: its quant_state says shape {shape}", "re-download the checkpoint")
         if dtype not in FLOATS:
             raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
-        check_parts(parts, self.part_specs(shape), {part: key for key, part in PART_OF_KEY.items()}, name)
+        suffixes = {part: key for key, part in PART_OF_KEY.items()}
+        check_parts(parts, self.part_specs(shape), suffixes, name)
+        scales = "nested_absmax" if self.nested else "absmax"
+        check_not_negative(parts[scales], f"{name}.{suffixes[scales]}")
 
 
 def read_quant_state(state: Parts, name: str) -> dict[str, Any]:

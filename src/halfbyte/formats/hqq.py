@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import ModelError
 from ..ops.bitplane import BLOCK
 from ..ops.hqq import dequantize_hqq, quantize_hqq
-from .base import Format, Parts, PartSpecs, register_format
+from .base import Format, Parts, PartSpecs, check_not_negative, register_format
 from .bitplane import rows_and_width
 
 BITS, GROUPS = (8, 4, 3, 2), (32, 64, 128, 256)
@@ -88,3 +88,9 @@ class HQQ(Format):
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = {name: part.view(shape[0], -1)[rows].view(-1) for name, part in parts.items()}
         return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
+
+    @classmethod
+    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+        loaded = super().from_state(state, name)
+        check_not_negative(loaded[1]["scales"], f"{name}.scales")
+        return loaded

@@ -1,0 +1,110 @@
+"""Bad input, for every registered format: what is wrong is found before it is used, and named."""
+
+import shutil
+
+import pytest
+import torch
+from contract import EXAMPLES, weight_of
+from safetensors.torch import load_file, save_file
+
+from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.formats import FORMATS, named
+from halfbyte.formats.base import FLOATS
+from halfbyte.models.load import load_model
+from halfbyte.tensor import QuantizedTensor
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+IMPORTED = {"gptq", "gptq_v2", "awq"}  # read from checkpoints, not quantized to
+SIGNED = {"zeros", "codebook", "nested_code", "nested_offset"}  # parts that may be negative
+# Bytes that stand for NaN. Every byte of an E4M4 scale and of a nested scale is a number.
+BYTES_OF_NAN = {"nvfp4": ("scale", (0x7F, 0xFF)), "mxfp4": ("scale", (0xFF,)), "fp8": ("codes", (0x7F, 0xFF))}
+SHAPES = [(1,), (33,), (3, 5), (17, 1), (1, 37), (31, 129), (2, 3, 37)]
+
+
+@pytest.fixture(params=EXAMPLES, ids=lambda format: format.spec)
+def format(request):
+    return request.param
+
+
+def test_every_format_takes_part():
+    assert {type(example).name for example in EXAMPLES} | IMPORTED == set(FORMATS)
+
+
+def test_a_weight_that_is_not_finite_is_named_while_loading(format, tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if NAME in tensors:
+            tensors[NAME][-1, -1] = float("nan")  # Inf: test_contract.py
+            save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{NAME}: the weight has NaN or Inf"):
+        load_model(str(folder), quantization=format.spec, device="cpu", dtype="float32")
+
+
+def damaged_parts(format, parts):
+    """(part, parts with one wrong value) for every value that no quantizer writes."""
+    for name, part in parts.items():
+        wrong = [float("nan"), float("inf"), -float("inf")] if part.dtype in FLOATS else []
+        wrong += [-1.0] if part.dtype in FLOATS and name not in SIGNED else []
+        with_nan, bytes_ = BYTES_OF_NAN.get(format.name, ("", ()))
+        wrong += bytes_ if name == with_nan else ()
+        for value in wrong:
+            damaged = part.clone()
+            damaged.view(-1)[-1] = value
+            yield name, {**parts, name: damaged}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # other tools' layouts are for bf16
+@pytest.mark.parametrize("shape", [(65, 129), (64, 256)], ids=str)  # and for shapes that need no padding
+def test_corrupted_scales_are_found_on_load(format, shape, dtype):
+    tensor = QuantizedTensor.quantize(weight_of(shape, dtype), format)
+    cases = list(damaged_parts(format, tensor.parts))
+    assert cases
+    for part, parts in cases:
+        state = format.to_state(parts, shape, dtype)
+        with pytest.raises(CheckpointError, match=r"layer\.(w|SCB)") as raised:
+            type(format).from_state(state, "layer.w")
+        assert raised.value.fix, part
+
+
+def test_corrupted_scales_in_a_checkpoint_name_the_tensor(format, tiny_checkpoint, tmp_path):
+    model = load_model(str(tiny_checkpoint()), quantization=format.spec, device="cpu", dtype="bfloat16")
+    weight = model.get_parameter(NAME)
+    _, parts = next(damaged_parts(format, weight.parts))
+    model.get_submodule(NAME.removesuffix(".weight")).weight = torch.nn.Parameter(
+        QuantizedTensor(weight.format, parts, tuple(weight.shape), weight.dtype), requires_grad=False
+    )
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=NAME.removesuffix(".weight")):
+        load_model(str(tmp_path / "model"), device="cpu", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_that_do_not_tile_are_padded(format, shape):
+    tensor = QuantizedTensor.quantize(weight_of(shape), format)
+    values = tensor.dequantize()
+    assert values.shape == shape
+    assert (values - weight_of(shape)).norm() < 0.5 * weight_of(shape).norm()
+    stored = {name: tuple(part.shape) for name, part in tensor.parts.items()}
+    assert stored == {name: size for name, (size, _) in format.part_specs(shape).items()}
+
+
+@pytest.mark.parametrize("name", sorted(IMPORTED))
+def test_shapes_and_scales_of_imported_formats(name):
+    cls = FORMATS[name]
+    with pytest.raises(ModelError, match=rf"{name} stores matrices whose sides are multiples of 8, not \(12, 20\)"):
+        cls().part_specs((12, 20))
+    with pytest.raises(ModelError, match=f"{name} weights are read from checkpoints"):
+        cls().quantize(torch.ones(16, 128))
+    specs = cls().part_specs((16, 128))
+    state = {f"../{part}": torch.zeros(size, dtype=dtype) for part, (size, dtype) in specs.items()}
+    cls.from_state(state, "layer.weight")
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(CheckpointError, match=r"layer\.scales has NaN or Inf"):
+            cls.from_state(state | {"../scales": torch.full((1, 16), bad).half()}, "layer.weight")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_an_option_that_a_format_lacks_is_an_error(name):
+    with pytest.raises(ModelError, match=f"no format is spelled '{name}:no-such-option'"):
+        named(f"{name}:no-such-option")
