@@ -142,7 +142,8 @@ def test_int8_linear_equals_the_cpu_and_is_captured(rows, threshold):
     expected = int8_reference.int8_linear(x, codes, absmax, None, threshold)
     arguments = (x.cuda(), codes.cuda(), absmax.cuda(), None, threshold)
     found = int8_reference.int8_linear(*arguments)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1.6e-2, atol=1e-2)
+    outlier = float(x.float().abs().max() * weight.float().abs().max())  # a product of its own, rounded: it may cancel
+    torch.testing.assert_close(found.cpu(), expected, rtol=1.6e-2, atol=outlier / 2**9 if threshold else 1e-2)
     graph = torch.cuda.CUDAGraph()  # capturing fails where the host waits for the device
     with torch.cuda.graph(graph):
         captured = int8_reference.int8_linear(*arguments)

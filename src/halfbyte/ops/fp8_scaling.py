@@ -61,7 +61,7 @@ class DelayedScaling(nn.Module):
         options: see `ScalingOptions`.
         group: ranks that `reduce_amax` covers; None: all of them.
 
-    Attributes (buffers; the first two are saved):
+    Attributes (tensors; the first two are saved):
         history: fp32 [tensors, amax_history_len], newest first; its first column is the present step's.
         scale: fp32 [tensors], what values are multiplied by; 0 until a real amax has been seen.
         target: fp32 [tensors], fp8_max · 2^-margin.
@@ -76,8 +76,8 @@ class DelayedScaling(nn.Module):
     history: Tensor
     scale: Tensor
     target: Tensor
-    inverse: Tensor
     unseen: Tensor
+    _inverse: Tensor
 
     def __init__(
         self, dtypes: Sequence[torch.dtype], options: ScalingOptions, *, group: Any = None, device: Any = None
@@ -88,10 +88,15 @@ class DelayedScaling(nn.Module):
         self.register_buffer("history", target.new_zeros(len(dtypes), options.amax_history_len))
         self.register_buffer("scale", torch.zeros_like(target))
         self.register_buffer("target", target, persistent=False)
-        self.register_buffer("inverse", torch.ones_like(target), persistent=False)
+        # 16 bytes apart: cuBLAS refuses a scale that is not aligned so (seen on an H200)
+        self.register_buffer("_inverse", torch.ones_like(target).unsqueeze(1).repeat(1, 4), persistent=False)
         self.register_buffer("unseen", target.new_zeros(()), persistent=False)
         self.settled, self._looks = [False] * len(dtypes), LOOKS
         self.register_load_state_dict_post_hook(lambda state, _: state._settle())
+
+    @property
+    def inverse(self) -> Tensor:
+        return self._inverse[:, 0]
 
     def _apply(self, function: Any, recurse: bool = True) -> DelayedScaling:
         """`.to(device)` moves the buffers; `.to(dtype)` leaves them in fp32, since 16 bits would change the scales."""
