@@ -112,8 +112,9 @@ class MergeReport:
             )
         if self.targets:
             written = self.targets[self.target]
+            cause = "rounding" if self.quantize == SIXTEEN else "quantizing"
             lines.append(
-                f"verified on {self.tokens} tokens: {'rounding' if self.quantize == SIXTEEN else 'quantizing'} moved logits by up to "
+                f"verified on {self.tokens} tokens: {cause} moved logits by up to "
                 f"{written.exact.max_logit_difference:.3g} (passes up to {written.bound:.3g})"
             )
             if written.lost > LOST_NOTEWORTHY:

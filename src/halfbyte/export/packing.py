@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -106,7 +106,7 @@ def packing(quantize: Quantize, config: RunConfig) -> Packing:
         linears = quantizable(model)
         formats = ours.assign(model, linears.keys())
     except ModelError as error:
-        fix = f"{error.fix}; or for other tools: {', '.join(FOREIGN)}" if error.fix else None
+        fix = f"{error.fix}; for other tools: {', '.join(FOREIGN)}"
         raise ConfigError(error.message.replace("quantization:", "quantize:"), fix) from error
     if not formats:
         raise ConfigError(f"quantize: {type(model).__name__} has no linear layer to store in it", "merge in 16 bits")
@@ -133,18 +133,24 @@ def _foreign(
     name: str, formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]], kept: list[str]
 ) -> Packing:
     if name == "fp8-block":
-        _check_shapes(name, shapes, lambda side: side <= TILE or side % TILE == 0, f"sides that are multiples of {TILE}")
+        # transformers divides a side evenly among its scales, and one scale covers any side up to a tile
+        _check_sides(name, shapes, {module: [n for n in size if n > TILE] for module, size in shapes.items()}, TILE)
         return Packing(name, formats, _fp8_config(kept), "fp8")
     if name == "nvfp4-modelopt":
-        _check_shapes(name, shapes, lambda side: side % BLOCK == 0, f"sides that are multiples of {BLOCK}")
+        _check_sides(name, shapes, shapes, BLOCK)
         return Packing(name, formats, _modelopt_config(kept), peers=_peers(formats), calibrated=True)
     return Packing(name, formats, _bitsandbytes_config(name, kept), "bitsandbytes")
 
 
-def _check_shapes(name: str, shapes: Mapping[str, tuple[int, ...]], fits: Any, what: str) -> None:
-    for module, shape in shapes.items():
-        if not all(map(fits, shape)):
-            raise ConfigError(f"quantize: {name} cannot hold {module}.weight {shape}: it takes {what}", "use fp8 or nf4")
+def _check_sides(
+    name: str, shapes: Mapping[str, tuple[int, ...]], sides: Mapping[str, Sequence[int]], unit: int
+) -> None:
+    for module, own in sides.items():
+        if any(side % unit for side in own):
+            raise ConfigError(
+                f"quantize: {name} cannot hold {module}.weight {shapes[module]}: it takes sides in multiples of {unit}",
+                "use fp8 or nf4",
+            )
 
 
 def _bitsandbytes_config(name: str, kept: list[str]) -> dict[str, Any]:

@@ -66,9 +66,7 @@ class MergedWeights:
         CheckpointError: the base lacks a tensor that the adapter changes, or has it in another shape.
     """
 
-    def __init__(
-        self, config: RunConfig, base: BaseCheckpoint, adapter: AdapterLayers, packing: Packing | None = None
-    ):
+    def __init__(self, config: RunConfig, base: BaseCheckpoint, adapter: AdapterLayers, packing: Packing | None = None):
         self.base, self.adapter, self.packing = base, adapter, packing or Packing()
         self.input_amax: dict[str, float] = {}
         self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}
