@@ -158,12 +158,15 @@ def merge(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's output_dir or an adapter")],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="new folder; default: RUN/merged")] = None,
     base: Annotated[str, typer.Option(metavar="auto|original|dequantized", help="Weights to merge onto.")] = "auto",
+    quantize: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Store the linear layers in it; default: 16 bits.")
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Reload the merged model and compare logits.")] = True,
 ) -> None:
-    """Write a 16-bit model with the adapter merged."""
+    """Write a model with the adapter merged, in 16 bits or quantized again."""
     from .merge import merge_run
 
-    merge_run(run, out, base, verify)
+    merge_run(run, out, base, verify, quantize)
 
 
 @app.command()

@@ -11,20 +11,34 @@ from ..errors import ConfigError
 BASES = ("auto", "original", "dequantized")
 
 
-def merge_run(run: Path, out: Path | None, base: str, verify: bool) -> None:
+def merge_run(run: Path, out: Path | None, base: str, verify: bool, quantize: str | None = None) -> None:
     """Merge the adapter of `run` into `out`, say how close the result is, and add that to the run's report.
 
+    Args:
+        quantize: a target, or PATTERN=FORMAT pairs with commas between; None for 16 bits.
+
     Raises:
-        ConfigError: an unknown base.
+        ConfigError: an unknown base or target.
     """
     if base not in BASES:
         raise ConfigError(f"--base {base}: not one of {', '.join(BASES)}", "use auto")
-    from ..export.merge import merge
+    from ..export.merge import merge, slug
     from ..report import write_report
 
     console = Console(soft_wrap=True)
-    report = merge(run, out or run / "merged", base=base, verify=verify, console=console)
+    place = out or run / (f"merged-{slug(quantize)}" if quantize else "merged")
+    report = merge(run, place, base=base, quantize=_target(quantize), verify=verify, console=console)
     console.print(str(report), highlight=False)
     console.print(f"merged model in {report.out_dir}")
     if report.run_dir and report.targets:
         console.print(f"report: {write_report(report.run_dir)}")
+
+
+def _target(quantize: str | None) -> str | dict[str, str] | None:
+    """The option as `merge` takes it: patterns as a mapping, in order."""
+    if quantize is None or "=" not in quantize:
+        return quantize
+    pairs = [pair.partition("=") for pair in quantize.split(",")]
+    if wrong := next((pattern for pattern, _, format_ in pairs if not pattern or not format_), None):
+        raise ConfigError(f"--quantize {quantize}: {wrong!r} has no format", "write PATTERN=FORMAT,PATTERN=FORMAT")
+    return {pattern: format_ for pattern, _, format_ in pairs}

@@ -16,13 +16,17 @@ from torch import Tensor
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import FORMATS, Blockwise4, recognize
+from halfbyte.formats import FORMATS, Format, named, recognize
 from halfbyte.formats.base import parameter_of_entry
 from halfbyte.models.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
 from halfbyte.tensor import QuantizedTensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TYPES = DTYPES | {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in TYPES.items()}
 HUB_FILES = ["*.safetensors", INDEX, "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -70,35 +74,70 @@ class BaseCheckpoint:
 
     @cached_property
     def weights(self) -> list[Stored]:
-        """Every weight, in the order of the shards."""
+        """Every weight, in the order of the shards; headers say their shapes, and no values are read."""
         parts = self._quantized_parts() if self.quantized else {}
         of_parts = {entry for entries in parts.values() for entry in entries.values()}
+        packed: dict[str, list[Stored]] = {file: [] for file in self.headers}
+        for name, own in parts.items():
+            file = self._file_of[own.get("", next(iter(own.values())))]
+            packed[file].append(self._packed(name, file, own))
         found = []
         for file, header in self.headers.items():
             for name, entry in header.items():
                 if name not in of_parts:
                     found.append(Stored(name, file, entry["dtype"], tuple(entry["shape"])))
-            found += [self._packed(name, file, own) for name, own in parts.items() if self._file_of[own[""]] == file]
+            found += packed[file]
+        return found
+
+    @cached_property
+    def _format_classes(self) -> list[type[Format]]:
+        """The formats that config.json says the weights are in.
+
+        Raises:
+            CheckpointError: one that halfbyte does not read.
+        """
+        entry = self.config["quantization_config"]
+        if "formats" in entry:
+            return list(dict.fromkeys(type(named(spec)) for spec in entry["formats"]))
+        found = [type(format_) for cls in FORMATS.values() if (format_ := cls.from_quantization_config(entry))]
+        if not found and entry.get("load_in_8bit"):  # bitsandbytes' LLM.int8()
+            found = [FORMATS["int8"]]
+        if not found:
+            raise CheckpointError(
+                f"{self.folder} is stored as {entry.get('quant_method')}, which halfbyte does not read",
+                "merge onto the 16-bit model: name it as model_name_or_path in the run's config.resolved.yaml",
+            )
         return found
 
     def _quantized_parts(self) -> dict[str, dict[str, str]]:
-        """Quantized weight → suffix → entry."""
-        suffixes = {suffix for cls in FORMATS.values() for suffix in cls.state_suffixes()} - {""}
+        """Quantized weight → suffix → entry. The codes are the entry of the weight's own name, or beside it."""
+        suffixes = {suffix for cls in self._format_classes for suffix in cls.state_suffixes()} - {""}
         found: dict[str, dict[str, str]] = {}
         for entry in self._file_of:
             for suffix in suffixes:
-                name = parameter_of_entry(entry, suffix)
-                if name in self._file_of:
-                    found.setdefault(name, {"": name})[suffix] = entry
+                if name := parameter_of_entry(entry, suffix):
+                    found.setdefault(name, {"": name} if name in self._file_of else {})[suffix] = entry
         return found
 
     def _packed(self, name: str, file: str, parts: Mapping[str, str]) -> Stored:
-        values = self._quantized(name, parts)
-        return Stored(name, file, NAMES[values.dtype], tuple(values.shape), parts)
+        state = {suffix: self._described(suffix, entry) for suffix, entry in parts.items()}
+        _, _, shape, dtype = self._class_of(state).from_state(state, name)
+        return Stored(name, file, NAMES[dtype], shape, parts)
+
+    def _described(self, suffix: str, entry: str) -> Tensor:
+        """An entry on the meta device; one that describes the others, as it is."""
+        if "quant_state" in suffix:
+            return self._tensor(entry)
+        header = self.headers[self._file_of[entry]][entry]
+        return torch.empty(header["shape"], dtype=TYPES[header["dtype"]], device="meta")
+
+    def _class_of(self, state: Mapping[str, Tensor]) -> type[Format]:
+        classes = self._format_classes
+        return classes[0] if len(classes) == 1 else recognize(state, prefer=classes[0])
 
     def _quantized(self, name: str, parts: Mapping[str, str]) -> QuantizedTensor:
         state = {suffix: self._tensor(entry) for suffix, entry in parts.items()}
-        return QuantizedTensor(*recognize(state, prefer=Blockwise4).from_state(state, name))
+        return QuantizedTensor(*self._class_of(state).from_state(state, name))
 
     def read(self, stored: Stored) -> Tensor:
         """The values on the CPU: as they are stored, or, of a quantized weight, dequantized in fp32."""

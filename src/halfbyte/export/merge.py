@@ -1,8 +1,9 @@
-"""Merging: one 16-bit model out of a base and its adapter, that any tool loads.
+"""Merging: one model out of a base and its adapter, in 16 bits or quantized again (packing.py), that other tools load.
 
 A 4-bit run has two bases to merge onto. The *dequantized* one, dequantize(quantize(W)), is what the adapter was
 trained on; the *original* one has the checkpoint's own 16-bit weights, which the adapter never saw. Which is closer to
-the model as it was trained is measured (fidelity.py), on text of the run. W + ΔW is computed in fp32, rounded once.
+the model as it was trained is measured (fidelity.py), on text of the run. W + ΔW is computed in fp32, rounded once,
+to 16 bits or to a quantized format.
 
 Weights go from the base's files to the new ones one tensor at a time, shard by shard, into a folder beside the target
 that is renamed when everything in it is checked.
@@ -10,6 +11,7 @@ that is renamed when everything in it is checked.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -23,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from transformers import AutoTokenizer
 
-from halfbyte.config import RunConfig
+from halfbyte.config import SIXTEEN, RunConfig
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import best_device
@@ -33,6 +35,7 @@ from halfbyte.saved import find, saved_config, tokenizer_keys
 from .adapter import AdapterLayers
 from .base import BaseCheckpoint
 from .fidelity import Fidelity
+from .packing import Quantize, check_loader, packing
 from .shards import check_shard
 from .verify import Verifier
 from .weights import MergedWeights, Target
@@ -50,7 +53,8 @@ class MergeReport:
         out_dir: folder of the merged model.
         target: the base merged onto, "original" or "dequantized".
         reason: why that one.
-        dtype: of the weights.
+        dtype: of the weights that are not quantized.
+        quantize: what the linear layers are stored in; "16bit" where nothing is quantized.
         nbytes: of the weights.
         targets: target → its distance from the model as it was trained; empty without verification.
         closer: the target with the smaller KL; None without verification.
@@ -63,6 +67,7 @@ class MergeReport:
     target: Target
     reason: str
     dtype: str
+    quantize: str
     nbytes: int
     targets: Mapping[Target, Fidelity] = field(default_factory=dict)
     closer: Target | None = None
@@ -85,13 +90,20 @@ class MergeReport:
             "reason": self.reason,
             "out_dir": str(self.out_dir),
             "dtype": self.dtype,
+            "quantize": self.quantize,
             "bytes": self.nbytes,
             "tokens": self.tokens,
             "seconds": self.seconds,
         }
 
+    @property
+    def file_name(self) -> str:
+        """In the run's folder: merge.json, or merge-FORMAT.json."""
+        return "merge.json" if self.quantize == SIXTEEN else f"merge-{slug(self.quantize)}.json"
+
     def __str__(self) -> str:
-        lines = [f"merged onto the {self.target} base in {self.dtype}: {self.reason}"]
+        stored = self.dtype if self.quantize == SIXTEEN else self.quantize
+        lines = [f"merged onto the {self.target} base in {stored}: {self.reason}"]
         for name, each in self.targets.items():
             mark = "  closer" if name == self.closer and len(self.targets) > 1 else ""
             lines.append(
@@ -100,8 +112,9 @@ class MergeReport:
             )
         if self.targets:
             written = self.targets[self.target]
+            cause = "rounding" if self.quantize == SIXTEEN else "quantizing"
             lines.append(
-                f"verified on {self.tokens} tokens: rounding moved logits by up to "
+                f"verified on {self.tokens} tokens: {cause} moved logits by up to "
                 f"{written.exact.max_logit_difference:.3g} (passes up to {written.bound:.3g})"
             )
             if written.lost > LOST_NOTEWORTHY:
@@ -134,34 +147,39 @@ def merge(
     out_dir: Path | str,
     *,
     base: str = "auto",
+    quantize: Quantize = None,
     verify: bool = True,
     overwrite: bool = False,
     console: Console | None = None,
 ) -> MergeReport:
-    """Write a 16-bit model with the adapter merged: safetensors, config, tokenizer, chat template, generation config.
+    """Write a model with the adapter merged: safetensors, config, tokenizer, chat template, generation config.
 
-    Weights keep the dtype and the shards of the base checkpoint (bf16 where it is stored in 32 bits). Host memory stays
-    within two shards and the adapter; verifying loads the merged model, and the base with the adapter, one after the
-    other. Numbers go to merge.json in the run's folder.
+    Weights keep the dtype and the shards of the base checkpoint (bf16 where it is stored in 32 bits), but for the
+    linear layers that `quantize` names. Host memory stays within two shards and the adapter; verifying loads the merged
+    model, and the base with the adapter, one after the other. Numbers go to merge.json (merge-FORMAT.json) in the run's
+    folder.
 
     Args:
         run_or_adapter_dir: a run's output_dir, one of its checkpoints, or an adapter that PEFT saved.
         out_dir: a folder that does not exist yet.
         base: "original": onto the checkpoint's weights; "dequantized": onto what 4-bit training saw; "auto": the one
             that measures closer to the model as it was trained (without `verify`: the dequantized one).
-        verify: reload the merged model with plain transformers and compare logits with base and adapter.
+        quantize: what the linear layers are stored in: a format of `quantization:`, or patterns of them; or for another
+            tool, which then loads the model: bnb-nf4, bnb-fp4, bnb-int8, fp8-block, nvfp4-modelopt. None: 16 bits.
+        verify: reload the merged model with that tool and compare logits with base and adapter, and the quantized
+            weights with the merged ones.
         overwrite: replace `out_dir` if it is there.
         console: where progress is shown; default: nowhere.
 
     Raises:
-        ConfigError: `base` does not fit, or `out_dir` is there already.
+        ConfigError: `base` or `quantize` does not fit, or `out_dir` is there already.
         CheckpointError: no adapter, no base, an adapter for another base, or logits that rounding does not explain.
         TrainingError: no space. In every case nothing is left under `out_dir`.
     """
     started = time.perf_counter()
     out = Path(out_dir)
     _check_out(out, Path(run_or_adapter_dir), base, overwrite)
-    job = _prepare(Path(run_or_adapter_dir), out, base)
+    job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify)
     with _progress(console) as progress, new_directory(out) as aside:
         _write_side_files(job, aside)
         if verify:
@@ -173,14 +191,19 @@ def merge(
     reason = job.reason
     if verify and len(job.targets) > 1:
         reason = "it is closer to the trained model" if base == "auto" else "as asked"
-    dtype = str(job.weights.config()["dtype"])
+    dtype, stored = str(job.weights.config()["dtype"]), job.weights.packing.name
     seconds = time.perf_counter() - started
     report = MergeReport(
-        out, written, reason, dtype, job.weights.nbytes, found, closer, tokens, seconds, run_dir=job.run_dir
+        out, written, reason, dtype, stored, job.weights.nbytes, found, closer, tokens, seconds, run_dir=job.run_dir
     )
     if verify and job.run_dir:
-        write_json(job.run_dir / "merge.json", report.as_dict())
+        write_json(job.run_dir / report.file_name, report.as_dict())
     return report
+
+
+def slug(quantize: str) -> str:
+    """A part of a file's name for a target, e.g. "_.down_proj_kbit5" for patterns."""
+    return re.sub(r"[^\w.-]+", "_", quantize)
 
 
 # --- before long work ------------------------------------------------------------------------------------------------
@@ -197,7 +220,7 @@ def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
         raise ConfigError(f"{out} holds the adapter to be merged", "name another folder")
 
 
-def _prepare(source: Path, out: Path, base: str) -> _Job:
+def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool) -> _Job:
     place = find(str(source))
     if place.adapter is None:
         if not source.is_dir():
@@ -212,7 +235,12 @@ def _prepare(source: Path, out: Path, base: str) -> _Job:
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
     targets, preferred, reason = _targets(config, checkpoint, base)
-    weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device))
+    stored = packing(quantize, config)
+    if verify:
+        check_loader(stored.loader)
+    elif stored.calibrated:
+        raise ConfigError(f"{stored.name} takes its activations' scales from verifying", "merge without --no-verify")
+    weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device), stored)
     _check_space(out, weights.nbytes)
     run_dir = place.resolved.parent if place.resolved else None
     return _Job(config, place.adapter, run_dir, out, device, weights, targets, preferred, reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,16 +31,29 @@ class Entry:
     shape: tuple[int, ...]
     nbytes: int
 
+    @property
+    def itemsize(self) -> int:
+        return self.nbytes // max(1, torch.Size(self.shape).numel())
 
-def write_shard(path: Path, entries: Sequence[Entry], make: Callable[[Entry], Tensor]) -> dict[str, int]:
-    """Write `entries`, each made when its turn comes.
+
+def write_shard(
+    path: Path,
+    groups: Sequence[tuple[Entry, ...]],
+    make: Callable[[tuple[Entry, ...]], Mapping[str, Tensor]],
+) -> dict[str, int]:
+    """Write the tensors of all `groups`, each group made when its turn comes.
+
+    Args:
+        make: entries of one group → name → tensor.
 
     Returns:
         Name → CRC-32 of the bytes written.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
+    starts, end = {}, 0
+    # wide ones first keeps every tensor aligned
+    for entry in sorted((entry for group in groups for entry in group), key=lambda entry: -entry.itemsize):
+        starts[entry.name] = end
         header[entry.name] = {
             "dtype": entry.dtype,
             "shape": list(entry.shape),
@@ -51,13 +64,16 @@ def write_shard(path: Path, entries: Sequence[Entry], make: Callable[[Entry], Te
     text += b" " * (-len(text) % ALIGNMENT)
     sums = {}
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in entries:
-            raw = _bytes(make(entry))
-            if raw.nbytes != entry.nbytes:
-                raise AssertionError(f"{entry.name}: {raw.nbytes} bytes made, {entry.nbytes} announced")
-            file.write(raw)
-            sums[entry.name] = zlib.crc32(raw)
+        start = file.write(len(text).to_bytes(8, "little") + text)
+        for group in groups:
+            made = make(group)
+            for entry in group:
+                raw = _bytes(made[entry.name])
+                if raw.nbytes != entry.nbytes:
+                    raise AssertionError(f"{entry.name}: {raw.nbytes} bytes made, {entry.nbytes} announced")
+                file.seek(start + starts[entry.name])
+                file.write(raw)
+                sums[entry.name] = zlib.crc32(raw)
     return sums
 
 

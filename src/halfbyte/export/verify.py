@@ -1,11 +1,15 @@
-"""Verifying a merge: the models to compare, one in memory at a time, and the text to compare them on."""
+"""Verifying a merge: the models to compare, one in memory at a time, and the text to compare them on.
+
+Logits say whether a merged model computes what its base and adapter do. Where weights are quantized, that says little
+about a single one: each is also compared with what the merge, done once more, makes of it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,13 @@ from halfbyte.notices import notice
 from halfbyte.saved import model_keys
 
 from .base import DTYPES
-from .fidelity import DRAWS, Distance, Fidelity, distance, logits, most
-from .weights import MergedWeights, Target
+from .fidelity import DRAWS, Distance, Fidelity, StoredLinear, distance, logits, most
+from .reload import no_loading_bars, reload, stored_values
+from .weights import MergedWeights, Output, Target
 
+KEPT = "nothing was kept; please report this with the run"
 ROWS, LENGTH = 4, 128
+SAME = 2**-8  # relative: what a loader that keeps bf16 rounds dequantized values by
 HEADROOM = 1.25  # memory over that of the weights: one layer in fp32, activations, logits
 TEXT = """The library opens at nine. A reader may borrow up to 5 books for three weeks, and return them at any desk.
 def mean(values):
@@ -54,7 +61,8 @@ class Verifier:
         self._config, self._adapter, self._weights, self._progress = config, adapter, weights, progress
         self._device = _device_for(weights)
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
-        self._trained, self._bare = self._adapted(weights.trained_dtype, config.quantized)
+        observe = self._observe if weights.packing.calibrated else None
+        self._trained, self._bare = self._adapted(weights.trained_dtype, config.quantized, observe)
         self._unquantized: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -62,23 +70,24 @@ class Verifier:
         return self._ids.numel()
 
     def verify(self, folder: Path, target: Target) -> Fidelity:
-        """Reload `folder` with plain transformers and compare its logits.
+        """Reload `folder` with the tool it is stored for, and compare its logits and its quantized weights.
 
         Raises:
-            CheckpointError: the folder does not load, or rounding does not explain how its logits differ.
+            CheckpointError: the folder does not load, a weight is not the merged one, or rounding does not explain how
+                the logits differ.
         """
         exact, bare = (self._trained, self._bare) if target == "dequantized" else self._original()
-        merged, *noisy = self._reloaded(folder, self._weights.rounded(target))
+        merged, *noisy = self._reloaded(folder, target)
         fidelity = Fidelity(
             trained=distance(self._trained, merged),
             exact=distance(exact, merged),
             noise=most(distance(merged, each) for each in noisy),
             adapter=distance(bare, exact),
-            lost=self._weights.lost(target),
+            lost=0.0 if self._weights.packing.formats else self._weights.lost(target),
             largest_logit=float(exact.abs().max()),
         )
         if not fidelity.explained:
-            raise CheckpointError(_unexplained(fidelity, target), "nothing was kept; please report this with the run")
+            raise CheckpointError(_unexplained(fidelity, target), KEPT)
         return fidelity
 
     def _original(self) -> tuple[Tensor, Tensor]:
@@ -87,41 +96,68 @@ class Verifier:
             self._unquantized = self._adapted(DTYPES[self._weights.base.dtype], load_in_4bit=False)
         return self._unquantized
 
-    def _adapted(self, dtype: torch.dtype, load_in_4bit: bool) -> tuple[Tensor, Tensor]:
-        """Logits of a base with the adapter, and without it."""
+    def _adapted(
+        self, dtype: torch.dtype, load_in_4bit: bool, observe: Callable[[Any], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of a base with the adapter, and without it; `observe` sees the model before."""
         from peft import PeftModel
 
         def load() -> nn.Module:
             keys = model_keys(self._config) | {"load_in_4bit": load_in_4bit, "dtype": dtype, "device": self._device}
             keys["attn_implementation"] = None  # flash attention does not compute in fp32
-            return PeftModel.from_pretrained(load_model(self._config.model_name_or_path, **keys), str(self._adapter))
+            model = PeftModel.from_pretrained(load_model(self._config.model_name_or_path, **keys), str(self._adapter))
+            if observe:
+                observe(model.get_base_model())
+            return model
 
         bits = "quantized base" if load_in_4bit else "base"
         found = self._measure(f"measuring the {bits} with its adapter", load, [()], with_bare=True)
         return found[0], found[1]
 
-    def _reloaded(self, folder: Path, rounded: Collection[str]) -> list[Tensor]:
-        noises = [(), *[rounded] * DRAWS]
-        return self._measure("reloading the merged model", lambda: self._reload(folder), noises)
+    def _observe(self, model: nn.Module) -> None:
+        """Have the layers that will be quantized record their largest input."""
+        found = self._weights.input_amax
 
-    def _reload(self, folder: Path) -> nn.Module:
-        from transformers import AutoModelForCausalLM
+        def record(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found[name] = max(found.get(name, 0.0), float(inputs[0].abs().max()))
 
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype="auto",
-                device_map={"": self._device},
-                trust_remote_code=self._config.trust_remote_code,
-                output_loading_info=True,
-            )
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"the merged model does not load: {error}", "please report this") from error
-        model, info = loaded
-        wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in sorted(info[kind], key=str)]
-        if wrong:
-            raise CheckpointError(f"the merged model lacks {wrong[0]}", "please report this")
-        return model
+        for parameter, peers in self._peers().items():
+            for each in peers:
+                module = model.get_submodule(each.removesuffix(".weight"))
+                module.register_forward_pre_hook(partial(record, parameter.removesuffix(".weight")))
+
+    def _peers(self) -> Mapping[str, tuple[str, ...]]:
+        """Parameter → those whose inputs count for its scale."""
+        packing = self._weights.packing
+        return {parameter: packing.peers.get(parameter, (parameter,)) for parameter in packing.formats}
+
+    def _reloaded(self, folder: Path, target: Target) -> list[Tensor]:
+        rounded, packing = self._weights.rounded(target), self._weights.packing
+
+        def load() -> nn.Module:
+            dtype = str(self._weights.config()["dtype"])
+            model = reload(folder, packing, dtype, self._device, self._config.trust_remote_code)
+            for output in self._weights.outputs if packing.formats else ():
+                self._check_weight(model, output, target)
+            return model
+
+        return self._measure("reloading the merged model", load, [(), *[rounded] * DRAWS])
+
+    @torch.no_grad()
+    def _check_weight(self, model: Any, output: Output, target: Target) -> None:
+        """Compare a loaded weight with the merged one, and have a quantized one computed from as it is stored."""
+        name, _, kind = output.parameter.rpartition(".")
+        if output.parameter not in self._weights.adapter.shapes or not self._weights.is_whole(output):
+            return
+        module = model.get_submodule(name)
+        if not output.packed:
+            found, expected = getattr(module, kind).data.float(), self._weights.tensor(output, target).float()
+            _check_same(found, expected.to(found.device), output)
+            return
+        found = stored_values(module)
+        _check_same(found, self._weights.quantized(output, target).dequantize(torch.float32).to(found.device), output)
+        error = (found - self._weights.values(output, target).to(found.device)).square().mean(1).sqrt()
+        model.set_submodule(name, StoredLinear(name, partial(stored_values, module), error, module.bias))
 
     def _measure(
         self, description: str, load: Callable[[], Any], noises: Sequence[Collection[str]], *, with_bare: bool = False
@@ -129,7 +165,7 @@ class Verifier:
         """Logits of a model, once for each set of parameters to put noise on, and last, if asked, without its
         adapter; the model is dropped."""
         task = self._progress.add_task(description, total=None)
-        with _no_loading_bars():
+        with no_loading_bars():
             model = load()
         found = [logits(model, self._ids, noise_on, seed) for seed, noise_on in enumerate(noises)]
         if with_bare:
@@ -143,18 +179,9 @@ class Verifier:
         return found
 
 
-@contextlib.contextmanager
-def _no_loading_bars() -> Iterator[None]:
-    """transformers' own progress bars would be drawn over ours."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+def _check_same(found: Tensor, expected: Tensor, output: Output) -> None:
+    if found.shape != expected.shape or not bool(((found - expected).abs() <= SAME * expected.abs()).all()):
+        raise CheckpointError(f"{output.parameter} reads back other values than were merged", KEPT)
 
 
 def _unexplained(fidelity: Fidelity, target: Target) -> str:

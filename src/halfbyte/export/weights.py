@@ -1,10 +1,13 @@
-"""The weights of a merged model: which tensors it has, how each is made, and writing them shard by shard."""
+"""The weights of a merged model: which tensors it has, how each is made, and writing them shard by shard.
+
+A weight that is stored quantized is quantized from its fp32 values, which are never rounded to 16 bits.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,14 +15,17 @@ import torch
 from torch import Tensor
 
 from halfbyte.config import RunConfig
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.files import write_json
+from halfbyte.formats.base import entry_name
+from halfbyte.formats.nvfp4 import INPUT_SCALE
 from halfbyte.models.checkpoint_files import INDEX
 from halfbyte.models.load import resolve_dtype
 from halfbyte.tensor import QuantizedTensor
 
 from .adapter import ANOTHER_MODEL, AdapterLayers
 from .base import DTYPES, BaseCheckpoint, Stored
+from .packing import NVFP4_RANGE, Packing, padded_state, quantize_together
 from .shards import Entry, write_shard
 
 Target = Literal["original", "dequantized"]
@@ -27,11 +33,21 @@ Target = Literal["original", "dequantized"]
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of the merged checkpoint: made from the base's `source`, it becomes the model's `parameter`."""
+    """A weight of the merged checkpoint: made from the base's `source`, it becomes the model's `parameter`.
+
+    Attributes:
+        entry: the weight in 16 bits (or as the base stores it).
+        packed: what is written instead of `entry` where the weight is quantized.
+    """
 
     entry: Entry
     source: Stored
     parameter: str
+    packed: tuple[Entry, ...] = ()
+
+    @property
+    def written(self) -> tuple[Entry, ...]:
+        return self.packed or (self.entry,)
 
 
 class MergedWeights:
@@ -40,7 +56,9 @@ class MergedWeights:
     Attributes:
         trained_dtype: what the base was cast to when it was trained on, before any quantization.
         shards: file name → its tensors; the base's own files and order.
-        updates: target → [Σ kept·ΔW, Σ ΔW²] over the weights written: what of the update survived rounding.
+        updates: target → [Σ kept·ΔW, Σ ΔW²] over the 16-bit weights written: what of the update survived rounding.
+        packing: how the linear layers are stored.
+        input_amax: module name → largest magnitude among its inputs, for a packing that stores it.
         untied: the base shares one weight between embedding and head, and the adapter changes one of them, or each in
             its own way: the merged model then has two.
 
@@ -48,24 +66,41 @@ class MergedWeights:
         CheckpointError: the base lacks a tensor that the adapter changes, or has it in another shape.
     """
 
-    def __init__(self, config: RunConfig, base: BaseCheckpoint, adapter: AdapterLayers):
-        self.base, self.adapter = base, adapter
+    def __init__(self, config: RunConfig, base: BaseCheckpoint, adapter: AdapterLayers, packing: Packing | None = None):
+        self.base, self.adapter, self.packing = base, adapter, packing or Packing()
+        self.input_amax: dict[str, float] = {}
+        self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}
         self._formats = {} if base.quantized else adapter.quantized
         self.trained_dtype = resolve_dtype(config.dtype, adapter.device)
         self.untied = False
         self.updates: dict[Target, list[float]] = {}
         self.shards: dict[str, list[Output]] = {file: [] for file in base.headers}
-        pieces: set[str] = set()
+        self._pieces: set[str] = set()
         for stored in base.weights:
             parameter, is_whole = adapter.parameter_of(stored.name)
             self._add(stored.name, stored, parameter)
-            pieces |= set() if is_whole else {parameter}
+            self._pieces |= set() if is_whole else {parameter}
         for parameter, tied_to in adapter.tied.items():
             if adapter.changed & {parameter, tied_to}:
                 self._untie(parameter, tied_to)
-        self._check(pieces)
-        for outputs in self.shards.values():  # wide ones first keeps every tensor aligned
-            outputs.sort(key=lambda output: -(output.entry.nbytes // max(1, torch.Size(output.entry.shape).numel())))
+        self._check()
+        for shard in self.shards.values():
+            shard[:] = [self._with_packed(output) for output in shard]
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Every weight, in the order of the shards."""
+        return [output for shard in self.shards.values() for output in shard]
+
+    def _with_packed(self, output: Output) -> Output:
+        if output.parameter not in self.packing.formats:
+            return output
+        name, shape, dtype = output.entry.name, output.entry.shape, self._packed_dtype(output)
+        return replace(output, packed=self.packing.entries(name, output.parameter, shape, dtype))
+
+    def _packed_dtype(self, output: Output) -> torch.dtype:
+        """What the values of a quantized weight are said to be; ModelOpt's layout is for bf16."""
+        return torch.bfloat16 if self.packing.calibrated else DTYPES[output.entry.dtype]
 
     def _add(self, name: str, source: Stored, parameter: str) -> None:
         dtype, size = self.base.written_dtype(source), self.base.written_bytes(source)
@@ -73,7 +108,7 @@ class MergedWeights:
 
     def _untie(self, parameter: str, tied_to: str) -> None:
         """Give both their own tensor, made from the one that the base stores."""
-        outputs = {output.parameter: output for shard in self.shards.values() for output in shard}
+        outputs = {output.parameter: output for output in self.outputs}
         stored = outputs.get(tied_to) or outputs.get(parameter)
         if stored is None:
             return  # `_check` says what is missing
@@ -83,14 +118,16 @@ class MergedWeights:
                 shard[:] = [output for output in shard if output.parameter != name]
             self._add(name, stored.source, name)
 
-    def _check(self, pieces: set[str]) -> None:
-        if beyond := sorted(pieces & (self.adapter.changed | self._formats.keys())):
+    def _check(self) -> None:
+        if beyond := sorted(self._pieces & (self.adapter.changed | self._formats.keys() | self.packing.formats.keys())):
             raise CheckpointError(f"{beyond[0]} is put together from several tensors, and cannot be merged")
-        outputs = {output.parameter: output for shard in self.shards.values() for output in shard}
-        for name in sorted(self.adapter.changed):
+        outputs = {output.parameter: output for output in self.outputs}
+        for name in sorted(self.adapter.changed | self.packing.formats.keys()):
             expected = self.adapter.shapes[name]
-            if name not in outputs:
+            if name not in outputs and name in self.adapter.changed:
                 raise CheckpointError(f"{self.base.folder} lacks {name}, which the adapter changes", ANOTHER_MODEL)
+            if name not in outputs:
+                raise CheckpointError(f"{self.base.folder} lacks {name}", "re-download the checkpoint")
             found = outputs[name].entry.shape
             if found != expected:
                 raise CheckpointError(
@@ -101,15 +138,18 @@ class MergedWeights:
     @property
     def nbytes(self) -> int:
         """Size of all tensors."""
-        return sum(output.entry.nbytes for shard in self.shards.values() for output in shard)
+        return sum(entry.nbytes for output in self.outputs for entry in output.written)
+
+    def is_whole(self, output: Output) -> bool:
+        """Whether `output` is all of its parameter (experts are stacked from several)."""
+        return output.parameter not in self._pieces
 
     def rounded(self, target: Target) -> set[str]:
         """The parameters whose values are rounded on the way."""
         return {
             output.parameter
-            for shard in self.shards.values()
-            for output in shard
-            if self._is_computed(output, target) or output.entry.dtype != output.source.dtype
+            for output in self.outputs
+            if output.packed or self._is_computed(output, target) or output.entry.dtype != output.source.dtype
         }
 
     def _is_computed(self, output: Output, target: Target) -> bool:
@@ -134,32 +174,77 @@ class MergedWeights:
         sums = {}
         self.updates.pop(target, None)
         for file, outputs in self.shards.items():
-            by_name = {output.entry.name: output for output in outputs}
+            by_name = {output.written[0].name: output for output in outputs}
 
-            def make(entry: Entry, by_name: dict[str, Output] = by_name) -> Tensor:
-                advance(entry.nbytes)
-                return self.tensor(by_name[entry.name], target)
+            def make(entries: tuple[Entry, ...], by_name: dict[str, Output] = by_name) -> Mapping[str, Tensor]:
+                advance(sum(entry.nbytes for entry in entries))
+                return self.state(by_name[entries[0].name], target)
 
-            sums[file] = write_shard(folder / file, [output.entry for output in outputs], make)
+            sums[file] = write_shard(folder / file, [output.written for output in outputs], make)
         if (self.base.folder / INDEX).exists():
             weight_map = {name: file for file, names in sums.items() for name in names}
             write_json(folder / INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map})
         return sums
 
+    def state(self, output: Output, target: Target) -> dict[str, Tensor]:
+        """Entry → tensor, of one weight of the merged model."""
+        if not output.packed:
+            return {output.entry.name: self.tensor(output, target)}
+        packed = self.quantized(output, target)
+        state = packed.format.to_state(packed.parts, tuple(packed.shape), packed.dtype)
+        if self.packing.calibrated:
+            amax = self.input_amax[output.parameter.removesuffix(".weight")]
+            state[INPUT_SCALE] = torch.tensor(amax / NVFP4_RANGE)
+        sizes = {entry.name: entry.nbytes for entry in output.packed}
+        return padded_state({entry_name(output.entry.name, key): value for key, value in state.items()}, sizes)
+
     @torch.no_grad()
-    def tensor(self, output: Output, target: Target) -> Tensor:
-        """One tensor of the merged model: computed in fp32 and rounded once, or as the base stores it."""
-        weight, name, dtype = self.base.read(output.source), output.parameter, output.entry.dtype
-        if not self._is_computed(output, target):
-            return weight if dtype == output.source.dtype else weight.to(DTYPES[dtype])
-        weight = weight.to(self.adapter.device)
+    def quantized(self, output: Output, target: Target) -> QuantizedTensor:
+        """A weight that is stored quantized, in its format."""
+        format_, name = self.packing.formats[output.parameter], output.entry.name
+        weight = self.values(output, target)
+        try:
+            if peers := self.packing.peers.get(output.parameter):
+                parts = quantize_together(weight, format_, self._amax(peers, target))
+            else:
+                parts = format_.quantize(weight)
+        except ModelError as error:
+            raise CheckpointError(f"the merged {name}: {error.message}", error.fix) from error
+        return QuantizedTensor(format_, parts, tuple(weight.shape), self._packed_dtype(output))
+
+    def _amax(self, parameters: tuple[str, ...], target: Target) -> Tensor:
+        """fp32 []: the largest magnitude in a group of merged weights, which are made once more for it."""
+        key = (target, parameters)
+        if key not in self._group_amax:
+            group = [output for output in self.outputs if output.parameter in parameters]
+            self._group_amax[key] = torch.stack([self.values(each, target).abs().amax() for each in group]).amax()
+        return self._group_amax[key]
+
+    @torch.no_grad()
+    def values(self, output: Output, target: Target) -> Tensor:
+        """fp32: one weight of the merged model before any rounding."""
+        before = self._base_values(output, target)
+        return self.adapter.merged(output.parameter, before) if output.parameter in self.adapter.changed else before
+
+    def _base_values(self, output: Output, target: Target) -> Tensor:
+        """fp32, owned by the caller: a weight of the base merged onto, without the adapter."""
+        weight, name = self.base.read(output.source).to(self.adapter.device), output.parameter
         if target == "dequantized" and name in self._formats:
             # transformers casts to the dtype of the run before it quantizes
             weight = weight.to(self.trained_dtype)
-            weight = QuantizedTensor.quantize(weight, self._formats[name]).dequantize(torch.float32)
+            return QuantizedTensor.quantize(weight, self._formats[name]).dequantize(torch.float32)
+        return weight.to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def tensor(self, output: Output, target: Target) -> Tensor:
+        """One tensor of the merged model in 16 bits: computed in fp32 and rounded once, or as the base stores it."""
+        name, dtype = output.parameter, output.entry.dtype
+        if not self._is_computed(output, target):
+            weight = self.base.read(output.source)
+            return weight if dtype == output.source.dtype else weight.to(DTYPES[dtype])
+        before = self._base_values(output, target)
         if name not in self.adapter.changed:
-            return self._finite(weight, weight.to(DTYPES[dtype]), output)
-        before = weight.float()
+            return self._finite(before, before.to(DTYPES[dtype]), output)
         weight = self.adapter.merged(name, before.clone())
         rounded = self._finite(weight, weight.to(DTYPES[dtype]), output)
         update = weight - before
@@ -182,11 +267,13 @@ class MergedWeights:
         return rounded
 
     def config(self) -> dict[str, object]:
-        """config.json of the merged model: the base's, not quantized, with the dtype that is written."""
+        """config.json of the merged model: the base's, with the quantization and the dtype that are written."""
         config = json.loads(json.dumps(self.base.config))
         config.pop("quantization_config", None)
+        if self.packing.config is not None:
+            config["quantization_config"] = self.packing.config
         sizes: dict[str, int] = {}
-        for output in (output for shard in self.shards.values() for output in shard):
+        for output in self.outputs:
             sizes[output.entry.dtype] = sizes.get(output.entry.dtype, 0) + output.entry.nbytes
         dtype = str(DTYPES[max(sizes, key=lambda name: sizes[name])]).removeprefix("torch.")
         for section in (config, config.get("text_config")):

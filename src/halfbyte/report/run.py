@@ -33,6 +33,7 @@ class Run:
     environment: dict[str, Any] | None = None
     checks: dict[str, Any] | None = None
     merge: dict[str, Any] | None = None
+    merges: list[dict[str, Any]] = field(default_factory=list)  # each target's, merge.json among them
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -112,6 +113,8 @@ def read_run(path: Path | str) -> Run:
         ("merge", "merge.json"),
     ):
         setattr(run, name, _json(run, file))
+    others = (_json(run, path.name) for path in sorted(run.path.glob("merge-*.json")))
+    run.merges = [each for each in (run.merge, *others) if isinstance(each, dict)]
     records = _metrics(run)
     run.train = [record for record in records if record["kind"] == "train"]
     run.evals = [record for record in records if record["kind"] == "eval"]

@@ -243,6 +243,8 @@ def checks(run: Run) -> str:
     """How faithful each merge target is, and the self-checks with their numbers."""
     merge = run.merge or (run.checks or {}).get("merge")
     html = merge_fidelity(merge) if merge else missing("Not merged yet: halfbyte merge compares the merge targets.")
+    if run.merges:
+        html = (html if merge else "") + merge_targets(run.merges)
     others = {name: values for name, values in (run.checks or {}).items() if name != "merge"}
     if not others:
         return html + missing("No self-checks were recorded (checks.json is missing).")
@@ -265,6 +267,25 @@ def merge_fidelity(merge: Mapping[str, Any]) -> str:
         for name, values in (merge.get("targets") or {}).items()
     ]
     return table(("Merge, against the 4-bit base with its adapter", "KL divergence", "largest logit difference"), rows)
+
+
+def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
+    """One row for each format that the merged model was written in."""
+    rows = []
+    for merge in merges:
+        written = (merge.get("targets") or {}).get(merge.get("written")) or {}
+        stored = merge.get("quantize") or "16bit"
+        rows.append(
+            (
+                text(merge.get("dtype") if stored == "16bit" else stored),
+                text(merge.get("written")),
+                size(merge.get("bytes")),
+                text(written.get("kl")),
+                text(written.get("max_logit_difference")),
+            )
+        )
+    head = ("Merge target", "onto the base", "weights", "KL divergence", "largest logit difference")
+    return table(head, rows)
 
 
 def environment(run: Run) -> str:

@@ -1,0 +1,83 @@
+"""Reading a merged model back: with the tool its weights are stored for, and each weight as that tool sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.errors import CheckpointError, HalfbyteError
+from halfbyte.models.load import load_model
+from halfbyte.tensor import QuantizedTensor
+
+from .packing import Packing
+
+REPORT = "please report this"
+
+
+def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, trust_remote_code: bool) -> nn.Module:
+    """The merged model: by plain transformers (with bitsandbytes where it stores for that), or by halfbyte.
+
+    Args:
+        dtype: of the weights that are not quantized, as config.json says.
+
+    Raises:
+        CheckpointError: it does not load, or lacks a weight.
+    """
+    if packing.config is not None and packing.loader == "halfbyte":
+        try:
+            return load_model(str(folder), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        except HalfbyteError as error:
+            raise CheckpointError(f"the merged model does not load: {error.message}", REPORT) from error
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device_map": {"": device}}
+    if packing.loader == "fp8":  # the values, not the products of a GPU's FP8 units
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"the merged model does not load: {error}", REPORT) from error
+    model, info = loaded
+    wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in sorted(info[kind], key=str)]
+    if wrong:
+        raise CheckpointError(f"the merged model lacks {wrong[0]}", REPORT)
+    return model
+
+
+def stored_values(module: nn.Module) -> Tensor:
+    """fp32: the weight of a loaded module, dequantized by the tool that loaded it."""
+    weight: Any = module.weight
+    if isinstance(weight.data, QuantizedTensor):
+        return weight.data.dequantize(torch.float32)
+    kind = type(weight).__name__
+    if kind == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        state = copy.copy(weight.quant_state)
+        state.dtype = torch.float32
+        return dequantize_4bit(weight.data, state)
+    if kind == "Int8Params":
+        from bitsandbytes.functional import int8_vectorwise_dequant
+
+        return int8_vectorwise_dequant(weight.data, weight.SCB)
+    return weight.data.float()
+
+
+@contextlib.contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """transformers' own progress bars would be drawn over ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
