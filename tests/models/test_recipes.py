@@ -172,5 +172,10 @@ def test_a_step_on_a_gpu_equals_the_emulation(spec):
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(linear_fp8, "_has_product", lambda *args: False)
         expected = loss_and_gradients(model, inputs)
+    halfbyte.unpatch(model)
+    halfbyte.patch(model)
+    exact = loss_and_gradients(model, inputs)[1]
     assert found[0] == pytest.approx(expected[0], rel=0.02)
-    assert apart(found[1], expected[1]) < 0.1
+    # A last bit of bf16 decides which code a value gets, so the two differ by as much as FP8 itself changes; but the
+    # tensor cores must not be further from 16-bit arithmetic than the emulation is.
+    assert apart(found[1], exact) < 1.25 * apart(expected[1], exact)
