@@ -7,13 +7,16 @@ BIN := $(VENV)/bin
 # and fetch gigabytes of CUDA libraries for them.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test test-all lint gpu-test clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
 
-# Style and types come first: the output ends with pytest's summary.
+# Style and types come first: the output ends with pytest's summary. What takes over 20 seconds a test is left to test-all.
 test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/installed-dev

@@ -29,7 +29,7 @@ SURFACE = {
         "--max-seconds",
         "--max-queue",
     ],
-    "merge": ["run", "out", "--base", "--verify --no-verify"],
+    "merge": ["run", "out", "--base", "--quantize", "--verify --no-verify"],
     "mix": ["model", "data", "--bits", "--formats", "--tokens"],
     "export": ["source", "--gguf", "--out", "--adapter-only", "--imatrix"],
     "env": [],

@@ -29,7 +29,8 @@ def test_greedy_tokens_are_those_of_transformers(family):
     if family == "Gemma2":
         model.get_base_model().set_attn_implementation("eager")
     found = generation.generate(model, PROMPTS, max_new_tokens=20, stops=[])
-    assert not any(key.startswith("generation") for key in notices.said())
+    experts = family in ("Mixtral", "Qwen3Moe")
+    assert any(key.startswith("generation") for key in notices.said()) == experts  # those run transformers' forward
     for ids, mine in zip(PROMPTS, found, strict=True):
         assert mine == theirs(model, ids, 20), family
 

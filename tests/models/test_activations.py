@@ -175,8 +175,10 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
 
 
 def test_families_of_the_planner_are_those_of_the_patch():
-    assert {row.name for row in ROWS} == {{"gemma3_text": "Gemma3"}.get(kind, kind.capitalize()) for kind in FUSED}
-    for row in ROWS:
+    planned = {{"gemma3_text": "Gemma3"}.get(kind, kind.capitalize()) for kind in FUSED}
+    rest = {"Mixtral", "Qwen3Moe", "Qwen2_5_VL"}  # experts and images: replayed as transformers runs them
+    assert {row.name for row in ROWS} == planned | rest
+    for row in (row for row in ROWS if row.name in planned):
         traits = FUSED["gemma3_text" if row.name == "Gemma3" else row.name.lower()]
         assert set(traits) == {name for name in ("sandwich", "qk_norm", "fused") if getattr(row, name)}
 

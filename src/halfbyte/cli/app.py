@@ -163,7 +163,7 @@ def merge(
     ] = None,
     verify: Annotated[bool, typer.Option(help="Reload the merged model and compare logits.")] = True,
 ) -> None:
-    """Write a model with the adapter merged, in 16 bits or quantized again."""
+    """Write a merged model, in 16 bits or quantized."""
     from .merge import merge_run
 
     merge_run(run, out, base, verify, quantize)

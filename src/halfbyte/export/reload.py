@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.errors import CheckpointError, HalfbyteError
+from halfbyte.formats import Blockwise4
 from halfbyte.models.load import load_model
 from halfbyte.tensor import QuantizedTensor
 
@@ -60,6 +61,11 @@ def stored_values(module: nn.Module) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
         state = copy.copy(weight.quant_state)
+        if weight.device.type == "cpu" and state.shape[-1] % state.blocksize:
+            # bitsandbytes 0.50.2's CPU kernel is wrong where blocks cross rows; its GPU kernels are not
+            entries = {"": weight.data, **state.as_dict(packed=True)}
+            format_, parts, shape, _ = Blockwise4.from_state(entries, "weight")
+            return format_.dequantize(parts, shape, torch.float32)
         state.dtype = torch.float32
         return dequantize_4bit(weight.data, state)
     if kind == "Int8Params":

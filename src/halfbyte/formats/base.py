@@ -110,6 +110,7 @@ class Format(abc.ABC):
         suffixes = {part: "" if not at else part for at, part in enumerate(specs)}
         parts = {part: state[suffix] for part, suffix in suffixes.items() if suffix in state}
         check_parts(parts, specs, suffixes, name)
+        check_finite(parts, suffixes, name)
         return format_, parts, shape, dtype
 
     @classmethod
@@ -177,7 +178,7 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
     """Compare loaded parts with what the format lists; `suffixes` names each part's entry in the checkpoint.
 
     Raises:
-        CheckpointError: a part of parameter `name` is missing, has another shape or dtype, or is not finite.
+        CheckpointError: a part of parameter `name` is missing, or has another shape or dtype.
     """
     for part, (size, dtype) in specs.items():
         label = entry_name(name, suffixes.get(part, part))
@@ -188,7 +189,17 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
             raise CheckpointError(
                 f"{label} is {found.dtype} {tuple(found.shape)}, expected {dtype} {size}", "re-download the checkpoint"
             )
-        if dtype in FLOATS and not found.is_meta and not bool(torch.isfinite(found).all()):
+
+
+def check_finite(parts: Parts, suffixes: Mapping[str, str], name: str) -> None:
+    """Look for NaN and Inf in loaded scales.
+
+    Raises:
+        CheckpointError: a part of parameter `name` has one.
+    """
+    for part, found in parts.items():
+        if found.dtype in FLOATS and not found.is_meta and not bool(torch.isfinite(found).all()):
+            label = entry_name(name, suffixes.get(part, part))
             raise CheckpointError(f"{label} has NaN or Inf", "re-download the checkpoint")
 
 

@@ -36,6 +36,7 @@ from .base import (
     Format,
     Parts,
     PartSpecs,
+    check_finite,
     check_not_negative,
     check_parts,
     json_entry,
@@ -200,6 +201,7 @@ class Blockwise4(Format):
             raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
         suffixes = {part: key for key, part in PART_OF_KEY.items()}
         check_parts(parts, self.part_specs(shape), suffixes, name)
+        check_finite(parts, suffixes, name)
         scales = "nested_absmax" if self.nested else "absmax"
         check_not_negative(parts[scales], f"{name}.{suffixes[scales]}")
 

@@ -232,6 +232,10 @@ def _family(causal: Any) -> tuple[Family, Any]:
     if backbone is None or found is None:
         raise Unknown(f"{type(causal).__name__} is of no family that halfbyte knows")
     family, config = found[0], backbone.config
+    for layer in backbone.layers:
+        kind = family_of(type(layer.mlp))
+        if kind is None or kind[1] != "MLP":  # a mixture of experts
+            raise Unknown(f"{type(layer.mlp).__name__} has a forward of its own")
     if getattr(config, family.activation) not in ACTIVATIONS:
         raise Unknown(f"there is no fused {getattr(config, family.activation)}")
     if getattr(config, "use_bidirectional_attention", False):
