@@ -7,12 +7,14 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import psutil
+import pytest
 import torch
 
 import halfbyte
 from halfbyte import environment as module
 from halfbyte.environment import environment
-from halfbyte.hardware import best_device, compute_dtype
+from halfbyte.errors import ConfigError
+from halfbyte.hardware import best_device, chosen_device, compute_dtype
 
 
 def test_report_is_json_and_tells_this_machine():
@@ -82,3 +84,17 @@ def test_importing_touches_neither_torch_nor_transformers():
     assert "'halfbyte.report.plots'" in loaded
     for heavy in ("'torch'", "'transformers'", "'matplotlib'"):
         assert heavy not in loaded
+
+
+def test_a_device_by_name():
+    assert chosen_device(None) == best_device()
+    assert chosen_device("cpu").type == "cpu"
+    with pytest.raises(ConfigError, match="cuda:99 is not here"):
+        chosen_device("cuda:99")
+    with pytest.raises(ConfigError, match="'gpu'"):
+        chosen_device("gpu")
+
+
+@pytest.mark.gpu
+def test_cuda_means_the_current_device():
+    assert chosen_device("cuda") == torch.device("cuda", torch.cuda.current_device())

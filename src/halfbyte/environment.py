@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .hardware import best_device, compute_dtype
+from .hardware import chosen_device, compute_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
         return report
     import torch
 
-    chosen = torch.device(device) if device else best_device()
+    chosen = chosen_device(device)
     choice = compute_dtype(chosen)
     report["versions"] |= {"cuda": torch.version.cuda, "rocm": torch.version.hip}
     report["gpus"] = _gpus()

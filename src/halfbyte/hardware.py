@@ -31,6 +31,32 @@ def best_device() -> torch.device:
     return torch.device("cpu")
 
 
+def chosen_device(name: str | torch.device | None) -> torch.device:
+    """The device of that name, with an index ("cuda" is the current one); None: `best_device`.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    import torch
+
+    from .errors import ConfigError
+
+    if name is None:
+        return best_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r}: {error}".splitlines()[0], "name cpu, cuda, cuda:1 or xpu") from error
+    if device.type not in ("cuda", "xpu"):
+        return device
+    module = getattr(torch, device.type)
+    if not module.is_available() or (device.index or 0) >= module.device_count():
+        raise ConfigError(
+            f"device {name!s} is not here: torch sees {module.device_count()} {device.type} devices", "leave device out"
+        )
+    return torch.device(device.type, module.current_device() if device.index is None else device.index)
+
+
 def compute_dtype(device: torch.device) -> ComputeDtype:
     """bfloat16 where `device` multiplies it natively; otherwise float16 (older GPUs) or float32 (older CPUs).
 

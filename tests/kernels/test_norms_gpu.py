@@ -188,8 +188,9 @@ def test_norm_in_float8_too(dtype, residual):
     state.settled = [True]
     *found, codes = kernels.rms_norm_float8(x, added, weight, 1e-6, False, Slot(state, 0))
     for one, other in zip(found, kernels.rms_norm(x, added, weight, 1e-6, False), strict=True):
-        # Another kernel, whose sums over a row may run in another order: the last bit is open.
-        torch.testing.assert_close(one, other, rtol=torch.finfo(one.dtype).eps, atol=0)
+        # Another kernel, whose sums over a row may run in another order: 1/rms may differ by a last bit or two, and
+        # so may each of the two products after it, which are rounded apart.
+        torch.testing.assert_close(one, other, rtol=4 * torch.finfo(one.dtype).eps, atol=0)
     expected = to_float8(found[0].float() * 200.0, torch.float8_e4m3fn).view(torch.uint8)
     # Triton's interpreter rounds to FP8 wrongly where the exponent grows, which leaves no mantissa bits.
     sound = expected & 7 != 0 if INTERPRETED else torch.ones_like(expected, dtype=torch.bool)

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from halfbyte.config import SIXTEEN, RunConfig
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import new_directory, write_json
-from halfbyte.hardware import best_device
+from halfbyte.hardware import chosen_device
 from halfbyte.models.load import load_tokenizer
 from halfbyte.saved import find, saved_config, tokenizer_keys
 
@@ -230,7 +230,7 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
             "use that folder as it is",
         )
     config = saved_config(place)
-    device = torch.device(config.device) if config.device else best_device()
+    device = chosen_device(config.device)
     checkpoint = BaseCheckpoint(config)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")

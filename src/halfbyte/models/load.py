@@ -13,7 +13,7 @@ from ..architectures import auto_class, beside_text
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
-from ..hardware import best_device, compute_dtype
+from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
 from .families import FAMILIES
@@ -105,7 +105,7 @@ def load_model(
     """
     from .quantizer import HalfbyteConfig
 
-    target = torch.device(device) if device is not None else best_device()
+    target = chosen_device(device)
     config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     check_checkpoint(Path(name_or_path))
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

@@ -19,7 +19,7 @@ from halfbyte.data import PreparedData, prepare
 from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
-from halfbyte.hardware import best_device
+from halfbyte.hardware import chosen_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
 from halfbyte.models.checkpoint_files import check_checkpoint
@@ -82,7 +82,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version trains in one process, on one device", "start it without torchrun")
     checkpoint = checkpoints.starting_point(config, resume)
-    device = torch.device(config.device) if config.device else best_device()
+    device = chosen_device(config.device)
     check_recipe(configured_recipe(config), device)
     compute_dtype = resolve_dtype(config.dtype, device)
     facts = {**environment(str(device)), "started": time.time()}

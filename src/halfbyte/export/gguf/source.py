@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from halfbyte.config import RunConfig
-from halfbyte.hardware import best_device
+from halfbyte.hardware import chosen_device
 from halfbyte.models.load import load_model_config, load_tokenizer
 from halfbyte.saved import Place, find, saved_config, tokenizer_keys
 
@@ -60,7 +60,7 @@ def open_source(run_or_model: str, device: str | None = None) -> Source:
     family = family_of(model_config)
     base = BaseCheckpoint(config)
     name = config.model_name_or_path.rstrip("/").split("/")[-1]
-    target = torch.device(device or config.device or best_device())
+    target = chosen_device(device or config.device)
     weights, merged = {each.name: Weight(each.shape, partial(base.read, each)) for each in base.weights}, ""
     if place.adapter:
         both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
