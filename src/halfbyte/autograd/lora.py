@@ -49,6 +49,14 @@ if TYPE_CHECKING:
     Weight = Tensor | QuantizedTensor
 
 
+@dataclass
+class Copy:
+    """A factor cast to another dtype, and its version then."""
+
+    tensor: Tensor
+    version: int
+
+
 @dataclass(frozen=True)
 class LoRA:
     """The adapter of one projection.
@@ -57,11 +65,21 @@ class LoRA:
         a: [r, K], any float dtype; PEFT's lora_A.weight.
         b: [N, r]; PEFT's lora_B.weight.
         scaling: s; alpha / r, or alpha / √r in rsLoRA.
+        copies: of a and b, where somebody casts them in advance.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
+    copies: tuple[Copy, Copy] | None = None
+
+    def cast_to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """The copies, if they are in `dtype` and hold what a and b hold."""
+        if self.copies is None:
+            return None
+        pairs = list(zip(self.copies, (self.a, self.b), strict=True))
+        fresh = all(copy.tensor.dtype is dtype and copy.version == factor._version for copy, factor in pairs)
+        return (self.copies[0].tensor, self.copies[1].tensor) if fresh else None
 
 
 class Products(Protocol):
@@ -227,6 +245,7 @@ class Projections:
         dropout: probability.
         dtype: that of the factors' gradients.
         recipe: what the products with the weights are computed in; None: x's dtype.
+        copies: (A, B) of each adapter in x's dtype, where all of them are cast already.
     """
 
     weights: tuple[Weight, ...]
@@ -234,6 +253,7 @@ class Projections:
     dropout: float
     dtype: torch.dtype
     recipe: Products | None = None
+    copies: tuple[tuple[Tensor, Tensor], ...] | None = None
 
     @classmethod
     def of(
@@ -249,7 +269,9 @@ class Projections:
         adapters = [lora for lora in loras if lora is not None]
         scalings = tuple(None if lora is None else lora.scaling for lora in loras)
         dtype = adapters[0].a.dtype if adapters else x.dtype
-        projections = cls(tuple(weights), scalings, dropout, dtype, recipe)
+        copies = tuple(pair for lora in adapters if (pair := lora.cast_to(x.dtype)) is not None)
+        whole = copies if len(copies) == len(adapters) else None
+        projections = cls(tuple(weights), scalings, dropout, dtype, recipe, whole)
         biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
         return projections, biases, [lora.a for lora in adapters], [lora.b for lora in adapters]
 
@@ -289,7 +311,7 @@ class Projections:
         """What backward needs beside x [M, K]."""
         if not a:
             return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ())
-        stacked, copies = cast(a, b, x.dtype)
+        stacked, copies = self.factors(a, b, x.dtype)
         if not self.dropout:
             return State(stacked, copies, product(x, stacked.t()), ())
         ranks, masks = [factor.shape[0] for factor in a], []
@@ -299,6 +321,15 @@ class Projections:
             product(dropped, factor.t(), out=out)
             masks.append(mask)
         return State(stacked, copies, u, tuple(masks))
+
+    def factors(
+        self, a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A stacked [R, K], and B, in `dtype`: copies where there are some, else cast in one launch."""
+        if self.copies:
+            stacked = stack([copy for copy, _ in self.copies])
+            return stacked, tuple(copy for _, copy in self.copies)
+        return cast(a, b, dtype)
 
     @staticmethod
     def _project(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, term: tuple | None) -> None:
@@ -397,6 +428,16 @@ def cast(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> tuple[
     copies = tuple(factor.new_empty(factor.shape, dtype=dtype) for factor in b)
     torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
     return stacked, copies
+
+
+def stack(factors: Sequence[Tensor]) -> Tensor:
+    """[rᵢ, K] each as [R, K]: no copy where they lie one after another."""
+    first, at = factors[0], factors[0].storage_offset()
+    for factor in factors:
+        if factor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or factor.storage_offset() != at:
+            return torch.cat(list(factors))
+        at += factor.numel()
+    return first.as_strided((sum(factor.shape[0] for factor in factors), first.shape[1]), (first.shape[1], 1))
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from ..ops.lora_glu import (
 )
 from .glu import glu
 from .linear_fp8 import Fp8Products
-from .lora import LoRA, Projections, State, cast, check, composed, refuse_compiled, rows_of, to_compute_dtype
+from .lora import LoRA, Projections, State, check, composed, refuse_compiled, rows_of, to_compute_dtype
 
 if TYPE_CHECKING:
     from .lora import Products, Weight
@@ -138,7 +138,7 @@ class _MLP(torch.autograd.Function):
         ctx.in_one_pass = _in_one_pass(x, first, second, a)
         gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state)
         if ctx.in_one_pass:
-            a_down, b_down = cast(a[n:], b[n:], x.dtype)
+            a_down, b_down = second.factors(a[n:], b[n:], x.dtype)
             hidden, low = _forward_in_one_pass(ctx, gate, up, first_state.u, _factors(first, first_state, a_down))
             second_state = State(a_down, b_down, low, ())
             hidden, codes = (gate, hidden) if isinstance(hidden, Codes) else (hidden, None)

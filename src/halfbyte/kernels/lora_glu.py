@@ -48,16 +48,13 @@ def _store(ptr, values, index, size, step, rank: tl.constexpr, rank_step, RANK: 
 
 
 @triton.jit
-def _cast(
-    out, values, mask, column_ptr, col, width, cast_ptr, newest_ptr,
-    LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr,
-):  # fmt: skip
-    """Store `values` in FP8; rows and columns beyond the ends hold zeros, which no amax notices."""
+def _cast(out, values, mask, factors, scale, LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr):
+    """Store `values` in FP8 and return them in fp32; beyond the ends they are zeros, which no amax notices."""
     values = values.to(tl.float32)
     if COLUMN_FACTORS:
-        values *= tl.load(column_ptr + col, mask=col < width, other=0.0)[None, :]
-    observe(newest_ptr, largest(values))
-    tl.store(out, to_float8(values, tl.load(cast_ptr), LIMIT).to(out.dtype.element_ty), mask=mask)
+        values *= factors[None, :]
+    tl.store(out, to_float8(values, scale, LIMIT).to(out.dtype.element_ty), mask=mask)
+    return values
 
 
 @triton.jit
@@ -75,6 +72,8 @@ def _lora_glu(
     b_gate = tl.trans(_load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK))
     b_up = tl.trans(_load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK))
     a_down = _load(a_down_ptr, col, width, 1, R_DOWN, width, RANK)
+    # The largest magnitude is told once, at the end: a branch in the loop would stall its pipeline.
+    scale, amax = tl.load(cast_ptr), tl.full((), 0.0, tl.float32)
     for step in tl.range(0, PART // ROWS, num_stages=STAGES):
         row = part * PART + step * ROWS + tl.arange(0, ROWS)
         element = row.to(tl.int64)[:, None] * width + col[None, :]
@@ -88,13 +87,13 @@ def _lora_glu(
         activated, _ = activation_and_derivative(g, ACTIVATION)
         h = (activated * u).to(gate_ptr.dtype.element_ty)
         if LIMIT > 0:  # of FP8: h is written in that
-            observe(newest_ptr, largest(h))
-            codes = to_float8(h.to(tl.float32), tl.load(cast_ptr), LIMIT)
-            tl.store(out_ptr + element, codes.to(out_ptr.dtype.element_ty), mask=mask)
+            amax = tl.maximum(amax, largest(_cast(out_ptr + element, h, mask, scale, scale, LIMIT, False)))
         else:
             tl.store(out_ptr + element, h, mask=mask)
         u_down = tl.dot(h, a_down, input_precision=PRECISION)
         _store(partial_ptr + block.to(tl.int64) * rows * R_DOWN, u_down, row, rows, R_DOWN, R_DOWN, 1, RANK)
+    if LIMIT > 0:
+        observe(newest_ptr, amax)
 
 
 @triton.jit
@@ -117,6 +116,12 @@ def _lora_glu_backward(
     d_up = tl.zeros((COLUMNS, RANK), tl.float32)
     d_down = tl.zeros((COLUMNS, RANK), tl.float32)
     dtype = gate_ptr.dtype.element_ty
+    scale, amax = tl.load(cast_ptr), tl.full((), 0.0, tl.float32)
+    if COLUMN_FACTORS:
+        gate_factors = tl.load(column_ptr + col, mask=col < width, other=0.0)
+        up_factors = tl.load(column_ptr + width + col, mask=col < width, other=0.0)
+    else:
+        gate_factors = up_factors = scale
     v_row = v_ptr + block.to(tl.int64) * rows * (R_GATE + R_UP)
     for step in tl.range(0, PART // ROWS, num_stages=STAGES):
         row = part * PART + step * ROWS + tl.arange(0, ROWS)
@@ -136,7 +141,9 @@ def _lora_glu_backward(
         dg = (dh * u * derivative).to(dtype)
         code = row.to(tl.int64)[:, None] * (2 * width) + col[None, :]
         if LIMIT > 0:  # of FP8: dg and du are written in that, side by side
-            _cast(codes_ptr + code, dg, mask, column_ptr, col, width, cast_ptr, newest_ptr, LIMIT, COLUMN_FACTORS)
+            amax = tl.maximum(
+                amax, largest(_cast(codes_ptr + code, dg, mask, gate_factors, scale, LIMIT, COLUMN_FACTORS))
+            )
         else:
             tl.store(gate_ptr + element, dg, mask=mask)
         d_gate = tl.dot(tl.trans(dg), u_gate, d_gate, input_precision=PRECISION)
@@ -144,13 +151,15 @@ def _lora_glu_backward(
         _store(v_row, v, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
         du = (dh * activated).to(dtype)
         if LIMIT > 0:
-            beside, factors = codes_ptr + code + width, column_ptr + width
-            _cast(beside, du, mask, factors, col, width, cast_ptr, newest_ptr, LIMIT, COLUMN_FACTORS)
+            beside = codes_ptr + code + width
+            amax = tl.maximum(amax, largest(_cast(beside, du, mask, up_factors, scale, LIMIT, COLUMN_FACTORS)))
         else:
             tl.store(up_ptr + element, du, mask=mask)
         d_up = tl.dot(tl.trans(du), u_up, d_up, input_precision=PRECISION)
         v = up_scale * tl.dot(du, b_up, input_precision=PRECISION)
         _store(v_row + R_GATE, v, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+    if LIMIT > 0:
+        observe(newest_ptr, amax)
     factor = factor_ptr + part.to(tl.int64) * (R_GATE + R_UP + R_DOWN) * width
     _store(factor, gate_scale * d_gate, col, width, 1, R_GATE, width, RANK)
     factor += R_GATE * width

@@ -31,6 +31,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..dispatch import on_compiler
 from ..notices import notice
+from .copies import refresh_copies
 
 NAME = "halfbyte"
 PREVIOUS = "_halfbyte_attention"  # the attribute of a backbone that holds the implementation it had
@@ -67,7 +68,8 @@ def unbind_attention(backbone: Any) -> None:
 
 
 def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backbone's forward, with the attention's metadata of this batch made before the first layer runs."""
+    """A backbone's forward; first the attention's metadata of this batch, and the adapters in the compute dtype."""
+    refresh_copies(self)
     return _with_metadata(self, self, args, kwargs)
 
 

@@ -20,6 +20,7 @@ from ..ops.fp8_scaling import DelayedScaling
 from .activations import clear_activations, layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
 from .blocks import FAMILY, attention_forward, mlp_forward, norm_forward
+from .copies import clear_copies
 from .families import ACTIVATIONS, Family, family_of
 from .projections import read_projection
 from .recipes import Recipe, clear_recipe, named_recipe, set_recipe
@@ -128,6 +129,7 @@ def patch(
 
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's forward again. Harmless on a model that is not patched."""
+    clear_copies(model)
     for module in model.modules():
         if FAMILY in module.__dict__:
             clear_activations(module)

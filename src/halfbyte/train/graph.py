@@ -107,6 +107,12 @@ class GraphedStep(_Graphs):
         if not all(group.get("capturable") for group in optimizer.param_groups):
             raise TrainingError("a CUDA graph cannot hold this optimizer", "make it with capturable=True")
         super().__init__(step, optimizer.zero_grad)
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
+        result = super()._replay(captured, batch)
+        torch.autograd.graph.increment_version(self.parameters)  # the step changed them, which only Python would note
+        return result
 
 
 class GraphedBackward(_Graphs):
