@@ -121,7 +121,7 @@ def _lora_glu_backward(
         gate_factors = tl.load(column_ptr + col, mask=col < width, other=0.0)
         up_factors = tl.load(column_ptr + width + col, mask=col < width, other=0.0)
     else:
-        gate_factors = up_factors = scale
+        gate_factors, up_factors = scale, scale
     v_row = v_ptr + block.to(tl.int64) * rows * (R_GATE + R_UP)
     for step in tl.range(0, PART // ROWS, num_stages=STAGES):
         row = part * PART + step * ROWS + tl.arange(0, ROWS)

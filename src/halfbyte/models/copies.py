@@ -36,14 +36,14 @@ class Copies:
     @classmethod
     def of(cls, backbone: nn.Module, dtype: torch.dtype, device: torch.device) -> Copies:
         """Buffers for all trained factors of another dtype; tells the LoRA modules of `backbone` of them."""
-        pairs = [
+        pairs: list[tuple[nn.Module, str, Any, Any]] = [
             (module, name, module.lora_A[name].weight, module.lora_B[name].weight)
             for module in backbone.modules()
             if isinstance(module, LoraLinear)
             for name in module.active_adapters
             if name in module.lora_A and _castable(module.lora_A[name].weight, dtype, device)
         ]
-        factors = [a for _, _, a, _ in pairs] + [b for _, _, _, b in pairs]
+        factors: list[Tensor] = [a for _, _, a, _ in pairs] + [b for _, _, _, b in pairs]
         sizes = [-(-factor.numel() // ALIGNED) * ALIGNED for factor in factors]
         parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
         copies = [Copy(part[: f.numel()].view(f.shape), -1) for part, f in zip(parts, factors, strict=True)]
@@ -61,7 +61,7 @@ class Copies:
             copy.version = factor._version
 
 
-def _castable(factor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+def _castable(factor: Any, dtype: torch.dtype, device: torch.device) -> bool:
     return factor.requires_grad and factor.dtype is not dtype and factor.device == device
 
 
