@@ -18,7 +18,10 @@ def test_documents_are_up_to_date(path):
     assert tables.updated(text, tables.ROOT / "benchmarks" / "results") == text, "run python -m benchmarks.tables"
 
 
-@pytest.mark.parametrize("file", sorted((tables.ROOT / "benchmarks" / "results").glob("quality_*.json")), ids=lambda f: f.name)
+RESULTS = sorted((tables.ROOT / "benchmarks" / "results").glob("quality_*.json"))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
 def test_names_mean_what_they_meant_when_measured(file):
     for name, row in json.loads(file.read_text())["stored_as"].items():
         if name in names():
