@@ -164,7 +164,7 @@ def candidates(lengths: list[int], batch: dict[str, Any]) -> dict[str, Callable[
     from halfbyte.models import attention
 
     bounds, longest, tokens = batch["cu_seq_lens_q"], batch["max_length_q"], sum(lengths)
-    ours = partial(attention._varying, bounds=bounds, longest=longest, scale=None, window=None)
+    ours = partial(attention.varying, bounds=bounds, longest=longest)
     return {
         "cuDNN, one by one": lambda: partial(one_by_one, lengths),
         "halfbyte's": lambda: ours,

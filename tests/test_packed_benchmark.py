@@ -3,8 +3,6 @@
 import pytest
 import torch
 from patch_models import loop_over_documents
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from benchmarks import packed, step
 from halfbyte.models import attention
@@ -34,8 +32,7 @@ def test_a_dense_mask_is_seen(monkeypatch, dense):
     if not dense:
         monkeypatch.setattr(attention, "DTYPES", (torch.float32, torch.bfloat16))
         monkeypatch.setattr(attention, "_varlen", lambda: (short_loop, frozenset({"enable_gqa"})))
-        AttentionInterface.register(attention.NAME, attention.attend)
-        AttentionMaskInterface.register(attention.NAME, sdpa_mask)
+        attention.register()
         training.model.config._attn_implementation = attention.NAME
     with packed.MaskWatch(640) as watch:
         training.step(packed.packed_batch("tiny", LENGTHS, "cpu"))
