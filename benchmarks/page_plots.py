@@ -7,7 +7,7 @@ version of matplotlib: nothing depends on the day, and ids are hashed with a fix
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -240,15 +240,17 @@ def decode(figure: Figure, results: Results) -> None:
 
 
 def quality(figure: Figure, results: Results) -> None:
-    """Bits per weight against perplexity: everything, and what lies near the model as it is."""
-    figure.set_size_inches(7, 3.4 * len(results))
+    """Bits per weight against perplexity, of the registry's names: all of them, and those of four bits and more."""
+    figure.set_size_inches(7, 3.2 * len(results))
     for panels, result in zip(figure.subplots(len(results), 2, squeeze=False), results.values(), strict=True):
-        rows = dict(result["stored_as"])
-        whole = rows.pop("as it is")
-        near = [name for name, row in rows.items() if row["perplexity"] < 1.06 * whole["perplexity"]]
-        for axes, names, label in zip(panels, (list(rows), near), ("all", "near the model as it is"), strict=True):
-            _quality(axes, {name: rows[name] for name in names}, whole)
-            axes.set_title(f"{result['model']}: {label}")
+        rows = {name: row for name, row in result["stored_as"].items() if not set(name) & {":", " "}}
+        wide = {name: row for name, row in rows.items() if row["bits_per_weight"] >= 4}
+        narrow = rows.keys() - wide.keys()
+        whole = result["stored_as"]["as it is"]
+        _quality(panels[0], rows, whole, narrow, apart=0.0)
+        _quality(panels[1], wide, whole, wide.keys(), apart=0.035)
+        panels[0].set_title(f"{result['model']}: all")
+        panels[1].set_title(f"{result['model']}: four bits and more")
         panels[0].set_yscale("log")
         panels[0].minorticks_off()
         low, high = panels[0].get_ylim()
@@ -257,21 +259,28 @@ def quality(figure: Figure, results: Results) -> None:
         panels[0].legend(loc="upper right")
 
 
-def _quality(axes: Axes, rows: dict[str, dict[str, Any]], whole: dict[str, Any]) -> None:
-    """Before QLoRA hollow, after it filled; names of the registry are written beside."""
+def _quality(
+    axes: Axes, rows: dict[str, dict[str, Any]], whole: dict[str, Any], named: Collection[str], apart: float
+) -> None:
+    """Before QLoRA hollow, after it filled; `named` are written beside the hollow ones, `apart` of the axis or more."""
     for key, face, label in (("perplexity", "none", "as stored"), ("perplexity_after_qlora", None, "after QLoRA")):
-        points = {name: (row["bits_per_weight"], row[key]) for name, row in rows.items() if row.get(key)}
-        if not points:
-            continue
+        points = [(row["bits_per_weight"], row[key]) for row in rows.values() if row.get(key)]
         colour = COLOURS["halfbyte" if face is None else "unsloth"]
-        x, y = zip(*points.values(), strict=True)
-        axes.scatter(x, y, s=14, edgecolors=colour, facecolors=face or colour, linewidths=0.9, label=label)
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.scatter(x, y, s=14, edgecolors=colour, facecolors=face or colour, linewidths=0.9, label=label)
         if whole.get(key):
             axes.axhline(whole[key], color=colour, linewidth=0.8, linestyle=":")
-    for name, row in rows.items():
-        if ":" not in name and " " not in name:
-            place = row["bits_per_weight"], row["perplexity"]
-            axes.annotate(name, place, (3, 2), textcoords="offset points", fontsize=5.5)
+    axes.margins(x=0.13)
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    placed: list[tuple[float, float]] = []
+    for y, name in sorted((rows[name]["perplexity"], name) for name in named):
+        x, least = rows[name]["bits_per_weight"], apart * (high - low)
+        for other_x, other_y in placed:
+            if abs(x - other_x) < 0.17 * (right - left):
+                y = max(y, other_y + least)
+        placed.append((x, y))
+        axes.annotate(name, (x, y), (x + 0.015 * (right - left), y), fontsize=6, va="center")
     axes.set_xlabel("bits per weight")
     axes.set_ylabel("perplexity")
     axes.grid()
