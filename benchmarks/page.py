@@ -78,11 +78,12 @@ def kernel_table(results: Results) -> Rows:
 
 
 def gemv_table(results: Results) -> Rows:
-    rows: Rows = [("weight", "rows of x", "µs", "cuBLAS, 16-bit, µs", "ratio", "of copy")]
+    rows: Rows = [("weight", "stored as", "rows of x", "µs", "cuBLAS, 16-bit, µs", "ratio", "of copy")]
     for result in results.values():
         for row in result["rows"]:
-            figures = f"{row['us']:.1f}", f"{row['cublas_us']:.1f}", f"{row['ratio']:.2f}", f"{row['of_copy']:.0%}"
-            rows.append((row["shape"].replace("x", "×"), row["batch"], *figures))
+            times = f"{row['us']:.1f}", f"{row['cublas_us']:.1f}", f"{row['cublas_us'] / row['us']:.2f}"
+            stored = row.get("spec", "nf4")
+            rows.append((row["shape"].replace("x", "×"), stored, row["batch"], *times, f"{row['of_copy']:.0%}"))
     return rows
 
 
@@ -145,13 +146,18 @@ SECTIONS = (
                              f"--json benchmarks/results/{name}.json",
     ),
     Section(
-        "Products of few rows", r"gemv.*",
+        "Products of few rows", r"gemv_(?!formats).*",
         "x·Wᵀ from packed NF4 with nested scales, against cuBLAS on a bf16 weight of the same shape; in CUDA graphs, "
         "over weights that rotate, so that none stays in the cache.",
         {"gemv": plots.gemv}, gemv_table, command("python -m benchmarks.gemv --json {file}"),
     ),
     Section(
-        "Decoding", r"decode_.*h200",
+        "Products of few rows, other formats", r"gemv_formats.*",
+        "The same measure at the largest shape; the table has all.",
+        {"gemv_formats": plots.gemv}, gemv_table, command("python -m benchmarks.gemv_formats --json {file}"),
+    ),
+    Section(
+        "Decoding", r"decode_(?!layers).*h200",
         "Tokens a second of 8B in NF4 after prompts of 128 tokens; all rows of a batch together.",
         {"decode": plots.decode}, decode_table, command("python -m benchmarks.decode --peers --json {file}"),
     ),

@@ -7,8 +7,9 @@ version of matplotlib: nothing depends on the day, and ids are hashed with a fix
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Collection, Sequence
-from itertools import cycle
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ COLOURS = {
     "halfbyte": "#3b82f6", "halfbyte, graph": "#0ea5a0", "halfbyte train": "#84a83a", "unsloth": "#f0883e",
     "bitsandbytes": "#c9608f", "liger": "#f0883e", "torch.compile": "#9a7fd1",
 }  # fmt: skip
+LINES = ("#3b82f6", "#0ea5a0", "#84a83a", "#f0883e", "#c9608f", "#9a7fd1")
 DECODING = {  # key of a row → label, colour
     "limit": ("all weights read at a copy's speed", "#7b858f"),
     "base": ("halfbyte, NF4", "#3b82f6"),
@@ -192,29 +194,33 @@ def dequantize(figure: Figure, results: Results) -> None:
 
 
 def gemv(figure: Figure, results: Results) -> None:
-    """Products of few rows: against cuBLAS on a 16-bit weight, and the fraction of copy bandwidth."""
+    """Products of few rows: against cuBLAS on a 16-bit weight, and the fraction of copy bandwidth.
+
+    A line a shape; where rows name formats, one a format, at the largest shape.
+    """
     figure.set_size_inches(7, 2.7)
-    shapes: dict[str, list[dict[str, Any]]] = {}
+    lines: dict[str, list[dict[str, Any]]] = {}
     for result in results.values():
+        largest = max((row["shape"] for row in result["rows"]), key=lambda shape: math.prod(map(int, shape.split("x"))))
         for row in result["rows"]:
-            shapes.setdefault(row["shape"].replace("x", "×"), []).append(row)
+            if row.get("spec") is None or row["shape"] == largest:
+                lines.setdefault(row.get("spec") or row["shape"].replace("x", "×"), []).append(row)
     left, right = figure.subplots(1, 2)
-    for axes, key, label in (
-        (left, "ratio", "cuBLAS's time over halfbyte's"),
-        (right, "of_copy", "of a copy's bandwidth"),
-    ):
-        for colour, (shape, rows) in zip(cycle(COLOURS.values()), shapes.items(), strict=False):
-            places = [row["batch"] for row in rows]
-            axes.plot(places, [row[key] for row in rows], color=colour, marker="o", markersize=3, label=shape)
+    for (style, colour), (label, rows) in zip(product(("-", "--", ":"), LINES), lines.items(), strict=False):
+        batches = [row["batch"] for row in rows]
+        look = {"color": colour, "linestyle": style, "marker": "o", "markersize": 3}
+        left.plot(batches, [row["cublas_us"] / row["us"] for row in rows], label=label, **look)
+        right.plot(batches, [row["of_copy"] for row in rows], **look)
+    for axes, label in ((left, "cuBLAS's time over halfbyte's"), (right, "of a copy's bandwidth")):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(places, list(map(str, places)))
+        axes.set_xticks(batches, list(map(str, batches)))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("rows of x")
         axes.set_ylabel(label)
         axes.grid(axis="y")
     left.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    legend_above(left, 3)
+    figure.legend(loc="outside upper left", ncols=6)
 
 
 def decode(figure: Figure, results: Results) -> None:
@@ -275,10 +281,10 @@ def _quality(
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     placed: list[tuple[float, float]] = []
     for y, name in sorted((rows[name]["perplexity"], name) for name in named):
-        x, least = rows[name]["bits_per_weight"], apart * (high - low)
+        x: float = rows[name]["bits_per_weight"]
         for other_x, other_y in placed:
             if abs(x - other_x) < 0.17 * (right - left):
-                y = max(y, other_y + least)
+                y = max(y, other_y + apart * (high - low))
         placed.append((x, y))
         axes.annotate(name, (x, y), (x + 0.015 * (right - left), y), fontsize=6, va="center")
     axes.set_xlabel("bits per weight")
