@@ -181,7 +181,8 @@ def compare_attention(name: str, lengths: list[int]) -> dict[str, dict[str, Any]
     torch.manual_seed(0)
     make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     sets = [[make(shape).requires_grad_() for shape in shapes] for _ in range(SETS)]
-    grad, truth, results = make(shapes[0]), None, {}
+    grad, truth = make(shapes[0]), None
+    results: dict[str, dict[str, Any]] = {}
     for label, made in candidates(lengths, packed_batch(name, lengths, "cuda")).items():
         try:
             attend = made()
