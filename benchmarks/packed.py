@@ -132,7 +132,7 @@ class CudnnVarlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         *saved, seed, offset, bounds = ctx.saved_tensors
         places = bounds, bounds, ctx.longest, ctx.longest
         no_bias = torch.empty(0, device=grad.device, dtype=grad.dtype)
@@ -149,7 +149,7 @@ def flex(bounds: Tensor, tokens: int) -> Attend:
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (document[query] == document[key]) & (query >= key)
 
-    mask = create_block_mask(sees, None, None, tokens, tokens, device="cuda", _compile=True)
+    mask = torch.compile(create_block_mask)(sees, None, None, tokens, tokens, device="cuda")
     compiled = torch.compile(flex_attention)
 
     def attend(*inputs: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ def candidates(lengths: list[int], batch: dict[str, Any]) -> dict[str, Callable[
     return {
         "cuDNN, one by one": lambda: partial(one_by_one, lengths),
         "halfbyte's": lambda: ours,
-        "flex": lambda: flex(bounds, tokens),
         "cuDNN, ragged": lambda: lambda *inputs: CudnnVarlen.apply(*inputs, bounds, longest),
+        "flex": lambda: flex(bounds, tokens),
     }
 
 

@@ -273,15 +273,15 @@ def _quality(
         points = [(row["bits_per_weight"], row[key]) for row in rows.values() if row.get(key)]
         colour = COLOURS["halfbyte" if face is None else "unsloth"]
         if points:
-            x, y = zip(*points, strict=True)
-            axes.scatter(x, y, s=14, edgecolors=colour, facecolors=face or colour, linewidths=0.9, label=label)
+            look = {"s": 14, "edgecolors": colour, "facecolors": face or colour, "linewidths": 0.9}
+            axes.scatter(*zip(*points, strict=True), **look, label=label)
         if whole.get(key):
             axes.axhline(whole[key], color=colour, linewidth=0.8, linestyle=":")
     axes.margins(x=0.13)
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     placed: list[tuple[float, float]] = []
     for y, name in sorted((rows[name]["perplexity"], name) for name in named):
-        x: float = rows[name]["bits_per_weight"]
+        x = rows[name]["bits_per_weight"]
         for other_x, other_y in placed:
             if abs(x - other_x) < 0.17 * (right - left):
                 y = max(y, other_y + apart * (high - low))
