@@ -1,7 +1,7 @@
 """A QLoRA step on uneven documents packed into one row, against the floor that has no padding; on one CUDA device.
 
     python -m benchmarks.packed [--model llama-3.1-8b] [--documents 24] [--tokens 16384] [--graph]
-        [--policy LEVEL|auto|LEVEL:N,...] [--memory-limit-gib N] [--attention] [--json FILE]
+        [--policy LEVEL|auto|LEVEL:N,...] [--memory-limit-gib N] [--attention [ragged ...]] [--json FILE]
 
 The documents' lengths are log-normal (σ = 0.8), from one seed, and fill the row. The floor is that of
 `benchmarks.step`: each GEMM at the row's tokens, and cuDNN's causal attention on each document alone at its own length,
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -159,26 +159,31 @@ def candidates(lengths: list[int], batch: dict[str, Any]) -> dict[str, Callable[
     }
 
 
-def compare_attention(name: str, lengths: list[int]) -> dict[str, dict[str, Any]]:
-    """Candidate → ms forward, and forward and backward, in a graph; error against one by one; or why it failed."""
+def compare_attention(name: str, lengths: list[int], chosen: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Candidate → ms forward, and forward and backward, in a graph; error against one by one; or why it failed.
+
+    chosen: parts of the candidates' names; none: all.
+    """
     config = model_config(name)
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
     shapes = [(sum(lengths), count, config.head_dim) for count in heads]
     torch.manual_seed(0)
     make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     sets = [[make(shape).requires_grad_() for shape in shapes] for _ in range(SETS)]
-    grad, truth = make(shapes[0]), None
+    grad = make(shapes[0])
+    truth = _with_gradients(partial(one_by_one, lengths), sets[0], grad)
     results: dict[str, dict[str, Any]] = {}
     for label, made in candidates(lengths, packed_batch(name, lengths, "cuda")).items():
+        if chosen and not any(part in label for part in chosen):
+            continue
         try:
             attend = made()
             found = _with_gradients(attend, sets[0], grad)
-            truth = truth or found
             error = max(map(_relative_error, found, truth))
             there = graph_us([partial(attend, *inputs) for inputs in sets]) / 1e3
             both = graph_us([partial(_with_gradients, attend, inputs, grad) for inputs in sets]) / 1e3
-        except RuntimeError as failed:
-            results[label] = {"error": str(failed).strip().splitlines()[0]}
+        except Exception as failed:
+            results[label] = {"error": f"{type(failed).__name__}: {failed}"[:600]}
         else:
             results[label] = {"forward_ms": there, "both_ms": both, "relative_error": error, "right": error <= ERROR}
         print(f"  {label:18} {results[label]}", flush=True)
@@ -202,14 +207,16 @@ def main() -> None:
     parser.add_argument("--policy", help="what the layers keep: a level, auto, or such as offload:20,keep:12")
     parser.add_argument("--memory-limit-gib", type=float, help="of the process, and of its plan")
     parser.add_argument("--graph", action="store_true", help="also as a CUDA graph")
-    parser.add_argument("--attention", action="store_true", help="time the candidates for packed attention instead")
+    parser.add_argument(
+        "--attention", nargs="*", metavar="NAME", help="time the candidates for packed attention instead: all, or these"
+    )
     parser.add_argument("--json")
     given = parser.parse_args()
     lengths = document_lengths(given.documents, given.tokens)
     print(f"{given.documents} documents of {min(lengths)} to {max(lengths)} tokens: {lengths}")
     result = {"model": given.model, "tokens": given.tokens, "documents": lengths}
-    if given.attention:
-        write_result(given.json, {**result, "attention": compare_attention(given.model, lengths)})
+    if given.attention is not None:
+        write_result(given.json, {**result, "attention": compare_attention(given.model, lengths, given.attention)})
         return
     least = floor(given.model, 1, given.tokens, checkpointing=False, documents=lengths)
     gc.collect()
