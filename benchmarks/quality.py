@@ -40,7 +40,7 @@ WHOLE = "as it is"
 # Beside the names of the registry: unnested scales, as in bitsandbytes' default, and k-bit's other codebooks.
 VARIANTS = (
     "blockwise4:nf4:64:plain", "blockwise4:fp4:64:plain", "kbit:2:affine",
-    *(f"kbit:{k}:{codebook}" for k in (2, 3, 4, 5) for codebook in ("bnf", "fitted")),
+    *(f"kbit:{k}:{codebook}" for k in (2, 3, 4, 5) for codebook in ("nf", "fitted")),
 )  # fmt: skip
 INT8_PRODUCTS = "int8, products in int8"
 BITSANDBYTES = {"bitsandbytes NF4": "nf4", "bitsandbytes FP4": "fp4", "bitsandbytes INT8": "int8"}

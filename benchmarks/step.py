@@ -36,8 +36,13 @@ from benchmarks.step_model import MODELS, STEPS, build, levels, model_config, ra
 SETS = 3  # of operands in a graph, so that the cache does not help
 
 
-def floor(name: str, rows: int, length: int, checkpointing: bool) -> dict[str, Any]:
-    """Times in ms of what a step consists of: GEMMs by shape, the head, attention; and their sum."""
+def floor(
+    name: str, rows: int, length: int, checkpointing: bool, documents: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Times in ms of what a step consists of: GEMMs by shape, the head, attention; and their sum.
+
+    documents: lengths of what the rows are packed with; attention is then that of each alone.
+    """
     config = model_config(name)
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -50,10 +55,12 @@ def floor(name: str, rows: int, length: int, checkpointing: bool) -> dict[str, A
         parts[f"{outputs}x{inputs}"] = {"count": count * layers, "forward_ms": there, "input_gradient_ms": back}
         forward, backward = forward + count * layers * there, backward + count * layers * back
         flops += 4 * rows * length * outputs * inputs * count * layers
-    there, back = attention_ms(rows, length, config)
+    alone = [attention_ms(1, size, config) for size in documents] if documents else [attention_ms(rows, length, config)]
+    there, back = (sum(times) for times in zip(*alone, strict=True))
     parts["attention"] = {"count": layers, "forward_ms": there, "backward_ms": back}
     forward, backward = forward + layers * there, backward + layers * back
-    flops += 7 * rows * length**2 * queries * layers  # causal: half of 4·T²·D forward, 2.5 times that backward
+    pairs = sum(size**2 for size in documents or [length] * rows)
+    flops += 7 * pairs * queries * layers  # causal: half of 4·T²·D forward, 2.5 times that backward
     there, back = gemm_ms(rows * length, config.vocab_size, hidden)
     parts["head"] = {"count": 1, "forward_ms": there, "input_gradient_ms": back}
     flops += 4 * rows * length * config.vocab_size * hidden
@@ -211,17 +218,17 @@ def main() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     runs |= {name: peer(name, given) for name in given.peers.split(",") if name}
-    show(given, least, runs)
+    kept = given.policy or ("checkpointed" if given.checkpointing else "activations kept")
+    show(f"{given.model} {given.batch}×{given.length}, {kept}", least, runs)
     keys = ("model", "batch", "length", "checkpointing", "policy", "memory_limit_gib", "recipe", "storage")
     shape = {key: getattr(given, key) for key in keys}
     write_result(given.json, {**shape, "floor": least, "runs": runs})
 
 
-def show(given: argparse.Namespace, least: dict[str, Any] | None, runs: dict[str, dict[str, Any]]) -> None:
+def show(what: str, least: dict[str, Any] | None, runs: dict[str, dict[str, Any]]) -> None:
     """One line a run, beside the floor."""
-    kept = given.policy or ("checkpointed" if given.checkpointing else "activations kept")
     floor_ = f"floor {least['ms']:.1f} ms, {least['tflop']:.0f} TFLOP" if least else "no floor"
-    print(f"{given.model} {given.batch}×{given.length}, {kept}: {floor_}")
+    print(f"{what}: {floor_}")
     for name, run in runs.items():
         if "error" in run:
             print(f"  {name:16} failed: {run['error']}")

@@ -9,12 +9,23 @@ import torch
 from benchmarks import tables
 from benchmarks.llama2c import read_model, read_tokenizer
 from benchmarks.quality import IGNORE_INDEX, documents, split
+from halfbyte.formats import named, names
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
 def test_documents_are_up_to_date(path):
     text = path.read_text(encoding="utf-8")
     assert tables.updated(text, tables.ROOT / "benchmarks" / "results") == text, "run python -m benchmarks.tables"
+
+
+RESULTS = sorted((tables.ROOT / "benchmarks" / "results").glob("quality_*.json"))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
+def test_names_mean_what_they_meant_when_measured(file):
+    for name, row in json.loads(file.read_text())["stored_as"].items():
+        if name in names():
+            assert row["spec"] == named(name).spec, name
 
 
 def test_a_table_follows_its_result(tmp_path):

@@ -111,7 +111,9 @@ def with_image(family: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.
     return inputs | {"mm_token_type_ids": types, "pixel_values": pixels, "image_grid_thw": grid}
 
 
-def loop_over_documents(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
+def loop_over_documents(
+    query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, window_size, scale, enable_gqa, softcap=0.0
+):
     """What stands in for variable-length attention on a CPU."""
     assert torch.equal(bounds_q, bounds_k)
     assert longest_q == longest_k == int(bounds_q.diff().max())
@@ -120,8 +122,13 @@ def loop_over_documents(query, key, value, bounds_q, bounds_k, longest_q, longes
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         ages = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
         mask = (ages >= 0) & (ages <= (window_size[0] if window_size[0] >= 0 else end))
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=enable_gqa)
-        outputs.append(out[0].transpose(0, 1))
+        if softcap:
+            k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+            scores = softcap * torch.tanh(q @ k.mT * scale / softcap)
+            out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        else:
+            out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=enable_gqa)[0]
+        outputs.append(out.transpose(0, 1))
     return torch.cat(outputs)
 
 

@@ -4,16 +4,18 @@ The kernels themselves need a CUDA device; here a loop over documents stands in 
 """
 
 import copy
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from patch_models import assert_same, batch, loop_over_documents, loss_and_gradients, tiny
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 import halfbyte
 from halfbyte.models import attention
+from halfbyte.notices import said
 
 
 @pytest.fixture
@@ -27,14 +29,40 @@ def on_cpu(monkeypatch):
 
     monkeypatch.setattr(attention, "DTYPES", (torch.float32,))
     monkeypatch.setattr(attention, "_varlen", lambda: (varlen, frozenset({"enable_gqa"})))
-    AttentionInterface.register(attention.NAME, attention.attend)
-    AttentionMaskInterface.register(attention.NAME, sdpa_mask)
+    attention.register()
     return calls
 
 
-def patched(model):
+@pytest.fixture
+def flash3(on_cpu, monkeypatch):
+    """FlashAttention 3's module, as its interface is (hopper/flash_attn_interface.py); records what it is called with.
+
+    Computes document by document in float32, with scores capped.
+    """
+    calls = []
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False,
+    ):  # fmt: skip
+        calls.append({"bounds": cu_seqlens_q, "window": window_size, "softcap": softcap, "causal": causal})
+        options = {"window_size": window_size, "scale": softmax_scale, "softcap": softcap}
+        return loop_over_documents(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, enable_gqa=True, **options
+        )
+
+    module = ModuleType("flash_attn_interface")
+    module.__spec__ = ModuleSpec("flash_attn_interface", None)
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    attention.flash3.cache_clear()
+    yield calls
+    attention.flash3.cache_clear()
+
+
+def patched(model, name=attention.NAME):
     halfbyte.patch(model)
-    model.config._attn_implementation = attention.NAME
+    model.config._attn_implementation = name
     return model
 
 
@@ -48,6 +76,60 @@ def test_no_mask_equals_the_dense_mask(on_cpu, monkeypatch, family, packed):
     windows = family in ("Mistral", "Gemma3Text")
     assert bool(on_cpu) == (packed or windows)
     assert len({id(bounds) for bounds in on_cpu[-2:]}) <= 1  # once a batch, not once a layer
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "Gemma3Text"])
+def test_flash_attention_3_is_used_where_installed(flash3, on_cpu, family, packed):
+    model, inputs = tiny(family), batch(packed)
+    expected = loss_and_gradients(model, inputs)
+    name = attention.CAPPED if family == "Gemma2" else attention.NAME
+    assert_same(loss_and_gradients(patched(model, name), inputs), expected)
+    assert not on_cpu
+    windows = family != "Llama"
+    assert len(flash3) == (2 if packed or family in ("Mistral", "Gemma2") else int(windows))
+    assert {call["softcap"] for call in flash3} <= {2.0 if family == "Gemma2" else 0.0}
+    assert all(call["causal"] for call in flash3)
+    assert any(call["window"] == (7, 0) for call in flash3) == windows
+    assert len({id(call["bounds"]) for call in flash3}) <= 1  # once a batch, not once a layer
+
+
+def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
+    model, inputs = tiny("Gemma2"), batch()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, :5] = 0
+    inputs["labels"][1, :6] = -100
+    expected = loss_and_gradients(model, inputs)
+    prompt = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    generated = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
+    patched(model, attention.CAPPED)
+    assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), generated)
+    assert_same(loss_and_gradients(model.train(), inputs), expected)
+    assert not flash3
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "words"),
+    [
+        ("Llama", attention.NAME, "cuDNN for whole rows, FlashAttention 3"),
+        ("Gemma2", attention.CAPPED, "scores capped"),
+    ],
+)
+def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, name, words):
+    model = tiny(family, adapter=False).model
+    before = model.config._attn_implementation
+    monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    assert words in attention.bind_attention(model)
+    assert model.config._attn_implementation == name
+    assert "FlashAttention 3" in said()["attention-flash3"]
+    attention.unbind_attention(model)
+    assert model.config._attn_implementation == before
+
+
+def test_a_flash_attention_3_that_does_not_load_is_not_used(flash3, monkeypatch):
+    monkeypatch.delattr(sys.modules["flash_attn_interface"], "flash_attn_varlen_func")
+    assert attention.flash3() is None
+    assert "cannot import name" in said()["flash3"]
 
 
 def test_bounds_that_the_caller_gives_are_taken(on_cpu):

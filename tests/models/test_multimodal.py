@@ -9,8 +9,6 @@ import transformers
 from patch_models import MULTIMODAL, assert_same, batch, loop_over_documents, loss_and_gradients, tiny, with_image
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 import halfbyte
 from halfbyte.adapters import all_linear
@@ -29,8 +27,7 @@ def on_cpu(monkeypatch):
     """The path of a CUDA device on a CPU."""
     monkeypatch.setattr(attention, "DTYPES", (torch.float32,))
     monkeypatch.setattr(attention, "_varlen", lambda: (loop_over_documents, frozenset({"enable_gqa"})))
-    AttentionInterface.register(attention.NAME, attention.attend)
-    AttentionMaskInterface.register(attention.NAME, sdpa_mask)
+    attention.register()
 
 
 def inputs_of(family: str, image: bool) -> dict[str, torch.Tensor]:

@@ -47,10 +47,10 @@ class KBit(Format):
     """
 
     k: int = 4
-    codebook: Literal["nf", "bnf", "fitted", "affine"] = "nf"
+    codebook: Literal["nf", "bnf", "fitted", "affine"] = "bnf"
 
     name: ClassVar[str] = "kbit"
-    names: ClassVar[dict[str, str]] = {f"kbit{k}": f"kbit:{k}:nf" for k in (2, 3, 4, 5)}
+    names: ClassVar[dict[str, str]] = {f"kbit{k}": f"kbit:{k}:bnf" for k in (2, 3, 4, 5)}
 
     def __post_init__(self) -> None:
         if self.k not in (2, 3, 4, 5):

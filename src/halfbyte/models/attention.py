@@ -1,14 +1,17 @@
 """Causal attention on a CUDA device without a mask: cuDNN for whole rows, variable lengths for packed ones and windows.
 
-Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
-a model uses "sdpa". What the layers need to know is worked out once a batch, in the backbone's forward: where each
-document begins (from `position_ids` that restart, or as the caller's `cu_seq_lens_q`, which waits for nothing on the
-device). It reaches the layers as the keyword arguments that transformers' own flash attention reads, with `NO_MASK` in
-place of a mask: transformers passes masks of four dimensions on as they are, so it builds none and does not look for
-documents itself.
+Variable lengths are FlashAttention 3's where its package (`flash_attn_interface`) is installed, else FlashAttention 2's
+from torch. Capped scores (Gemma 2) need FlashAttention 3; without it they stay with transformers' eager attention.
 
-Padding, key-value caches, float32, dropout and images that see themselves (Gemma 3) go to transformers' SDPA with its
-mask.
+Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
+a model uses "sdpa", or "eager" because its scores are capped. What the layers need to know is worked out once a batch,
+in the backbone's forward: where each document begins (from `position_ids` that restart, or as the caller's
+`cu_seq_lens_q`, which waits for nothing on the device). It reaches the layers as the keyword arguments that
+transformers' own flash attention reads, with `NO_MASK` in place of a mask: transformers passes masks of four dimensions
+on as they are, so it builds none and does not look for documents itself.
+
+Padding, key-value caches, float32, dropout and images that see themselves (Gemma 3) go to what transformers would have
+used, with its mask.
 
 Measured on an H200 (fwd + bwd, 4×2048, 32 heads of 128): cuDNN 398 TFLOP/s, flash 214; 16k packed tokens: variable
 lengths 3.8 ms, SDPA with a dense mask 50 ms (docs/design.md).
@@ -17,7 +20,9 @@ lengths 3.8 ms, SDPA with a dense mask 50 ms (docs/design.md).
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +32,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..dispatch import on_compiler
 from ..notices import notice
 from .copies import refresh_copies
 
 NAME = "halfbyte"
+CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
 PREVIOUS = "_halfbyte_attention"  # the attribute of a backbone that holds the implementation it had
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
 DTYPES = (torch.float16, torch.bfloat16)  # that the kernels know
@@ -44,21 +50,33 @@ def bind_attention(backbone: Any) -> str:
     """Choose the attention of `backbone` (the module that holds the layers); says in words what it is now."""
     implementation = backbone.config._attn_implementation
     device = next(backbone.parameters()).device.type
+    capped = bool(getattr(backbone.config, "attn_logit_softcapping", None))
+    flash = "FlashAttention 3" if flash3() else "variable lengths"
     if implementation == NAME:
-        return "halfbyte: cuDNN for whole rows, variable lengths for packed ones; no mask"
+        return f"halfbyte: cuDNN for whole rows, {flash} for packed ones and windows; no mask"
+    if implementation == CAPPED:
+        return f"halfbyte: {flash}, its scores capped; no mask"
     if device != "cuda":
         return f"transformers' {implementation} (on {device})"
-    if getattr(backbone.config, "attn_logit_softcapping", None):
-        return f"transformers' {implementation}: no fused attention caps its scores"
+    if capped and flash3() is None:
+        return f"transformers' {implementation}: only FlashAttention 3 caps its scores, and it is not installed"
     if getattr(backbone.config, "use_bidirectional_attention", False):
         return f"transformers' {implementation}: this model's attention is not causal"
-    if implementation != "sdpa":
+    if implementation != ("eager" if capped else "sdpa"):
         return f"transformers' {implementation}, as the model was loaded with"
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    register()
     setattr(backbone, PREVIOUS, implementation)
-    backbone.config._attn_implementation = NAME
+    backbone.config._attn_implementation = CAPPED if capped else NAME
+    if flash3():
+        notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
+
+
+def register() -> None:
+    """Make both names known to transformers, each with the mask that its fallback reads."""
+    for name, mask in ((NAME, sdpa_mask), (CAPPED, eager_mask)):
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, mask)
 
 
 def unbind_attention(backbone: Any) -> None:
@@ -84,7 +102,7 @@ def _with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[str, Any
         return own(*args, **kwargs)
     if model.training:
         kwargs["use_cache"] = False  # unless asked for: a cache in training is only dead weight
-    chosen = backbone.config._attn_implementation == NAME and kwargs.get("use_cache") is False
+    chosen = backbone.config._attn_implementation in (NAME, CAPPED) and kwargs.get("use_cache") is False
     if chosen and not _has_images(kwargs):
         inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         kwargs |= _metadata(backbone, inputs, kwargs)
@@ -101,7 +119,8 @@ def _has_images(kwargs: dict[str, Any]) -> bool:
 
 def _metadata(backbone: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments for the layers; none where transformers' mask is needed."""
-    if kwargs.get("attention_mask") is not None:
+    capped = backbone.config._attn_implementation == CAPPED
+    if kwargs.get("attention_mask") is not None or (capped and on_compiler()):
         return {}
     kind = inputs.device.type
     dtype = next(backbone.parameters()).dtype
@@ -109,7 +128,7 @@ def _metadata(backbone: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str
     dropout = backbone.training and getattr(backbone.config, "attention_dropout", 0.0)
     if dropout or dtype not in DTYPES:
         reason = "attention_dropout is set" if dropout else f"it is computed in {dtype}"
-        notice(f"attention-{reason}", f"attention is transformers' SDPA, with a dense mask for packed rows: {reason}")
+        notice(f"attention-{reason}", f"attention is transformers' own, with a dense mask for packed rows: {reason}")
         return {}
     rows, length = inputs.shape[:2]
     return _where_documents_begin(backbone, rows, length, inputs.device, kwargs)
@@ -131,7 +150,7 @@ def _where_documents_begin(
         if packed is not None:
             return no_mask | packed
     window = getattr(backbone.config, "sliding_window", None)
-    if window is not None and window < length:
+    if (window is not None and window < length) or backbone.config._attn_implementation == CAPPED:
         return no_mask | _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
     return no_mask
 
@@ -168,6 +187,7 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **kwargs: Any,
@@ -179,19 +199,25 @@ def attend(
         key, value: [B, Hk, T, D], Hk dividing Hq.
         attention_mask: of shape `NO_MASK`, or one that transformers made.
         sliding_window: tokens that a token sees, itself among them.
+        softcap: scores become softcap · tanh(score / softcap).
         cu_seq_lens_q, max_length_q: as `documents` gives them.
 
     Returns:
         [B, T, Hq, D], and None (no weights).
     """
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        inputs = query, key, value, attention_mask
+        if softcap is None:
+            return sdpa_attention_forward(module, *inputs, dropout=dropout, scaling=scaling, **kwargs)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        return eager(module, *inputs, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if cu_seq_lens_q is None:
+    plain = window is None and softcap is None
+    if cu_seq_lens_q is None or (plain and cu_seq_lens_q.numel() == rows + 1):  # as many as rows
         return _causal(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = _varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window)
+    out = varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap)
     return out.unflatten(0, (rows, length)), None
 
 
@@ -211,13 +237,53 @@ def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def _varying(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
+@functools.cache
+def flash3() -> Callable[..., Any] | None:
+    """FlashAttention 3's function for variable lengths; None where its package is not installed, or does not run."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        notice("flash3", "FlashAttention 3 is installed and not used: it is made for Hopper GPUs")
+        return None
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        notice("flash3", f"FlashAttention 3 is installed and not used: {error}")
+        return None
+    return flash_attn_varlen_func
+
+
+def varying(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention within documents: q [B·T, Hq, D], k and v [B·T, Hk, D] → [B·T, Hq, D]."""
+    """Causal attention within documents.
+
+    Args:
+        query: [B·T, Hq, D]; key, value: [B·T, Hk, D].
+        bounds: int32 [documents + 1], where each begins, as `documents` gives them.
+        longest: at least the tokens of the longest document.
+        scale: of the scores; None: 1/√D.
+        window: tokens that a token sees, itself among them.
+        softcap: as in `attend`; with FlashAttention 3 only.
+
+    Returns:
+        [B·T, Hq, D].
+    """
+    places = bounds, bounds, longest, longest
+    sides = (-1 if window is None else window - 1, 0)
+    flash = flash3()
+    if flash is not None and not on_compiler():
+        exact = torch.are_deterministic_algorithms_enabled()
+        options = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0, "deterministic": exact}
+        out = flash(query, key, value, *places, window_size=sides, **options)
+        return out[0] if isinstance(out, tuple) else out  # earlier versions return the normalizers, too
     varlen_attn, parameters = _varlen()
-    left = -1 if window is None else window - 1
-    options: dict[str, Any] = {"window_size": (left, 0), "scale": scale}
-    if "enable_gqa" in parameters:
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in parameters else {}
+    return varlen_attn(query, key, value, *places, window_size=sides, scale=scale, **grouped)

@@ -1,0 +1,224 @@
+"""Makes docs/benchmarks.md and its plots from benchmarks/results alone: `python -m benchmarks.page`.
+
+A section is there when a result for it is. Nothing is measured here, and the same results give the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import page_plots as plots
+from benchmarks.page_plots import Results, measured, what
+from benchmarks.tables import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+PAGE = "benchmarks.md"
+VERSIONS = ("torch", "triton", "transformers", "peft", "bitsandbytes", "cuda")
+
+Rows = list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Plots, what they show, and the results they are made from.
+
+    Args:
+        files: pattern of the results' names.
+        text: what is compared, and how it was timed.
+        draw: name of a plot's file → what draws it.
+        table: rows below the plots, the first the head; empty: the plots say all.
+        command: how one of the results was made.
+    """
+
+    title: str
+    files: str
+    text: str
+    draw: dict[str, plots.Draw]
+    table: Callable[[Results], Rows]
+    command: Callable[[str, dict[str, Any]], str]
+
+    def results(self, all_: Results) -> Results:
+        return {name: result for name, result in all_.items() if re.fullmatch(self.files, name)}
+
+
+def step_table(results: Results) -> Rows:
+    rows: Rows = [("", "ms", "of the floor", "tokens/s", "peak GiB", "first step, s")]
+    for result in results.values():
+        floor = result.get("floor")
+        if floor:
+            rows.append((f"**{what(result)}**, floor", f"{floor['ms']:.1f}", "", "", "", ""))
+        for name, run in measured(result).items():
+            label = name if floor else f"**{what(result)}**, {name}"
+            share = f"{floor['ms'] / run['ms']:.3f}" if floor else ""
+            first = f"{run['first_step_seconds']:.1f}" if "first_step_seconds" in run else ""
+            speed = f"{run['tokens_per_second']:,.0f}"
+            rows.append((label, f"{run['ms']:.1f}", share, speed, f"{run['peak_gib']:.2f}", first))
+    return rows
+
+
+def no_table(results: Results) -> Rows:
+    return []
+
+
+def kernel_table(results: Results) -> Rows:
+    rows: Rows = [("kernel", "by", "MB", "graph µs", "TB/s", "of copy", "called µs", "host µs")]
+    for result in results.values():
+        for row in result["kernels"]:
+            figures = (f"{row[key]:.1f}" for key in ("called_us", "host_us"))
+            rate = f"{row['TBps']:.2f}", f"{row['fraction_of_copy']:.0%}"
+            size = f"{row['bytes'] / 1e6:.0f}", f"{row['graph_us']:.1f}"
+            rows.append((f"{row['kernel']} {row['direction']}", row["by"], *size, *rate, *figures))
+    return rows
+
+
+def gemv_table(results: Results) -> Rows:
+    rows: Rows = [("weight", "stored as", "rows of x", "µs", "cuBLAS, 16-bit, µs", "ratio", "of copy")]
+    for result in results.values():
+        for row in result["rows"]:
+            times = f"{row['us']:.1f}", f"{row['cublas_us']:.1f}", f"{row['cublas_us'] / row['us']:.2f}"
+            stored = row.get("spec", "nf4")
+            rows.append((row["shape"].replace("x", "×"), stored, row["batch"], *times, f"{row['of_copy']:.0%}"))
+    return rows
+
+
+def decode_table(results: Results) -> Rows:
+    rows: Rows = [("batch", *(label for label, _ in plots.DECODING.values()))]
+    for result in results.values():
+        for row in result["rows"]:
+            rows.append((row["batch"], *(f"{row[key]:,.0f}" if row.get(key) else "" for key in plots.DECODING)))
+    return rows
+
+
+def step_command(name: str, result: dict[str, Any]) -> str:
+    """The command line of benchmarks.step or benchmarks.packed, from the options that the result holds."""
+    packed = "documents" in result
+    words = [f"python -m benchmarks.{'packed' if packed else 'step'} --model {result['model']}"]
+    if packed:
+        words.append(f"--documents {len(result['documents'])} --tokens {result['tokens']}")
+    else:
+        words.append(f"--batch {result['batch']} --length {result['length']}")
+    given = {"policy": None, "memory_limit_gib": None, "recipe": "bf16", "storage": "nf4"}
+    words += ["--checkpointing"] if result.get("checkpointing") else []
+    for key, default in given.items():
+        value = result.get(key) or default
+        if value != default:
+            words.append(f"--{key.replace('_', '-')} {value if isinstance(value, str) else format(value, 'g')}")
+    words += ["--graph"] if "halfbyte, graph" in result["runs"] else []
+    words += [] if packed or result.get("floor") else ["--no-floor"]
+    peers = [run for run in result["runs"] if not run.startswith("halfbyte")]
+    words += [f"--peers {','.join(peers)}"] if peers else []
+    return " ".join([*words, f"--json benchmarks/results/{name}.json"])
+
+
+def command(line: str) -> Callable[[str, dict[str, Any]], str]:
+    """A command line in which {file} stands for the result."""
+    return lambda name, result: line.format(file=f"benchmarks/results/{name}.json", **result)
+
+
+STEPS = (
+    "One QLoRA step (NF4 with nested scales unless said, r = 16, seven linears, random weights and tokens): forward, "
+    "backward and AdamW, median of ten. The floor is every matrix product and the attention timed alone in CUDA graphs "
+    "at their shapes, added up; for packed rows, each document's attention alone at its own length. Peers ran in the "
+    "same run, in processes of their own. Peaks are what torch's allocator held."
+)
+SECTIONS = (
+    Section(
+        "Training steps", r"(step|packed)_(?!attention).*", STEPS, {"step": plots.step, "memory": plots.memory},
+        step_table, step_command,
+    ),
+    Section(
+        "Elementwise kernels", r"kernels_.*",
+        "Bytes that must be read and written over the time in a CUDA graph, as a part of what a device copy reaches; "
+        "the dotted line is 85%. 'Called' is a call as Python makes it, 'host' the part of it that Python takes.",
+        {"kernels": plots.kernels}, kernel_table, command("python -m benchmarks.kernels {file}"),
+    ),
+    Section(
+        "Dequantizing to bf16", r"dequantize_.*h200",
+        "The same measure. 'nested' has scales quantized to 8 bits.",
+        {"dequantize": plots.dequantize}, no_table,
+        lambda name, result: f"python -m benchmarks.dequantize {'--planes ' if 'formats' in result else ''}"
+                             f"--json benchmarks/results/{name}.json",
+    ),
+    Section(
+        "Products of few rows", r"gemv_(?!formats).*",
+        "x·Wᵀ from packed NF4 with nested scales, against cuBLAS on a bf16 weight of the same shape; in CUDA graphs, "
+        "over weights that rotate, so that none stays in the cache.",
+        {"gemv": plots.gemv}, gemv_table, command("python -m benchmarks.gemv --json {file}"),
+    ),
+    Section(
+        "Products of few rows, other formats", r"gemv_formats.*",
+        "The same measure at the largest shape; the table has all.",
+        {"gemv_formats": plots.gemv}, gemv_table, command("python -m benchmarks.gemv_formats --json {file}"),
+    ),
+    Section(
+        "Decoding", r"decode_(?!layers).*h200",
+        "Tokens a second of 8B in NF4 after prompts of 128 tokens; all rows of a batch together.",
+        {"decode": plots.decode}, decode_table, command("python -m benchmarks.decode --peers --json {file}"),
+    ),
+    Section(
+        "Quality", r"quality_.*",
+        "Perplexity on held-out tokens by stored bits, before (hollow) and after (filled) the same short QLoRA run; "
+        "dotted: the model as it is, before and after. Tables: [formats.md](formats.md).",
+        {"quality": plots.quality}, no_table,
+        command(
+            "python -m benchmarks.quality {model} {text} --tokens {tokens} --steps {steps} --device {on} --json {file}"
+        ),
+    ),
+)  # fmt: skip
+HEAD = """# Benchmarks
+
+Made by `python -m benchmarks.page` from `benchmarks/results`; edit neither this page nor its plots. What was tried on
+the way, and why a number is what it is: [log.md](log.md). A ratio within one run counts; times of two runs may be those
+of two machines.
+"""
+
+
+def provenance(name: str, result: dict[str, Any]) -> str:
+    """Where a result comes from, as an item of a list."""
+    versions = result["versions"] | {"liger": result.get("liger")}
+    named = ", ".join(f"{key} {versions[key]}" for key in (*VERSIONS, "liger") if versions.get(key))
+    commit = f"commit {result['commit']}" if result["commit"] else "commit not recorded"
+    return f"- [`{name}.json`](../benchmarks/results/{name}.json): {commit}, {result['device']}, {named}"
+
+
+def markdown(rows: Rows) -> str:
+    head, *others = (f"| {' | '.join(map(str, row))} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *others]) + "\n"
+
+
+def rendered(folder: Path) -> dict[str, str]:
+    """Path below docs/ → text, of the page and its plots, from the results in `folder`."""
+    everything = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    page, files = [HEAD], {}
+    for section in SECTIONS:
+        results = section.results(everything)
+        if not results:
+            continue
+        page += [f"## {section.title}", section.text + "\n"]
+        for name, draw in section.draw.items():
+            files[f"plots/{name}.svg"] = plots.svg(draw, results)
+            page.append(f"![{section.title}: {name}](plots/{name}.svg)\n")
+        rows = section.table(results)
+        page += [markdown(rows)] if rows else []
+        page += ["```bash", *(section.command(name, result) for name, result in results.items()), "```"]
+        page += [*(provenance(name, result) for name, result in results.items()), ""]
+    return {PAGE: "\n".join(page).rstrip() + "\n", **files}
+
+
+def main() -> None:
+    made = rendered(RESULTS)
+    (DOCS / "plots").mkdir(exist_ok=True)
+    for old in (DOCS / "plots").glob("*.svg"):
+        old.unlink()
+    for path, text in made.items():
+        (DOCS / path).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
