@@ -1,34 +1,28 @@
 """Twins of `halfbyte.ops.blockwise4_float8`: 1.5 bytes moved a weight, in either orientation.
 
-On Hopper and newer it is `cuda/float8.cu`, which looks codes up in registers. Elsewhere, and for sizes that do not suit
+On Hopper and newer it is `float8_cuda`, which looks codes up in registers. Elsewhere, and for sizes that do not suit
 it, Triton: both kernels decode 4-byte words of eight codes, as `kernels.blockwise4` does. The transposing one takes a
 tile, whose rows of codes are a cache line each way: 64 bytes of packed codes, and 128 bytes of E4M3 after the turn.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.blockwise4 import NESTED_BLOCK
 from ..ops.blockwise4_float8 import float8_of_blockwise4
 from ..ops.codebooks import codebook4
 from ..ops.float8 import E4M3, FP8_MAX
-from .cuda import BuildError, Kernel, cubin
+from . import float8_cuda
 from .float8 import casts_float8, to_float8
 from .launch import Launcher, ceil_div
 
 WORDS = 512  # 4-byte words a program decodes
 TILE_ROWS, TILE_WORDS = 128, 16  # of the tile that a program turns: 128×128 weights
 LIMIT = FP8_MAX[E4M3]
-CAPABILITY = (9, 0)  # that `cuda/float8.cu` needs
-THREADS = {"straight": 256, "turned": 128}  # of a block there
 
 
 @triton.jit
@@ -85,49 +79,6 @@ def _turned(
     tl.store(out_ptr + col[:, None] * out_stride + row[None, :], tile, mask=inside)
 
 
-class Weight(ctypes.Structure):
-    """The struct of this name in `cuda/float8.cu`."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook", "factor")),
-        ("rows", ctypes.c_uint32),
-        ("columns", ctypes.c_uint32),
-    ]
-
-
-@functools.cache
-def _kernel(name: str, device: int, nested: bool, blocksize: int) -> Kernel | None:
-    """None where it does not compile, which is said."""
-    constants = {"NESTED": int(nested), "SHIFT": blocksize.bit_length() - 1}
-    try:
-        with torch.cuda.device(device):
-            return Kernel(cubin("float8", torch.cuda.get_device_capability(device), constants), name, 0)
-    except BuildError as error:
-        notice("float8-cuda", f"{error}; 4-bit weights go to FP8 by Triton kernels instead, more slowly")
-        return None
-
-
-def _in_cuda(tensors: tuple[Tensor, ...], shape: tuple[int, int], out: Tensor, turned: bool, kernel: Kernel) -> None:
-    rows, width = shape
-    name = "turned" if turned else "straight"
-    programs = ceil_div(rows, 128) * ceil_div(width, 128) if turned else ceil_div(rows * width // 16, THREADS[name])
-    weight = Weight(*[tensor.data_ptr() for tensor in tensors], rows, width)
-    place, stride = ctypes.c_void_p(out.data_ptr()), ctypes.c_uint32(out.stride(0))
-    with torch.cuda.device(out.device):
-        kernel(programs, THREADS[name], [weight, place, stride])
-
-
-def _suits_cuda(packed: Tensor, blocksize: int, shape: tuple[int, int], out: Tensor) -> bool:
-    return (
-        packed.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(packed.device) >= CAPABILITY
-        and blocksize >= 32
-        and shape[0] % 4 == shape[1] % 32 == out.stride(0) % 16 == 0
-        and packed.data_ptr() % 16 == out.data_ptr() % 16 == 0
-    )
-
-
 _straight_launcher = Launcher(_straight, enable_fp_fusion=False)
 _turned_launcher = Launcher(_turned, enable_fp_fusion=False)
 
@@ -154,11 +105,9 @@ def float8(
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
     codebook = codebook4(quant_type, packed.device)
     tensors = (packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook, factor, out)
-    if _suits_cuda(packed, blocksize, shape, out):
-        kernel = _kernel("turned" if transposed else "straight", packed.get_device(), nested is not None, blocksize)
-        if kernel is not None:
-            _in_cuda((packed, *tensors[1:-1]), shape, out, transposed, kernel)
-            return out
+    weight = packed, *tensors[1:-1]
+    if blocksize >= 32 and float8_cuda.try_of_blockwise4(weight, nested is not None, blocksize, shape, out, transposed):
+        return out
     decoding = (blocksize // 8, nested is not None, NESTED_BLOCK, LIMIT)
     if transposed:
         programs = ceil_div(rows, TILE_ROWS) * ceil_div(width, 8 * TILE_WORDS)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops import float8 as reference
 from ..ops.float8 import FP8_MAX, TILE, Scaling
+from . import float8_cuda
 from .launch import Launcher, ceil_div, evenly_spaced, power_of_2
 
 BLOCK = 4096  # values of a row that a program takes
@@ -183,8 +184,9 @@ _transpose_launcher = Launcher(_transpose)
 def transpose_float8(codes: Tensor, out: Tensor | None = None) -> Tensor:
     rows, width = codes.shape
     out = torch.empty(width, rows, dtype=codes.dtype, device=codes.device) if out is None else out
-    if out.numel():
+    codes = codes.contiguous()
+    if out.numel() and not float8_cuda.try_transpose(codes, out):
         programs = ceil_div(rows, SIDE) * ceil_div(width, SIDE)
-        tensors = (codes.contiguous().view(torch.uint8), out.view(torch.uint8))
+        tensors = (codes.view(torch.uint8), out.view(torch.uint8))
         _transpose_launcher(programs, tensors, (rows, width, out.stride(0)), (SIDE,), warps=4)
     return out
