@@ -6,7 +6,7 @@ is another function: the sum of the two lies between the values that the format 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
@@ -23,15 +23,26 @@ class QATLoraLinear(LoraLinear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("adapter_names") is not None:
             raise ModelError("a model in quantization-aware training takes one adapter for all rows of a batch")
+        lora = self.active_lora()
+        if lora is None:
+            return super().forward(x, *args, **kwargs)
+        base: Any = self.get_base_layer()
+        return fake_quantized_linear(x, base.weight, base.bias, base.format, lora)
+
+    def active_lora(self) -> LoRA | None:
+        """What is merged in every forward; None where the adapter is off, or in the weight already.
+
+        Raises:
+            ModelError: several adapters are active.
+        """
         active = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not active:
-            return super().forward(x, *args, **kwargs)
+            return None
         if len(active) > 1:
             raise ModelError(f"{len(active)} adapters are active at once", "activate one: its sum with W is rounded")
         name = active[0]
-        lora = LoRA(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
-        base = self.get_base_layer()
-        return fake_quantized_linear(x, base.weight, base.bias, base.format, lora)
+        a, b = cast(Tensor, self.lora_A[name].weight), cast(Tensor, self.lora_B[name].weight)
+        return LoRA(a, b, self.scaling[name])
 
 
 def round_merged(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ weight of its block, in each forward anew, and no weight lies beyond it by more 
 y = x·Qᵀ + b with Q = dequantize(quantize(W + s·B·A)), shapes as in `autograd.lora`. Through the estimator ∂L/∂Q is the
 gradient of W, and of the sum W + s·B·A. With G = dyᵀ·x [N, K]:
 
-    dW = G        dB = s·G·Aᵀ = s·dyᵀ·(x·Aᵀ)        dA = s·Bᵀ·G = s·(dy·B)ᵀ·x        dx = dy·Q        db = Σ dy over rows
+    dW = G      dB = s·G·Aᵀ = s·dyᵀ·(x·Aᵀ)      dA = s·Bᵀ·G = s·(dy·B)ᵀ·x      dx = dy·Q      db = Σ dy over rows
 
 The right-hand forms never make G, so that a frozen W with an adapter costs what LoRA costs, and two quantizations. Q is
 not saved: backward quantizes again, and gets the same bits.
@@ -104,8 +104,8 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = grad_a = grad_b = None
         if needs[0]:
             grad_input = grad @ _rounded(ctx, grad.dtype)
-        if ctx.saved_tensors:
-            x = ctx.saved_tensors[0].reshape(-1, ctx.weight.shape[1])
+        for input in ctx.saved_tensors:  # one or none, unpacked once: checkpointing recomputes it then
+            x = input.reshape(-1, ctx.weight.shape[1])
         if needs[1]:
             grad_weight = (rows.t() @ x).to(ctx.weight.dtype)
         if needs[2]:

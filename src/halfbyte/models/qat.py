@@ -1,31 +1,18 @@
-"""Quantization-aware training of a loaded model: which linear layers compute with rounded weights, and to what."""
+"""Quantization-aware training of a loaded model: linear layers compute with rounded weights, then store those."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..adapters_qat import QATLoraLinear
+from ..autograd.fake_quantize import merged_weight
 from ..errors import ModelError
-from ..formats import Format, named, names
+from ..formats import Format
+from ..layers import QuantizedLinear, quantized_parameter
 from ..layers_qat import QATLinear
 from ..notices import notice
+from ..tensor import QuantizedTensor
 from .quantizer import quantizable
-
-
-def qat_format(scheme: str) -> Format:
-    """The format that `qat_scheme` names; the same name in `halfbyte merge --quantize` stores it.
-
-    Raises:
-        ModelError: there is no such format, or it cannot be quantized to.
-    """
-    try:
-        format_ = named(scheme)
-    except ModelError as error:
-        raise ModelError(f"qat_scheme: {error.message}", error.fix) from error
-    if not type(format_).examples():
-        raise ModelError(
-            f"qat_scheme: {scheme} is only read from checkpoints", f"use one of {', '.join(sorted(names()))}"
-        )
-    return format_
 
 
 def fake_quantize_linears(model: Any, format: Format) -> None:
@@ -48,3 +35,22 @@ def fake_quantize_linears(model: Any, format: Format) -> None:
         f"quantization-aware: {len(linears)} linear layers compute with weights rounded to {format.spec} in every"
         " forward; activations, embeddings and the head are not rounded",
     )
+
+
+def quantize_trained(model: Any) -> None:
+    """Replace each `QATLinear`, with the adapter on it, in place by a `QuantizedLinear` of what it computes with.
+
+    Adapters on other modules stay.
+    """
+    done = set()
+    for name, module in list(model.named_modules()):  # an adapter comes before the layer in it
+        adapted = isinstance(module, QATLoraLinear)
+        linear = module.get_base_layer() if adapted else module
+        if not isinstance(linear, QATLinear) or linear in done:
+            continue
+        done.add(linear)
+        weight = merged_weight(linear.weight, module.active_lora() if adapted else None)
+        stored = QuantizedLinear.unfilled(linear)
+        quantized = QuantizedTensor.quantize(weight, linear.format).to(linear.weight.dtype)
+        stored.weight = quantized_parameter(quantized, linear.format)
+        model.set_submodule(name, stored)
