@@ -100,6 +100,43 @@ class QuantizedStandIn(nn.Linear):
         return _DequantizedProduct.apply(x.to(self.weight.dtype), self.weight, self.bias)
 
 
+class _FakeQuantizedProduct(torch.autograd.Function):
+    """x·Qᵀ of a weight that is quantized in every forward and again in backward: the sum with the adapter in fp32, what
+    a quantizer makes of it in fp32, and Q are scratch."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        if weight.requires_grad:
+            ctx.save_for_backward(x)
+        return F.linear(x, _rounded(weight, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_input = grad @ _rounded(ctx.weight, grad.dtype)
+        if not ctx.weight.requires_grad:
+            return grad_input, None, None
+        (x,) = ctx.saved_tensors
+        grad_weight = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        return grad_input, grad_weight.to(ctx.weight.dtype), None
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    scratch = [torch.empty(weight.shape, dtype=torch.float32, device=weight.device) for _ in range(2)]
+    quantized = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    del scratch
+    return quantized
+
+
+class FakeQuantizedStandIn(nn.Linear):
+    """A linear with the memory behaviour of `layers_qat.QATLinear`; assigned as the class of a plain linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        return _FakeQuantizedProduct.apply(x, self.weight, None if self.bias is None else self.bias.to(x.dtype))
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """`autograd.losses.linear_cross_entropy` with its chunks in the open, where the ledger sees them."""
 
