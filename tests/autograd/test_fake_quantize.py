@@ -80,18 +80,34 @@ def test_only_what_is_trained_gets_a_gradient_and_nothing_of_the_weight_is_saved
     torch.testing.assert_close(x.grad, round_trip(weight, named("nf4"), torch.float32).sum(0).expand(5, -1))
 
 
-def test_autocast_rounds_the_product_and_not_the_weight():
+def test_autocast_rounds_the_product_and_not_the_weight(format):
     """Factors in fp32 are merged in fp32 under autocast; the product and its input have autocast's dtype."""
     weight, lora, x = weight_of().detach(), lora_of(), torch.randn(5, COLUMNS)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = fake_quantized_linear(x, weight, None, named("kbit2"), lora)
+        result = fake_quantized_linear(x, weight, None, format, lora)
         merged = merged_weight(weight, lora)
     assert torch.equal(merged, (lora.b @ lora.a) * lora.scaling + weight)
     assert result.dtype == torch.bfloat16
-    expected = F.linear(x.bfloat16(), round_trip(merged, named("kbit2"), torch.bfloat16))
+    expected = F.linear(x.bfloat16(), round_trip(merged, format, torch.bfloat16))
     assert torch.equal(result, expected)
     result.float().sum().backward()
     assert lora.a.grad.dtype == torch.float32
+
+
+def test_it_is_a_break_in_a_compiled_graph():
+    lora, x = lora_of(), torch.randn(5, COLUMNS, requires_grad=True)
+    weight = weight_of()
+
+    def function(x):
+        return fake_quantized_linear(x * 2, weight, None, named("nf4"), lora).relu()
+
+    expected, compiled = function(x), torch.compile(function, backend="eager")(x)
+    torch.testing.assert_close(compiled, expected)
+    trained = (x, weight, lora.a, lora.b)
+    grad = torch.randn_like(expected)
+    theirs = torch.autograd.grad(expected, trained, grad)
+    for one, two in zip(torch.autograd.grad(compiled, trained, grad), theirs, strict=True):
+        torch.testing.assert_close(one, two)
 
 
 def test_nan_is_refused():

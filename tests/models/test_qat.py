@@ -8,6 +8,8 @@ import pytest
 import torch
 from peft import PeftModel
 
+import halfbyte
+from halfbyte import notices
 from halfbyte.adapters import add_adapter, save_adapter
 from halfbyte.adapters_qat import QATLoraLinear, round_merged
 from halfbyte.config import RunConfig
@@ -167,3 +169,28 @@ def test_one_adapter_at_a_time():
         logits(model)
     with pytest.raises(ModelError, match="one adapter for all rows"):
         model.get_base_model().get_submodule(LAYER)(torch.zeros(1, 48), adapter_names=["default"])
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_patched_forwards_leave_its_products_to_it(peft):
+    notices.forget()
+    model = adapted() if peft else tiny_llama()
+    if not peft:
+        fake_quantize_linears(model, named("nf4"))
+    ids = torch.arange(12)[None]
+
+    def gradients():
+        model.train().zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return [loss, *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
+
+    stock = gradients()
+    report = halfbyte.patch(model)
+    for one, two in zip(gradients(), stock, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    assert report.fused["RMSNorm"] == 5
+    reason = (
+        "its weight is rounded with the adapter merged" if peft else "halfbyte's QATLinear has a forward of its own"
+    )
+    assert report.unfused["q_proj", reason] == 2

@@ -36,8 +36,9 @@ def fake_quantize(weight: Tensor, format: Format) -> Tensor:
 
 
 def round_trip(weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-    """`dtype`, of the weight's shape: dequantize(quantize(weight)), without a gradient."""
-    return format.dequantize(format.quantize(weight.detach()), tuple(weight.shape), dtype)
+    """`dtype`, of the weight's shape: dequantize(quantize(weight)), without a gradient and untouched by autocast."""
+    with torch.autocast(weight.device.type, enabled=False):
+        return format.dequantize(format.quantize(weight.detach()), tuple(weight.shape), dtype)
 
 
 def merged_weight(weight: Tensor, lora: LoRA | None) -> Tensor:

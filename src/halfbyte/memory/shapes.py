@@ -21,7 +21,15 @@ from ..errors import ModelError
 from ..formats.choice import configured, qat_format
 from ..hardware import compute_dtype
 from ..notices import notice
-from .replay import FakeQuantizedStandIn, QuantizedStandIn, Replay, give_shapes_a_device, replay_step, shapes_only
+from .replay import (
+    FakeQuantizedStandIn,
+    QuantizedStandIn,
+    Replay,
+    bytes_to_round,
+    give_shapes_a_device,
+    replay_step,
+    shapes_only,
+)
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,11 @@ class ModelShapes:
                 linears[name].__class__ = QuantizedStandIn
                 linears[name].format = format_  # type: ignore[assignment]
         elif config.qat_scheme is not None:
-            qat_format(config.qat_scheme)
+            format_ = qat_format(config.qat_scheme)
+            bytes_to_round(format_)  # tried while tensors still have data
             for linear in linears.values():
                 linear.__class__ = FakeQuantizedStandIn
+                linear.format = format_  # type: ignore[assignment]
         self.model = self._adapted() if config.use_peft else self.causal_lm.train()
 
     def _build(self, model_config: Any) -> Any:
