@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from halfbyte.adapters import compute
 from halfbyte.adapters_qat import round_merged
 from halfbyte.config import RunConfig, load_config
-from halfbyte.errors import ConfigError, ModelError
+from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.export.merge import merge
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
@@ -178,3 +178,13 @@ def test_an_unknown_scheme_is_found_before_anything_is_read(tmp_path):
     with pytest.raises(ModelError, match="qat_scheme: there is no format 'int5'"):
         sft.train(keys)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_no_run_left_is_quantized_too(place, tmp_path):
+    report = merge(place / "model", tmp_path / "merged", quantize="int8")
+    assert report.targets["original"].explained
+    merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")
+    expected = load_model(str(place / "model"), quantization="int8", dtype="float32", device="cpu")
+    assert torch.equal(logits(merged), logits(expected))
+    with pytest.raises(CheckpointError, match="nothing to merge"):
+        merge(place / "model", tmp_path / "plain", quantize="16bit")
