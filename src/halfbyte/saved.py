@@ -129,7 +129,8 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     if config.qat_scheme:
         round_merged(model)
         quantize_trained(model)
-        model.to(resolve_dtype(config.dtype, next(model.parameters()).device))
+        if not place.adapter:
+            model.to(resolve_dtype(config.dtype, next(model.parameters()).device))
     return Saved(model.eval(), tokenizer, config, place)
 
 
