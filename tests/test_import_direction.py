@@ -17,8 +17,8 @@ ORDER = [
     ["ops", "formats"],
     ["autograd"],
     ["tensor"],
-    ["layers", "layers_int8", "memory", "optim", "functional"],
-    ["adapters"],
+    ["layers", "layers_int8", "layers_qat", "memory", "optim", "functional"],
+    ["adapters", "adapters_qat"],
     ["models"],
     ["data", "saved", "generation"],
     ["report"],  # reads only the files of a run, so a run may end by writing its report

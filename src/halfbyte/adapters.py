@@ -28,6 +28,7 @@ from peft.helpers import disable_input_dtype_casting
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from halfbyte.adapters_qat import round_merged
 from halfbyte.architectures import beside_text
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.notices import notice
@@ -52,7 +53,7 @@ def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
 
     Raises:
         ModelError: the model has no module that `target_modules`, `modules_to_save`, `rank_pattern` or `alpha_pattern`
-            names.
+            names; or an adapter that quantization-aware training cannot merge.
         ConfigError: `target_modules` is not a valid regular expression.
         CheckpointError: `adapter_path` is missing, truncated or made for a model of other shapes.
     """
@@ -67,6 +68,7 @@ def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
     peft_model.peft_config["default"].base_model_name_or_path = config.model_name_or_path
     if saved:
         load_adapter_weights(peft_model, saved)
+    round_merged(peft_model)
     dtype = getattr(torch, config.adapter_dtype)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from .config_aliases import HINTS
 from .config_foreign import Ignored, Mapped, Refused, foreign_names, translate
+from .config_qat import qat_contradictions
 from .config_recipe import RecipeSection, recipe_contradictions
 from .config_yaml import Located, dump_value, parse_scalar, read_mapping, read_patterns
 from .errors import ConfigError
@@ -74,6 +75,11 @@ class QuantizationSection(BaseModel):
     )
     skip_quant_first_layers: Annotated[int, Field(ge=0)] = Field(0, description="first decoder layers kept in 16 bits")
     skip_quant_last_layers: Annotated[int, Field(ge=0)] = Field(0, description="last decoder layers kept in 16 bits")
+    qat_scheme: str | None = Field(
+        None,
+        description="quantization-aware training: in every step 16-bit weights, with the adapter merged, are rounded to"
+        " this format (nf4, int4, int8, fp8, nvfp4, ...), activations are not; `halfbyte merge` then stores them in it",
+    )
 
 
 class AdapterSection(BaseModel):
@@ -253,6 +259,7 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(key, what is wrong, fix) for each pair of keys that cannot both hold."""
     yield from _quantization_contradictions(config)
     yield from recipe_contradictions(config)
+    yield from qat_contradictions(config)
     if not config.use_peft:
         if config.quantized:
             key = "quantization" if config.quantization else "load_in_4bit"

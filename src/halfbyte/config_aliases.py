@@ -109,7 +109,7 @@ NOT_BUILT = {
     "sequence_parallel_degree": _ONE_DEVICE,
     "use_ray": _ONE_DEVICE,
     "gptq": _FOUR_BIT,
-    "qat": "remove it; load_in_4bit: true trains adapters on frozen 4-bit weights",
+    "qat": "set qat_scheme: int4, or nf4, int8, fp8, nvfp4, with load_in_4bit: false",
     "rl": "remove it; supervised fine-tuning works now",
     "pref_beta": "remove it; supervised fine-tuning works now",
     "reward_model": "remove it; supervised fine-tuning works now",

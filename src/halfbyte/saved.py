@@ -98,6 +98,8 @@ def _is_quantized(model: str) -> bool:
 def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> Saved:
     """Load a run (its base quantized as it was trained on, its adapter on top), an adapter, or a model.
 
+    A run with `qat_scheme` has its linear layers stored in that format, adapters merged.
+
     Args:
         name: a run's output_dir, a checkpoint or adapter folder, a model's folder or hub id.
         overrides: `key=value`, e.g. `load_in_4bit=true` to quantize a plain model.
@@ -108,7 +110,9 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     """
     from peft import PeftModel
 
-    from .models.load import load_model, load_tokenizer
+    from .adapters_qat import round_merged
+    from .models.load import load_model, load_tokenizer, resolve_dtype
+    from .models.qat import quantize_trained
 
     place = find(name)
     config = saved_config(place, overrides, dataset)
@@ -116,9 +120,17 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     if template and template.is_file():  # the one trained with, wherever chat_template_path is now
         config.chat_template_path = str(template)
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    model = load_model(config.model_name_or_path, **model_keys(config))
+    keys = model_keys(config)
+    if config.qat_scheme and not place.adapter:
+        keys["dtype"] = "float32"  # what was trained is rounded, and not what is left of it in 16 bits
+    model = load_model(config.model_name_or_path, **keys)
     if place.adapter:
         model = PeftModel.from_pretrained(model, str(place.adapter))
+    if config.qat_scheme:
+        round_merged(model)
+        quantize_trained(model)
+        if not place.adapter:
+            model.to(resolve_dtype(config.dtype, next(model.parameters()).device))
     return Saved(model.eval(), tokenizer, config, place)
 
 
@@ -138,6 +150,7 @@ def model_keys(config: RunConfig) -> dict[str, Any]:
         "quantization": config.quantization,
         "skip_quant_first_layers": config.skip_quant_first_layers,
         "skip_quant_last_layers": config.skip_quant_last_layers,
+        "qat_scheme": config.qat_scheme,
         "quant_type": config.bnb_4bit_quant_type,
         "blocksize": config.bnb_4bit_blocksize,
         "double_quant": config.bnb_4bit_use_double_quant,

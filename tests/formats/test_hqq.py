@@ -133,4 +133,18 @@ def test_names():
         "hqq4": 4,
         "hqq3": 3,
         "hqq2": 2,
+        "int4": 4,
     }
+
+
+def test_zeros_from_the_range():
+    weight, format = normal(8, 256), from_spec(HQQ.names["int4"])
+    assert format == HQQ(4, 64, fitted=False)
+    groups, parts = weight.view(-1, 64), format.quantize(weight)
+    step = parts["scales"].float()
+    assert torch.equal(parts["zeros"], (-groups.amin(1) / step).half())
+    assert objective(weight, stored(weight, HQQ(4, 64))) < objective(weight, stored(weight, format))
+    error = (stored(weight, format).view(-1, 64) - groups).abs().amax(1)
+    assert (error <= 0.52 * step).all()  # half a step, and what rounding the scale to bf16 cuts off at the ends
+    with pytest.raises(ModelError, match="zeros called ranges"):
+        HQQ.parse("4:64:ranges")

@@ -15,7 +15,7 @@ def merge_run(run: Path, out: Path | None, base: str, verify: bool, quantize: st
     """Merge the adapter of `run` into `out`, say how close the result is, and add that to the run's report.
 
     Args:
-        quantize: a target, or PATTERN=FORMAT pairs with commas between; None for 16 bits.
+        quantize: a target, or PATTERN=FORMAT pairs with commas between; None for 16 bits, or the run's `qat_scheme`.
 
     Raises:
         ConfigError: an unknown base or target.

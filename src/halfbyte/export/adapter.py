@@ -35,21 +35,22 @@ UNMERGED = (
 
 
 class AdapterLayers:
-    """The layers of an adapter, ready to merge weights of the base.
+    """The layers of an adapter, ready to merge weights of the base; none without a folder, for a whole model.
 
     Attributes:
         layers: parameter name → the PEFT layer over it.
         whole: parameter name → the trained tensor that replaces it (modules_to_save).
         quantized: parameter name → the format that `load_model` stores it in.
         shapes: parameter name → shape.
+        whole_model: there is no adapter.
         tied: parameter name → name of the parameter it shares its weight with.
 
     Raises:
         CheckpointError: the adapter is damaged, made for another model, or of a kind that cannot be merged.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, device: torch.device):
-        self.device = device
+    def __init__(self, config: RunConfig, folder: Path | None, device: torch.device):
+        self.device, self.whole_model = device, folder is None
         model = meta_model(config)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
@@ -58,7 +59,7 @@ class AdapterLayers:
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self.quantized = _formats(config) if config.quantized else {}
-        root = _with_adapter(model, folder, device).get_base_model()
+        root = model if folder is None else _with_adapter(model, folder, device).get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
         self.whole: dict[str, Tensor] = {}
         for name, module in root.named_modules():

@@ -30,6 +30,7 @@ from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import chosen_device
 from halfbyte.models.load import load_tokenizer
+from halfbyte.notices import notice
 from halfbyte.saved import find, saved_config, tokenizer_keys
 
 from .adapter import AdapterLayers
@@ -132,7 +133,7 @@ class _Job:
     """A merge that is ready to start."""
 
     config: RunConfig
-    adapter_dir: Path
+    adapter_dir: Path | None
     run_dir: Path | None
     out: Path
     device: torch.device
@@ -160,12 +161,14 @@ def merge(
     folder.
 
     Args:
-        run_or_adapter_dir: a run's output_dir, one of its checkpoints, or an adapter that PEFT saved.
+        run_or_adapter_dir: a run's output_dir, one of its checkpoints, or an adapter that PEFT saved; to be quantized,
+            a whole model too.
         out_dir: a folder that does not exist yet.
         base: "original": onto the checkpoint's weights; "dequantized": onto what 4-bit training saw; "auto": the one
             that measures closer to the model as it was trained (without `verify`: the dequantized one).
         quantize: what the linear layers are stored in: a format of `quantization:`, or patterns of them; or for another
-            tool, which then loads the model: bnb-nf4, bnb-fp4, bnb-int8, fp8-block, nvfp4-modelopt. None: 16 bits.
+            tool, which then loads the model: bnb-nf4, bnb-fp4, bnb-int8, fp8-block, nvfp4-modelopt. None: 16
+            bits, or what the run was trained for (`qat_scheme`).
         verify: reload the merged model with that tool and compare logits with base and adapter, and the quantized
             weights with the merged ones.
         overwrite: replace `out_dir` if it is there.
@@ -222,20 +225,24 @@ def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
 
 def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool) -> _Job:
     place = find(str(source))
-    if place.adapter is None:
-        if not source.is_dir():
-            raise CheckpointError(f"there is no folder {source}", "name a run's output_dir or an adapter")
+    if place.adapter is None and not source.is_dir():
+        raise CheckpointError(f"there is no folder {source}", "name a run's output_dir or an adapter")
+    config = saved_config(place)
+    quantize = quantize or config.qat_scheme
+    if place.adapter is None and quantize in (None, SIXTEEN):
         raise CheckpointError(
             f"{source} has no adapter: {place.base} is a whole model, and there is nothing to merge",
             "use that folder as it is",
         )
-    config = saved_config(place)
     device = chosen_device(config.device)
     checkpoint = BaseCheckpoint(config)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
     targets, preferred, reason = _targets(config, checkpoint, base)
     stored = packing(quantize, config)
+    if config.qat_scheme is not None and not stored.is_scheme(config.qat_scheme):
+        said = f"the run was trained to be stored as {config.qat_scheme}"
+        notice("merge-qat", f"{said}: in {stored.name} the model computes something else than in training")
     if verify:
         check_loader(stored.loader)
     elif stored.calibrated:
@@ -255,7 +262,7 @@ def _targets(config: RunConfig, base: BaseCheckpoint, wanted: str) -> tuple[tupl
             )
         return ("dequantized",), "dequantized", "the base checkpoint itself is stored quantized"
     if not config.quantized:
-        return ("original",), "original", "the adapter was trained on 16-bit weights, so both bases are the same"
+        return ("original",), "original", "training quantized no base, so both bases are the same"
     if wanted == "original":
         return ("original", "dequantized"), "original", "as asked"
     if wanted == "dequantized":
@@ -317,13 +324,14 @@ def _write_side_files(job: _Job, aside: Path) -> None:
 
 
 def _tokenizer(job: _Job) -> Any:
-    if not (job.adapter_dir / "tokenizer_config.json").is_file():
+    folder = job.adapter_dir or job.weights.base.folder
+    if not (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(job.config.model_name_or_path, **tokenizer_keys(job.config))
     try:
-        return AutoTokenizer.from_pretrained(job.adapter_dir, trust_remote_code=job.config.trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=job.config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"cannot load the tokenizer in {job.adapter_dir}: {error}", "copy the base's tokenizer files there"
+            f"cannot load the tokenizer in {folder}: {error}", "copy the base's tokenizer files there"
         ) from error
 
 

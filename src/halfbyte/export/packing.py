@@ -27,7 +27,7 @@ from halfbyte.config import SIXTEEN, RunConfig
 from halfbyte.errors import ConfigError, ModelError
 from halfbyte.formats import Format, names
 from halfbyte.formats.base import entry_name
-from halfbyte.formats.choice import choose
+from halfbyte.formats.choice import choose, qat_format
 from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
 from halfbyte.models.quantizer import HalfbyteConfig, quantizable
 from halfbyte.ops.float8 import TILE
@@ -70,6 +70,10 @@ class Packing:
     loader: Loader = "halfbyte"
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     calibrated: bool = False
+
+    def is_scheme(self, scheme: str | None) -> bool:
+        """Whether every quantized layer is stored as training with `qat_scheme: scheme` rounded it."""
+        return scheme is not None and set(self.formats.values()) == {qat_format(scheme)} and not self.peers
 
     def entries(self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Entry, ...]:
         """The checkpoint entries of a quantized parameter that the checkpoint calls `name`.

@@ -17,6 +17,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from halfbyte.adapters_qat import round_merged
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
 from halfbyte.models.load import load_model, load_tokenizer
@@ -44,7 +45,7 @@ class Verifier:
     """Compares merged models with the base and adapter they come from.
 
     Args:
-        adapter: folder of the adapter.
+        adapter: folder of the adapter; None for a whole model.
         tokenizer: folder with the tokenizer of the merged model.
         run_dir: the run whose text is read; None for an adapter alone.
     """
@@ -52,7 +53,7 @@ class Verifier:
     def __init__(
         self,
         config: RunConfig,
-        adapter: Path,
+        adapter: Path | None,
         weights: MergedWeights,
         tokenizer: Path,
         run_dir: Path | None,
@@ -76,7 +77,8 @@ class Verifier:
             CheckpointError: the folder does not load, a weight is not the merged one, or rounding does not explain how
                 the logits differ.
         """
-        exact, bare = (self._trained, self._bare) if target == "dequantized" else self._original()
+        rounded_before = target == "dequantized" or self._weights.as_trained
+        exact, bare = (self._trained, self._bare) if rounded_before else self._original()
         merged, *noisy = self._reloaded(folder, target)
         fidelity = Fidelity(
             trained=distance(self._trained, merged),
@@ -105,14 +107,19 @@ class Verifier:
         def load() -> nn.Module:
             keys = model_keys(self._config) | {"load_in_4bit": load_in_4bit, "dtype": dtype, "device": self._device}
             keys["attn_implementation"] = None  # flash attention does not compute in fp32
-            model = PeftModel.from_pretrained(load_model(self._config.model_name_or_path, **keys), str(self._adapter))
+            if not self._weights.as_trained:
+                keys["qat_scheme"] = None
+            base = load_model(self._config.model_name_or_path, **keys)
+            model = base if self._adapter is None else PeftModel.from_pretrained(base, str(self._adapter))
+            round_merged(model)
             if observe:
-                observe(model.get_base_model())
+                observe(base)
             return model
 
         bits = "quantized base" if load_in_4bit else "base"
-        found = self._measure(f"measuring the {bits} with its adapter", load, [()], with_bare=True)
-        return found[0], found[1]
+        said = f"measuring the {bits}" + (" with its adapter" if self._adapter else "")
+        found = self._measure(said, load, [()], with_bare=self._adapter is not None)
+        return found[0], found[-1]
 
     def _observe(self, model: nn.Module) -> None:
         """Have the layers that will be quantized record their largest input."""

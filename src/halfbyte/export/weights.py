@@ -55,6 +55,7 @@ class MergedWeights:
 
     Attributes:
         trained_dtype: what the base was cast to when it was trained on, before any quantization.
+        as_trained: quantization-aware training rounded the weights to the very formats of `packing`.
         shards: file name → its tensors; the base's own files and order.
         updates: target → [Σ kept·ΔW, Σ ΔW²] over the 16-bit weights written: what of the update survived rounding.
         packing: how the linear layers are stored.
@@ -71,7 +72,8 @@ class MergedWeights:
         self.input_amax: dict[str, float] = {}
         self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}
         self._formats = {} if base.quantized else adapter.quantized
-        self.trained_dtype = resolve_dtype(config.dtype, adapter.device)
+        self.trained_dtype = DTYPES[base.dtype] if adapter.whole_model else resolve_dtype(config.dtype, adapter.device)
+        self.as_trained = self.packing.is_scheme(config.qat_scheme)
         self.untied = False
         self.updates: dict[Target, list[float]] = {}
         self.shards: dict[str, list[Output]] = {file: [] for file in base.headers}
@@ -233,6 +235,8 @@ class MergedWeights:
             # transformers casts to the dtype of the run before it quantizes
             weight = weight.to(self.trained_dtype)
             return QuantizedTensor.quantize(weight, self._formats[name]).dequantize(torch.float32)
+        if self.as_trained and name in self.packing.formats:
+            weight = weight.to(self.trained_dtype)
         return weight.to(torch.float32, copy=True)
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..config import SIXTEEN
 from ..errors import ModelError
 from ..notices import notice
-from . import named
+from . import named, names
 from .base import Format
 from .blockwise4 import Blockwise4
 
@@ -139,3 +139,20 @@ def configured(config: RunConfig) -> Choice:
         skip_first=config.skip_quant_first_layers,
         skip_last=config.skip_quant_last_layers,
     )
+
+
+def qat_format(scheme: str) -> Format:
+    """The format that `qat_scheme` names; the same name in `halfbyte merge --quantize` stores it.
+
+    Raises:
+        ModelError: there is no such format, or it cannot be quantized to.
+    """
+    try:
+        format_ = named(scheme)
+    except ModelError as error:
+        raise ModelError(f"qat_scheme: {error.message}", error.fix) from error
+    if not type(format_).examples():
+        raise ModelError(
+            f"qat_scheme: {scheme} is only read from checkpoints", f"use one of {', '.join(sorted(names()))}"
+        )
+    return format_

@@ -28,13 +28,15 @@ class HQQ(Format):
     Args:
         bits: of a code; 8, 4, 3 or 2.
         group: weights of a row that share a scale and a zero; 32, 64, 128 or 256.
+        fitted: the zeros; otherwise they follow from the groups' ranges, which takes a pass instead of twenty.
     """
 
     bits: int = 4
     group: int = 64
+    fitted: bool = True
 
     name: ClassVar[str] = "hqq"
-    names: ClassVar[dict[str, str]] = {f"hqq{bits}": f"hqq:{bits}:64" for bits in BITS}
+    names: ClassVar[dict[str, str]] = {f"hqq{bits}": f"hqq:{bits}:64" for bits in BITS} | {"int4": "hqq:4:64:range"}
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -44,16 +46,18 @@ class HQQ(Format):
 
     @property
     def spec(self) -> str:
-        return f"{self.name}:{self.bits}:{self.group}"
+        return f"{self.name}:{self.bits}:{self.group}{'' if self.fitted else ':range'}"
 
     @classmethod
     def parse(cls, options: str) -> HQQ:
-        bits, group = options.split(":")
-        return cls(int(bits), int(group))
+        bits, group, *zeros = options.split(":")
+        if zeros not in ([], ["range"]):
+            raise ModelError(f"hqq knows no zeros called {':'.join(zeros)}", "write range, or nothing for fitted ones")
+        return cls(int(bits), int(group), not zeros)
 
     @classmethod
     def examples(cls) -> list[Format]:
-        return [cls(8, 128), cls(4, 64), cls(3, 32)]
+        return [cls(8, 128), cls(4, 64), cls(3, 32), cls(4, 64, False)]
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         rows, width = rows_and_width(shape)
@@ -76,7 +80,7 @@ class HQQ(Format):
         missing = -width % self.group
         if missing:  # the row's last value again: it widens no range
             table = torch.cat([table, table[:, -1:].expand(rows, missing)], dim=1)
-        packed, scales, zeros = quantize_hqq(table.view(-1, self.group), self.bits)
+        packed, scales, zeros = quantize_hqq(table.view(-1, self.group), self.bits, self.fitted)
         return {"packed": packed, "scales": scales, "zeros": zeros}
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -150,7 +150,7 @@ def _fused_layer(config: RunConfig, shapes: ModelShapes, length: int) -> LayerSh
     """A layer of the model as `halfbyte.patch` runs it; None where it will not, or runs mostly PEFT's forwards."""
     text_config = shapes.causal_lm.config.get_text_config()
     patched = config.use_kernels and shapes.device.type != "cpu" and text_config.model_type in FUSED
-    if not patched or not config.use_peft or config.use_dora:
+    if not patched or not config.use_peft or config.use_dora or config.qat_scheme is not None:
         return None
     return LayerShape.of(
         text_config,

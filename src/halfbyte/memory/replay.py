@@ -10,6 +10,7 @@ scratch, twice) and the attention of devices whose kernels are not here, for whi
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..autograd.fake_quantize import round_trip
+from ..autograd.lora import to_compute_dtype
 from ..formats import Format
 from ..ops.cross_entropy import Objective
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
@@ -98,6 +101,61 @@ class QuantizedStandIn(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return _DequantizedProduct.apply(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+@functools.cache
+def bytes_to_round(format: Format) -> float:
+    """Bytes a weight at the highest moment of quantizing and dequantizing, the result in fp32 included; of a trial on
+    the CPU. Formats that work in chunks take less than this of large weights."""
+    weight = torch.linspace(-1, 1, 64 * 1024, device="cpu").view(64, 1024)
+    ledger = Ledger()
+    ledger.ignore(iter((weight,)))
+    with ledger:
+        round_trip(weight, format, torch.float32)
+    return ledger.peak / weight.numel()
+
+
+class _FakeQuantizedProduct(torch.autograd.Function):
+    """x·Qᵀ of a weight that is rounded in every forward and again in backward, with what that takes as scratch."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, linear: FakeQuantizedStandIn, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.linear = linear
+        if weight.requires_grad:
+            ctx.save_for_backward(x)
+        return F.linear(x, linear.rounded(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_weight = None
+        grad_input = grad @ ctx.linear.rounded(grad.dtype)
+        for x in ctx.saved_tensors:
+            grad_weight = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            grad_weight = grad_weight.to(ctx.linear.weight.dtype)
+        return grad_input, None, grad_weight, None
+
+
+class FakeQuantizedStandIn(nn.Linear):
+    """A linear with the memory behaviour of `layers_qat.QATLinear`; assigned as the class of a plain linear.
+
+    Attributes:
+        format: what the weight is rounded to.
+    """
+
+    format: Format
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = to_compute_dtype(x)
+        return _FakeQuantizedProduct.apply(x, self, self.weight, None if self.bias is None else self.bias.to(x.dtype))
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """Of the weight's shape, after its scratch was there; 16 bits, or a sum with an adapter, are in fp32 first."""
+        shape, device = self.weight.shape, self.weight.device
+        scratch = [torch.empty(int(bytes_to_round(self.format) * shape.numel()), dtype=torch.uint8, device=device)]
+        if not self.weight.requires_grad or self.weight.dtype != torch.float32:
+            scratch.append(torch.empty(shape, dtype=torch.float32, device=device))
+        scratch.clear()
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -18,10 +18,18 @@ from torch._subclasses.fake_tensor import (
 from ..architectures import auto_class, beside_text
 from ..config import RunConfig
 from ..errors import ModelError
-from ..formats.choice import configured
+from ..formats.choice import configured, qat_format
 from ..hardware import compute_dtype
 from ..notices import notice
-from .replay import QuantizedStandIn, Replay, give_shapes_a_device, replay_step, shapes_only
+from .replay import (
+    FakeQuantizedStandIn,
+    QuantizedStandIn,
+    Replay,
+    bytes_to_round,
+    give_shapes_a_device,
+    replay_step,
+    shapes_only,
+)
 
 
 @dataclass(frozen=True)
@@ -53,16 +61,17 @@ class ModelShapes:
         self.config, self.device = config, device
         self.dtype = planned_dtype(config, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
+        linears = self._quantizable()
         if config.quantized:
-            head, beside = self.causal_lm.get_output_embeddings(), tuple(beside_text(self.causal_lm))
-            linears = {
-                name: module
-                for name, module in self.causal_lm.named_modules()
-                if type(module) is nn.Linear and module is not head and not name.startswith(beside)
-            }
             for name, format_ in configured(config).assign(self.causal_lm, linears.keys()).items():
                 linears[name].__class__ = QuantizedStandIn
                 linears[name].format = format_  # type: ignore[assignment]
+        elif config.qat_scheme is not None:
+            format_ = qat_format(config.qat_scheme)
+            bytes_to_round(format_)  # tried while tensors still have data
+            for linear in linears.values():
+                linear.__class__ = FakeQuantizedStandIn
+                linear.format = format_  # type: ignore[assignment]
         self.model = self._adapted() if config.use_peft else self.causal_lm.train()
 
     def _build(self, model_config: Any) -> Any:
@@ -76,6 +85,14 @@ class ModelShapes:
                 return auto_class(model_config).from_config(model_config, **options)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ModelError(f"transformers cannot build this model: {error}", "check config.json") from error
+
+    def _quantizable(self) -> dict[str, nn.Linear]:
+        head, beside = self.causal_lm.get_output_embeddings(), tuple(beside_text(self.causal_lm))
+        return {
+            name: module
+            for name, module in self.causal_lm.named_modules()
+            if type(module) is nn.Linear and module is not head and not name.startswith(beside)
+        }
 
     def _adapted(self) -> Any:
         config = self.config

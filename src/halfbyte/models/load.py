@@ -13,6 +13,7 @@ from ..architectures import auto_class, beside_text
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
+from ..formats.choice import qat_format
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
@@ -77,6 +78,7 @@ def load_model(
     quantization: str | Mapping[str, str] | None = None,
     skip_quant_first_layers: int = 0,
     skip_quant_last_layers: int = 0,
+    qat_scheme: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
@@ -95,6 +97,7 @@ def load_model(
         load_in_4bit: False loads everything in `dtype`, whatever the next six say.
         quant_type, blocksize, double_quant, quantization, skip_quant_first_layers, skip_quant_last_layers: see
             `halfbyte.models.quantizer.HalfbyteConfig`.
+        qat_scheme: the format that linear layers of a model in 16 bits round their weights to in every forward.
         dtype: of computation and unquantized weights; "auto" picks what the hardware is fast in.
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
@@ -103,6 +106,7 @@ def load_model(
         ModelError: no such model or format, or nothing in it can be quantized.
         CheckpointError: a file or tensor is missing, truncated or misshapen.
     """
+    from .qat import fake_quantize_linears
     from .quantizer import HalfbyteConfig
 
     target = chosen_device(device)
@@ -127,6 +131,8 @@ def load_model(
     model = _from_pretrained(name_or_path, config=config, attn_implementation=attn_implementation, **options)
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
+    if qat_scheme is not None:
+        fake_quantize_linears(model, qat_format(qat_scheme))
     return model.eval()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..autograd.lora import LoRA, Products, lora_linear, lora_qkv
 from ..dispatch import on_compiler
+from ..layers_qat import QATLinear
 from ..notices import notice
 from .copies import COPIES
 
@@ -58,6 +59,8 @@ def _read_base(module: nn.Module, lora: LoRA | None = None, dropout: float = 0.0
 
 def _read_adapted(module: BaseTunerLayer) -> Projection | str:
     if not isinstance(module, LoraLinear) or type(module).forward is not LoraLinear.forward:
+        if isinstance(getattr(module, "base_layer", None), QATLinear):
+            return "its weight is rounded with the adapter merged"
         return f"its adapter is PEFT's {type(module).__module__.removeprefix('peft.tuners.')}.{type(module).__name__}"
     if hooked(module):
         return "it has hooks"

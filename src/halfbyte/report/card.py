@@ -65,6 +65,10 @@ def _hub_header(run: Run, whole: bool) -> dict[str, Any]:
 def _usage(run: Run, whole: bool) -> str:
     """Five lines with nothing but transformers and PEFT."""
     lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if scheme := run.config.get("qat_scheme"):
+        lines.insert(
+            0, f"# trained to be rounded to {scheme}; this loads it unrounded, `halfbyte merge` writes it rounded"
+        )
     folder = "model" if whole else "adapter"
     tokenizer = folder if (run.path / folder / "tokenizer_config.json").exists() else run.model
     if whole:
@@ -73,7 +77,7 @@ def _usage(run: Run, whole: bool) -> str:
         return "\n".join(lines)
     revision = run.config.get("model_revision", "main")
     pinned = "" if revision == "main" else f", revision={revision!r}"
-    lines.insert(0, "from peft import PeftModel")
+    lines.insert(-1, "from peft import PeftModel")
     lines.append(f'base = AutoModelForCausalLM.from_pretrained({run.model!r}, dtype="auto"{pinned})')
     lines.append('model = PeftModel.from_pretrained(base, "adapter")')
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})")

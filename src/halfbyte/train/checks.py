@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from halfbyte.adapters import compute, quiet_peft
+from halfbyte.adapters_qat import round_merged
 from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
 
@@ -76,6 +77,7 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     trained = logits(model, ids, dtype)
     with quiet_peft():
         reloaded = PeftModel.from_pretrained(model.unload(), str(folder))
+    round_merged(reloaded)
     again = logits(reloaded, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}

@@ -19,6 +19,7 @@ from halfbyte.data import PreparedData, prepare
 from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
+from halfbyte.formats.choice import qat_format
 from halfbyte.hardware import chosen_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
@@ -84,6 +85,8 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     checkpoint = checkpoints.starting_point(config, resume)
     device = chosen_device(config.device)
     check_recipe(configured_recipe(config), device)
+    if config.qat_scheme is not None:
+        qat_format(config.qat_scheme)
     compute_dtype = resolve_dtype(config.dtype, device)
     facts = {**environment(str(device)), "started": time.time()}
     print_header(console, facts, config)

@@ -164,9 +164,10 @@ def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
 
 
 def _graphs(job: Job) -> bool:
-    """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor with layers offloaded to the host."""
+    """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor with layers offloaded to the host, nor
+    where weights are quantized in every step, for which quantizers look at the values."""
     fused = job.config.use_kernels and job.device.type == "cuda" and job.compute_dtype != torch.float16
-    return fused and not set(job.plan.levels or ()) & set(HOST_LEVELS)
+    return fused and job.config.qat_scheme is None and not set(job.plan.levels or ()) & set(HOST_LEVELS)
 
 
 def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:
@@ -199,7 +200,8 @@ def _save(job: Job, model: Any, ids: torch.Tensor) -> dict[str, Any]:
             save_adapter(model, aside)
             job.tokenizer.save_pretrained(aside)
         return {"adapter_reload": checks.adapter_reload(model, job.output / "adapter", ids, job.compute_dtype)}
-    model.to(job.model_config.dtype or torch.float32)  # as the base was stored
+    if job.config.qat_scheme is None:  # else `halfbyte merge` rounds what was trained, and once
+        model.to(job.model_config.dtype or torch.float32)  # as the base was stored
     with new_directory(job.output / "model") as aside:
         model.save_pretrained(aside)
         job.tokenizer.save_pretrained(aside)

@@ -1,0 +1,190 @@
+"""A run with quantization-aware training, from its configuration to the model it was trained to be stored as."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from merge_runs import save_base, save_run
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from halfbyte.adapters import compute
+from halfbyte.adapters_qat import round_merged
+from halfbyte.config import RunConfig, load_config
+from halfbyte.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.export.merge import merge
+from halfbyte.formats import named
+from halfbyte.layers import QuantizedLinear
+from halfbyte.models.load import load_model
+from halfbyte.notices import forget, said
+from halfbyte.saved import load_saved
+from halfbyte.train import sft
+from halfbyte.train.checkpoint import checkpoints
+
+LAYER = "model.layers.1.mlp.down_proj"
+IDS = torch.arange(40)[None]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("place")
+    save_base(folder / "model", initializer_range=0.08)
+    rows = [{"prompt": f"what is {n} plus {n % 7}?", "completion": f" it is {n + n % 7}."} for n in range(24)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config(place, output, **changed):
+    keys = {"model_name_or_path": str(place / "model"), "dataset": str(place / "data.jsonl"), "device": "cpu"}
+    keys |= {"output_dir": str(output), "dtype": "float32", "load_in_4bit": False, "qat_scheme": "nf4", "r": 4}
+    keys |= {"per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2}
+    keys |= {"max_length": 64, "sample_prompts": 0, "sample_max_new_tokens": 2, "eval_split_size": 0.0}
+    return load_config(None, keys | changed)
+
+
+@torch.no_grad()
+def logits(model, dtype=torch.float32):
+    with compute(model.eval(), dtype):
+        return model(input_ids=IDS, use_cache=False).logits.float()
+
+
+@pytest.fixture
+def trained_logits(monkeypatch):
+    """Logits of each model as it was at the end of its training, in evaluation mode."""
+    found = []
+    save = sft._save
+
+    def record(job, model, ids):
+        found.append(logits(model, job.compute_dtype))
+        return save(job, model, ids)
+
+    monkeypatch.setattr(sft, "_save", record)
+    return found
+
+
+def check_merged(merged, scheme, expected):
+    stored = merged.get_submodule(LAYER)
+    assert isinstance(stored, QuantizedLinear)
+    assert stored.weight.format == named(scheme)
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_merged_model_is_the_one_that_was_trained(place, tmp_path, trained_logits):
+    result = sft.train(config(place, tmp_path / "out"))
+    assert "# trained to be rounded to nf4;" in (tmp_path / "out" / "README.md").read_text()
+    report = result.merge(tmp_path / "merged")
+    assert report.quantize == "nf4"
+    check_merged(load_model(str(tmp_path / "merged"), dtype="float32", device="cpu"), "nf4", trained_logits[0])
+    check_merged(load_saved(str(tmp_path / "out")).model.get_base_model(), "nf4", trained_logits[0])
+    assert "quantization-aware: 14 linear layers" in said()["qat-blockwise4:nf4:64:nested"]
+
+
+QAT = {"load_in_4bit": False, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8", "fp8", "nvfp4"])
+def test_every_scheme_is_merged_to_what_it_computed(place, tmp_path, scheme):
+    run = save_run(tmp_path / "run", place / "model", **QAT, qat_scheme=scheme)
+    keys = {"load_in_4bit": False, "dtype": "float32", "device": "cpu"}
+    trained = PeftModel.from_pretrained(load_model(str(place / "model"), **keys, qat_scheme=scheme), run / "adapter")
+    round_merged(trained)
+    found = merge(run, tmp_path / "merged").targets["original"]
+    assert found.trained == found.exact  # the trained model is the rounded one
+    assert found.exact.max_logit_difference <= 1e-5 * found.largest_logit
+    assert found.noise.max_logit_difference > 100 * found.exact.max_logit_difference
+    check_merged(load_model(str(tmp_path / "merged"), dtype="float32", device="cpu"), scheme, logits(trained))
+
+
+def test_a_model_trained_whole(place, tmp_path, trained_logits):
+    result = sft.train(config(place, tmp_path / "out", use_peft=False, learning_rate=1e-3))
+    kept = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert kept[f"{LAYER}.weight"].dtype == torch.float32  # not yet rounded to the base's bf16
+    report = result.merge(tmp_path / "merged")
+    assert report.quantize == "nf4"
+    assert "both bases are the same" in report.reason
+    merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")
+    expected = kept[f"{LAYER}.weight"]
+    stored = merged.get_submodule(LAYER).weight
+    assert torch.equal(
+        stored.dequantize(torch.float32),
+        named("nf4").dequantize(named("nf4").quantize(expected), expected.shape, torch.float32),
+    )
+    # embeddings, norms and the head were trained in fp32 and are written in bf16
+    torch.testing.assert_close(
+        logits(merged), trained_logits[0], rtol=0, atol=2e-2 * float(trained_logits[0].abs().max())
+    )
+    again = load_saved(str(tmp_path / "out"))
+    torch.testing.assert_close(logits(again.model), trained_logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_base_in_32_bits_trained_in_16(tmp_path):
+    """Training rounds the base to bf16 before it quantizes, and so does merging."""
+    base = save_base(tmp_path / "base", torch.float32)
+    run = save_run(tmp_path / "run", base, **QAT | {"dtype": "bfloat16"}, qat_scheme="nf4")
+    found = merge(run, tmp_path / "merged").targets["original"]
+    assert found.noise.kl > 100 * found.trained.kl
+
+
+def test_other_targets_are_merged_and_said(place, tmp_path):
+    run = save_run(tmp_path / "run", place / "model", **QAT, qat_scheme="nf4")
+    report = merge(run, tmp_path / "merged", quantize="16bit")
+    assert report.quantize == "16bit"
+    assert "trained to be stored as nf4" in said()["merge-qat"]
+    forget()
+    same = merge(run, tmp_path / "bnb", quantize="bnb-nf4").targets["original"]  # another tool's name of the layout
+    assert same.exact.max_logit_difference <= 1e-5 * same.largest_logit
+    assert "merge-qat" not in said()
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_peft": False, "learning_rate": 1e-3}], ids=["lora", "full"])
+def test_a_resumed_run_ends_the_same(place, tmp_path, keys):
+    output, weights = tmp_path / "out", "model/model.safetensors" if keys else "adapter/adapter_model.safetensors"
+    sft.train(config(place, output, **keys, activation_checkpointing=True))  # recomputed weights round to the same bits
+    whole = load_file(output / weights)
+    checks = json.loads((output / "checks.json").read_text())
+    assert checks["model_reload" if keys else "adapter_reload"]["equal"]
+    shutil.rmtree(checkpoints(output)[-1])
+    sft.train(config(place, output, **keys), resume=True)
+    again = load_file(output / weights)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    with pytest.raises(ConfigError, match="qat_scheme: 'nf4' then, 'int8' now"):
+        sft.train(config(place, output, **keys, qat_scheme="int8"), resume=str(checkpoints(output)[0]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "fix"),
+    [
+        ({"load_in_4bit": True}, "load_in_4bit", "set load_in_4bit: false"),
+        ({"load_in_4bit": True, "quantization": "int8"}, "quantization", "set quantization: 16bit"),
+        ({"recipe": "fp8-hybrid"}, "recipe", "set recipe: bf16"),
+        ({"lora_dropout": 0.1}, "lora_dropout", "set lora_dropout: 0"),
+        ({"use_dora": True}, "use_dora", "set use_dora: false"),
+        ({"bnb_4bit_blocksize": 128}, "bnb_4bit_blocksize", "blockwise4:nf4:128:nested"),
+    ],
+)
+def test_keys_that_contradict_it(place, tmp_path, keys, key, fix):
+    with pytest.raises(ConfigError) as raised:
+        config(place, tmp_path / "out", **keys)
+    assert str(raised.value).startswith(key) or f"{key}:" in str(raised.value)
+    assert fix in str(raised.value)
+
+
+def test_an_unknown_scheme_is_found_before_anything_is_read(tmp_path):
+    keys = RunConfig(
+        model_name_or_path="nowhere", dataset="none.jsonl", output_dir=str(tmp_path / "out"), load_in_4bit=False,
+        qat_scheme="int5",
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="qat_scheme: there is no format 'int5'"):
+        sft.train(keys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_no_run_left_is_quantized_too(place, tmp_path):
+    report = merge(place / "model", tmp_path / "merged", quantize="int8")
+    assert report.targets["original"].explained
+    merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")
+    expected = load_model(str(place / "model"), quantization="int8", dtype="float32", device="cpu")
+    assert torch.equal(logits(merged), logits(expected))
+    with pytest.raises(CheckpointError, match="nothing to merge"):
+        merge(place / "model", tmp_path / "plain", quantize="16bit")
