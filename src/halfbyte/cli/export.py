@@ -32,4 +32,6 @@ def export_model(source: str, mix: str, out: Path | None, adapter_only: bool, im
 
     report = export_gguf(source, mix, out, importances=imatrix, console=console)
     console.print(str(report), highlight=False)
+    if report.mmproj:
+        console.print(f"vision part in {report.mmproj}: llama-mtmd-cli --mmproj", highlight=False)
     console.print(f"{report.path}\n{report.modelfile}: ollama create NAME -f {report.modelfile.name}", highlight=False)

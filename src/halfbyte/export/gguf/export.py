@@ -10,6 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import new_file, write_text
 
-from .check import Written, check_file
+from .check import Written, check_file, text_metadata
 from .metadata import add_hyperparameters, experts_of
 from .mixes import MIXES, check_mix, choose
 from .modelfile import modelfile
@@ -32,6 +33,7 @@ from .source import Source, open_source
 from .tensors import Planned, plan
 from .tokenizer import add_tokenizer
 from .types import Type, quantize, row_bytes
+from .vision import Vision, add_vision, plan_vision, vision_types
 
 HEADROOM = 64 << 20  # bytes for metadata and vocabulary
 
@@ -49,6 +51,7 @@ class ExportReport:
         errors: type → the largest relative error of a tensor's sample, read back: RMS of the difference over RMS.
         merged: the base that the adapter was merged onto; empty without one.
         modelfile: the Ollama Modelfile beside it.
+        mmproj: the file of the vision part beside it, if the model has one.
         seconds: of the whole export.
     """
 
@@ -61,6 +64,7 @@ class ExportReport:
     merged: str
     modelfile: Path
     seconds: float
+    mmproj: Path | None = None
 
     def __str__(self) -> str:
         bits = 8 * self.nbytes / self.parameters
@@ -82,7 +86,7 @@ def export_gguf(
     device: str | None = None,
     console: Console | None = None,
 ) -> ExportReport:
-    """Write a model as GGUF, and an Ollama Modelfile beside it.
+    """Write a model as GGUF, and an Ollama Modelfile beside it; the vision part, where there is one, as mmproj-….gguf.
 
     Args:
         run_or_model: a run's output_dir or an adapter (merged while it is written, onto what it was trained on), a
@@ -113,17 +117,26 @@ def export_gguf(
         experts=experts_of(source.config),
         important=bool(weighed),
     )
-    sizes = {each.name: _nbytes(each, types[each.name]) for each in planned}
-    check_space(path, sum(sizes.values()) + HEADROOM)
+    files = [(path, planned, types)]
+    if source.vision:
+        seen = plan_vision(source.weights, source.vision)
+        files.append((mmproj_path(path), seen, vision_types(seen, MIXES[mix][0])))
+    check_space(path, sum(_nbytes(each, kinds[each.name]) for _, part, kinds in files for each in part) + HEADROOM)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console or Console(quiet=True), transient=True)
-    with bar as progress, new_file(path) as aside:
-        writer = _open(aside, source, mix)
-        for each in planned:
-            writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), sizes[each.name], types[each.name])
-        written = _write(writer, planned, types, weighed, source.device, progress)
-        errors = check_file(aside, source.family, source.config, written)
-    beside = write_text(path.with_suffix(".Modelfile"), modelfile(path.name, source))
+    with bar as progress, ExitStack() as stack:
+        asides = [stack.enter_context(new_file(each)) for each, _, _ in files]
+        written = _write(_open(asides[0], source, mix), planned, types, weighed, source.device, progress)
+        config = source.config
+        errors = check_file(asides[0], written, text_metadata(source.family, config), config.vocab_size)
+        if source.vision:
+            _, seen, seen_types = files[1]
+            written = _write(_open_vision(asides[1], source.name, source.vision), seen, seen_types, {}, source.device, progress)
+            check_file(
+                asides[1], written, {"general.architecture": "clip", "clip.vision.block_count": source.vision.layers}
+            )
+    names = [each.name for each, _, _ in files]
+    beside = write_text(path.with_suffix(".Modelfile"), modelfile(names, source))
     return ExportReport(
         path,
         mix,
@@ -134,6 +147,7 @@ def export_gguf(
         source.merged,
         beside,
         time.perf_counter() - started,
+        files[1][0] if source.vision else None,
     )
 
 
@@ -150,6 +164,15 @@ def output_path(source: Path | str, out: Path | str | None, name: str) -> Path:
     if path.exists():
         raise ConfigError(f"{path} exists already; export does not overwrite", "name another file, or remove this one")
     return path
+
+
+def mmproj_path(path: Path) -> Path:
+    """Where the vision part of the model in `path` goes.
+
+    Raises:
+        ConfigError: something is there.
+    """
+    return output_path(path.parent, path.with_name(f"mmproj-{path.name}"), "")
 
 
 def check_space(path: Path, needed: int) -> None:
@@ -204,6 +227,15 @@ def _open(path: Path, source: Source, mix: str) -> GGUFWriter:
     return writer
 
 
+def _open_vision(path: Path, name: str, vision: Vision) -> GGUFWriter:
+    """A writer with all metadata of the vision part."""
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ])
+    writer.add_name(name)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    add_vision(writer, vision)
+    return writer
+
+
 def _write(
     writer: GGUFWriter,
     planned: list[Planned],
@@ -212,6 +244,9 @@ def _write(
     device: torch.device,
     progress: Progress,
 ) -> list[Written]:
+    for each in planned:
+        type_ = types[each.name]
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _nbytes(each, type_), type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

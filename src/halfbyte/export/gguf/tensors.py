@@ -19,7 +19,7 @@ from .metadata import experts_of, rope_tensors
 EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
 FUSED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)")
 EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
-ANOTHER_TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
+BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
 OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
@@ -73,7 +73,7 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
     names = get_tensor_name_map(family.arch, config.num_hidden_layers)
     planned = {name: Planned(name, tuple(made.shape), [made.clone]) for name, made in rope_tensors(config).items()}
     for key, weight in weights.items():
-        if ANOTHER_TOWER.search(key) or key.endswith(DERIVED):
+        if BESIDE_TEXT.search(key) or key.endswith(DERIVED):
             continue
         if key.endswith("lm_head.weight") and config.tie_word_embeddings:
             continue  # llama.cpp takes the embedding
