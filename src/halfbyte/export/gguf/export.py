@@ -131,7 +131,9 @@ def export_gguf(
         errors = check_file(asides[0], written, text_metadata(source.family, config), config.vocab_size)
         if source.vision:
             _, seen, seen_types = files[1]
-            written = _write(_open_vision(asides[1], source.name, source.vision), seen, seen_types, {}, source.device, progress)
+            written = _write(
+                _open_vision(asides[1], source.name, source.vision), seen, seen_types, {}, source.device, progress
+            )
             check_file(
                 asides[1], written, {"general.architecture": "clip", "clip.vision.block_count": source.vision.layers}
             )

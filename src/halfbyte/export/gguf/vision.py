@@ -18,6 +18,7 @@ from gguf import MODEL_ARCH, GGUFType, GGUFWriter, TensorNameMap, VisionProjecto
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.notices import notice
 
 from .tensors import BESIDE_TEXT, Planned, Weight
 from .types import Type
@@ -143,6 +144,12 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
             SERVE_OTHERWISE,
         )
     _check_config(config, tower)
+    if config.model_type == "llava":
+        notice(
+            "gguf-llava-shift",
+            "llama.cpp of 2025 and 2026 moves the patches of LLaVA's images by one and loses the first (its issue 25814);"
+            " the file is as it should be",
+        )
     return Vision(config, _processor(folder), tower)
 
 
