@@ -6,12 +6,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from merge_runs import tensors
+from merge_runs import save_run, tensors
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from vision_models import MODELS, PROCESSOR, save_vision_model
 
 from halfbyte.cli import app
+from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.export.gguf.export import export_gguf
 
@@ -151,3 +152,21 @@ def test_without_the_processors_numbers_there_is_no_file(tmp_path):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
     (tmp_path / "m/processor_config.json").write_text(json.dumps({"image_processor": PROCESSOR}))
     assert export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf").mmproj
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+def test_a_run_on_a_vision_model_is_exported_as_its_merge(tmp_path, name):
+    """The adapter is merged into the language model; the vision part is the base's."""
+    save_vision_model(tmp_path / "m", name, dtype=torch.bfloat16)
+    run = save_run(tmp_path / "run", tmp_path / "m", tokenizer=tmp_path / "m", load_in_4bit=False)
+    report = export_gguf(run, "f32", device="cpu")
+    base = export_gguf(tmp_path / "m", "f32", device="cpu")
+    assert report.mmproj == run / "mmproj-run-f32.gguf"
+    seen, untouched = values_of(report.mmproj), values_of(base.mmproj)
+    assert seen.keys() == untouched.keys()
+    assert all(np.array_equal(seen[key], untouched[key]) for key in seen)
+    adapter = load_file(run / "adapter/adapter_model.safetensors")
+    a, b = (next(v for k, v in adapter.items() if f"layers.0.mlp.up_proj.lora_{each}" in k) for each in "AB")
+    update = values_of(report.path)["blk.0.ffn_up.weight"] - values_of(base.path)["blk.0.ffn_up.weight"]
+    scale = RunConfig(model_name_or_path="m", dataset="d").lora_alpha / a.shape[0]
+    assert np.allclose(update, scale * (b @ a).numpy(), atol=4e-3)

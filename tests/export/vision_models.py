@@ -39,12 +39,12 @@ MODELS = {
 PROCESSOR = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.27, 0.26, 0.28]}
 
 
-def save_vision_model(folder, name, **keys):
-    """Save the model `name` of MODELS into `folder` and return it, fp32."""
+def save_vision_model(folder, name, dtype=torch.float32, **keys):
+    """Save the model `name` of MODELS into `folder` and return it."""
     torch.manual_seed(1)
     family, own = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**(own | keys))
-    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    model = auto_class(config).from_config(config, dtype=dtype).eval()
     for parameter in model.parameters():  # norms start at one and biases at zero: make them matter
         parameter.data += 0.03 * torch.randn_like(parameter)
     model.save_pretrained(folder)

@@ -33,7 +33,7 @@ from .source import Source, open_source
 from .tensors import Planned, plan
 from .tokenizer import add_tokenizer
 from .types import Type, quantize, row_bytes
-from .vision import Vision, add_vision, plan_vision, vision_types
+from .vision import Vision, add_vision, plan_vision, vision_metadata, vision_types
 
 HEADROOM = 64 << 20  # bytes for metadata and vocabulary
 
@@ -77,6 +77,19 @@ class ExportReport:
         )
 
 
+@dataclass(frozen=True)
+class _File:
+    """A file to write: its tensors and their types."""
+
+    path: Path
+    planned: list[Planned]
+    types: dict[str, Type]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(each, self.types[each.name]) for each in self.planned)
+
+
 def export_gguf(
     run_or_model: Path | str,
     mix: str = "q4_k_m",
@@ -117,28 +130,13 @@ def export_gguf(
         experts=experts_of(source.config),
         important=bool(weighed),
     )
-    files = [(path, planned, types)]
+    files = [_File(path, planned, types)]
     if source.vision:
         seen = plan_vision(source.weights, source.vision)
-        files.append((mmproj_path(path), seen, vision_types(seen, MIXES[mix][0])))
-    check_space(path, sum(_nbytes(each, kinds[each.name]) for _, part, kinds in files for each in part) + HEADROOM)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console or Console(quiet=True), transient=True)
-    with bar as progress, ExitStack() as stack:
-        asides = [stack.enter_context(new_file(each)) for each, _, _ in files]
-        written = _write(_open(asides[0], source, mix), planned, types, weighed, source.device, progress)
-        config = source.config
-        errors = check_file(asides[0], written, text_metadata(source.family, config), config.vocab_size)
-        if source.vision:
-            _, seen, seen_types = files[1]
-            written = _write(
-                _open_vision(asides[1], source.name, source.vision), seen, seen_types, {}, source.device, progress
-            )
-            check_file(
-                asides[1], written, {"general.architecture": "clip", "clip.vision.block_count": source.vision.layers}
-            )
-    names = [each.name for each, _, _ in files]
-    beside = write_text(path.with_suffix(".Modelfile"), modelfile(names, source))
+        files.append(_File(mmproj_path(path), seen, vision_types(seen, MIXES[mix][0])))
+    check_space(path, sum(file.nbytes for file in files) + HEADROOM)
+    errors = _write_files(files, source, mix, weighed, console)
+    beside = write_text(path.with_suffix(".Modelfile"), modelfile([file.path.name for file in files], source))
     return ExportReport(
         path,
         mix,
@@ -149,7 +147,7 @@ def export_gguf(
         source.merged,
         beside,
         time.perf_counter() - started,
-        files[1][0] if source.vision else None,
+        files[1].path if source.vision else None,
     )
 
 
@@ -213,6 +211,28 @@ def read_importances(path: Path) -> dict[str, Tensor]:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
+def _write_files(
+    files: list[_File], source: Source, mix: str, importances: Mapping[str, Tensor], console: Console | None
+) -> dict[str, float]:
+    """Write the language model and, where there is one, the vision part; both appear when both are checked.
+
+    Returns:
+        As `check_file`, of the language model.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console or Console(quiet=True), transient=True)
+    with bar as progress, ExitStack() as stack:
+        asides = [stack.enter_context(new_file(file.path)) for file in files]
+        written = _write(_open(asides[0], source, mix), files[0], importances, source.device, progress)
+        expected = text_metadata(source.family, source.config)
+        errors = check_file(asides[0], written, expected, source.config.vocab_size)
+        if source.vision:
+            writer = _open_vision(asides[1], source.name, source.vision)
+            written = _write(writer, files[1], {}, source.device, progress)
+            check_file(asides[1], written, vision_metadata(source.vision))
+    return errors
+
+
 def _nbytes(planned: Planned, type_: Type) -> int:
     return torch.Size(planned.shape[:-1]).numel() * row_bytes(planned.shape[-1], type_)
 
@@ -239,13 +259,9 @@ def _open_vision(path: Path, name: str, vision: Vision) -> GGUFWriter:
 
 
 def _write(
-    writer: GGUFWriter,
-    planned: list[Planned],
-    types: Mapping[str, Type],
-    importances: Mapping[str, Tensor],
-    device: torch.device,
-    progress: Progress,
+    writer: GGUFWriter, file: _File, importances: Mapping[str, Tensor], device: torch.device, progress: Progress
 ) -> list[Written]:
+    planned, types = file.planned, file.types
     for each in planned:
         type_ = types[each.name]
         writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _nbytes(each, type_), type_)

@@ -147,8 +147,8 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
     if config.model_type == "llava":
         notice(
             "gguf-llava-shift",
-            "llama.cpp of 2025 and 2026 moves the patches of LLaVA's images by one and loses the first (its issue 25814);"
-            " the file is as it should be",
+            "llama.cpp of 2025 and 2026 moves the patches of LLaVA's images by one and loses the first (its issue"
+            " 25814); the file is as it should be",
         )
     return Vision(config, _processor(folder), tower)
 
@@ -223,6 +223,11 @@ def add_vision(writer: GGUFWriter, vision: Vision) -> None:
     else:
         writer.add_bool("clip.has_llava_projector", True)
         writer.add_array("clip.vision.feature_layer", feature_layers(config))
+
+
+def vision_metadata(vision: Vision) -> dict[str, object]:
+    """Metadata of the file to look at again."""
+    return {"general.architecture": "clip", "clip.vision.block_count": vision.layers}
 
 
 def feature_layers(config: Any) -> list[int]:
