@@ -111,17 +111,18 @@ Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 def _placed(key: str, weight: Weight, names: TensorNameMap, config: Any, family: Family) -> Iterator[Placed]:
     """What of the file a weight of the checkpoint becomes: (name, shape of the part, how to make it)."""
     if match := EXPERT.fullmatch(key):
-        layer = _layer_of(key)
+        layer = layer_of(key)
         yield f"blk.{layer}.ffn_{EXPERT_PARTS[match[3]]}_exps.weight", weight.shape, weight.read
     elif match := FUSED_EXPERTS.fullmatch(key):
-        yield from _fused_experts(_layer_of(key), match[2], weight)
+        yield from _fused_experts(layer_of(key), match[2], weight)
     else:
         name = gguf_name(key, names, family)
         shape = weight.shape[-1:] if name.endswith("ffn_gate_inp_shexp.weight") else weight.shape
         yield name, shape, lambda: transformed(name, weight.read(), config, family).view(shape)
 
 
-def _layer_of(key: str) -> int:
+def layer_of(key: str) -> int:
+    """The number of the decoder layer that a tensor of the checkpoint is in."""
     return int(re.findall(r"\.layers\.(\d+)\.", key)[0])
 
 
