@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def matrix_path(given: Path | str) -> Path | None:
 
 def collect(
     run_or_model: str, text: str, out: Path, names: Collection[str], family: Family, device: torch.device,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
     """Run a model, its adapter applied, over calibration text and write what its matrices meet.
 
@@ -74,7 +75,7 @@ def collect(
         text: a dataset's file, folder or hub id, read as for training.
         out: the file.
         names: of the file's matrices; others are left out.
-        progress: called with the tokens done and those to do.
+        progress: called with the rows of text done, and how many there are.
 
     Raises:
         HalfbyteError: the model or the text cannot be used.
@@ -102,35 +103,6 @@ def watch(
     """Name of a matrix in the file → what met it, from the batches (arguments of the model's forward)."""
     known = get_tensor_name_map(family.arch, layers)
     seen: dict[str, Seen] = {}
-
-    def entry(name: str, experts: int, columns: int, device: torch.device) -> Seen:
-        if name not in seen:
-            seen[name] = Seen(torch.zeros(experts, columns, device=device), torch.zeros(experts, device=device))
-        return seen[name]
-
-    def linear(name: str) -> Any:
-        def hook(module: nn.Linear, args: tuple[Tensor]) -> None:
-            x = args[0].reshape(-1, module.in_features)
-            entry(name, 1, module.in_features, x.device).add(0, x)
-
-        return hook
-
-    def experts(key: str) -> Any:
-        layer = layer_of(key)
-
-        def hook(module: Any, args: tuple[Tensor, ...]) -> None:
-            x, chosen = args[0], args[1]
-            count, _, columns = module.gate_up_proj.shape
-            gate, up, down = (f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
-            for expert in chosen.unique().tolist():
-                own = x[(chosen == expert).any(-1)]
-                one, two = functional.linear(own, module.gate_up_proj[expert]).chunk(2, -1)
-                for name in (gate, up):
-                    entry(name, count, columns, x.device).add(expert, own)
-                entry(down, count, one.shape[-1], x.device).add(expert, module.act_fn(one) * two)
-
-        return hook
-
     handles = []
     for key, module in model.named_modules():
         plain = key.removeprefix("base_model.model.").removesuffix(".base_layer")
@@ -139,16 +111,40 @@ def watch(
         if isinstance(module, nn.Linear) and not plain.endswith("lm_head"):  # which llama-imatrix leaves out, too
             name = gguf_name(f"{plain}.weight", known, family)
             if name in names:
-                handles.append(module.register_forward_pre_hook(linear(name)))
-        elif FUSED_EXPERTS.fullmatch(f"{plain}.gate_up_proj") and hasattr(module, "gate_up_proj"):
-            handles.append(module.register_forward_pre_hook(experts(f"{plain}.gate_up_proj")))
+                handles.append(module.register_forward_pre_hook(partial(_linear, seen, name)))
+        elif hasattr(module, "gate_up_proj") and FUSED_EXPERTS.fullmatch(f"{plain}.gate_up_proj"):
+            handles.append(module.register_forward_pre_hook(partial(_experts, seen, layer_of(f"{plain}."))))
     try:
         for batch in batches:
-            model(**batch)
+            model(**batch, use_cache=False)  # with a cache packed documents see each other
     finally:
         for handle in handles:
             handle.remove()
     return seen
+
+
+def _linear(seen: dict[str, Seen], name: str, module: nn.Linear, args: tuple[Tensor]) -> None:
+    """Hook of a linear layer."""
+    x = args[0].reshape(-1, module.in_features)
+    _entry(seen, name, 1, x).add(0, x)
+
+
+def _experts(seen: dict[str, Seen], layer: int, module: Any, args: tuple[Tensor, ...]) -> None:
+    """Hook of a layer's experts, called with the tokens [tokens, columns] and the experts of each [tokens, chosen]."""
+    x, chosen = args[0], args[1]
+    for expert in chosen.unique().tolist():
+        own = x[(chosen == expert).any(-1)]
+        gate, up = functional.linear(own, module.gate_up_proj[expert]).chunk(2, -1)
+        for part, inputs in (("gate", own), ("up", own), ("down", module.act_fn(gate) * up)):
+            name = f"blk.{layer}.ffn_{part}_exps.weight"
+            _entry(seen, name, len(module.gate_up_proj), inputs).add(expert, inputs)
+
+
+def _entry(seen: dict[str, Seen], name: str, experts: int, x: Tensor) -> Seen:
+    """What `seen` has of a matrix, zeros at first."""
+    if name not in seen:
+        seen[name] = Seen(*(torch.zeros(shape, device=x.device) for shape in ((experts, x.shape[-1]), (experts,))))
+    return seen[name]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
