@@ -31,7 +31,7 @@ SURFACE = {
     ],
     "merge": ["run", "out", "--base", "--quantize", "--verify --no-verify"],
     "mix": ["model", "data", "--bits", "--formats", "--tokens"],
-    "export": ["source", "--gguf", "--out", "--adapter-only", "--imatrix"],
+    "export": ["source", "--gguf", "--out", "--adapter-only", "--importance --imatrix"],
     "env": [],
     "demo": ["output_dir"],
     "import-config": ["file"],

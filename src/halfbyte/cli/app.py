@@ -191,12 +191,15 @@ def export(
     gguf: Annotated[str, typer.Option("--gguf", metavar="TYPE", help="f32, f16, bf16, q8_0, q4_k_m, …")],
     out: Annotated[Path | None, typer.Option("--out", help="The file; default: beside the model.")] = None,
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="The adapter, for a base in GGUF.")] = False,
-    imatrix: Annotated[Path | None, typer.Option("--imatrix", help="Importances, from llama-imatrix.")] = None,
+    importance: Annotated[
+        str | None,
+        typer.Option("--importance", "--imatrix", metavar="TEXT|FILE", help="Calibration text, or an imatrix (.gguf)."),
+    ] = None,
 ) -> None:
     """Write a GGUF file for llama.cpp and Ollama."""
     from .export import export_model
 
-    export_model(source, gguf, out, adapter_only, imatrix)
+    export_model(source, gguf, out, adapter_only, importance)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from rich.console import Console
 from ..errors import ConfigError
 
 
-def export_model(source: str, mix: str, out: Path | None, adapter_only: bool, imatrix: Path | None) -> None:
+def export_model(source: str, mix: str, out: Path | None, adapter_only: bool, importance: str | None) -> None:
     """Write `source` as GGUF and say what was written.
 
     Raises:
@@ -21,8 +21,8 @@ def export_model(source: str, mix: str, out: Path | None, adapter_only: bool, im
         raise ConfigError("export --gguf needs the gguf library", "pip install 'halfbyte[gguf]'") from error
     console = Console(soft_wrap=True)
     if adapter_only:
-        if imatrix:
-            raise ConfigError("--imatrix weighs quantization, and an adapter is not quantized", "leave it out")
+        if importance:
+            raise ConfigError("--importance weighs quantization, and an adapter is not quantized", "leave it out")
         from ..export.gguf.adapter import export_adapter
 
         path = export_adapter(source, mix, out)
@@ -30,6 +30,8 @@ def export_model(source: str, mix: str, out: Path | None, adapter_only: bool, im
         return
     from ..export.gguf.export import export_gguf
 
-    report = export_gguf(source, mix, out, importances=imatrix, console=console)
+    report = export_gguf(source, mix, out, importances=importance, console=console)
     console.print(str(report), highlight=False)
+    if report.mmproj:
+        console.print(f"vision part in {report.mmproj}: llama-mtmd-cli --mmproj", highlight=False)
     console.print(f"{report.path}\n{report.modelfile}: ollama create NAME -f {report.modelfile.name}", highlight=False)

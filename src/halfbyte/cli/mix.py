@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config_yaml import dump_mapping
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from ..models.mixed import Mixture
-
-ROW = 512  # tokens of a calibration row
 
 
 def mix_formats(name: str, dataset: str, bits: float, formats: str | None, tokens: int) -> Mixture:
@@ -29,9 +23,10 @@ def mix_formats(name: str, dataset: str, bits: float, formats: str | None, token
         HalfbyteError: the model, the text or a format cannot be used, or the budget is too small.
     """
     from .. import formats as registry
-    from ..models.load import load_model
+    from ..data.calibration import ROW, calibration_rows
+    from ..models.load import load_model, load_tokenizer
     from ..models.mixed import measure, mix
-    from ..saved import find, model_keys, saved_config
+    from ..saved import find, model_keys, saved_config, tokenizer_keys
 
     wanted = formats.split(",") if formats else sorted(registry.names())
     candidates = {each.strip(): registry.named(each.strip()) for each in wanted}
@@ -40,23 +35,8 @@ def mix_formats(name: str, dataset: str, bits: float, formats: str | None, token
         raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit model that it was trained on")
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
     model = load_model(name, **model_keys(config))
-    return mix(measure(model, candidates, _rows(config, tokens, model.device)), bits)
-
-
-def _rows(config: Any, tokens: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Packed rows of the calibration text, one at a time, with all their tokens."""
-    import torch
-
-    from ..data import prepare
-    from ..data.collate import make_collator
-    from ..models.load import load_tokenizer
-    from ..saved import tokenizer_keys
-
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    rows, collate = prepare(config, tokenizer).train, make_collator(config, tokenizer)
-    for row in itertools.islice(rows, max(1, tokens // ROW)):
-        batch = collate([row])
-        yield {key: value.to(device) for key, value in batch.items() if key != "labels" and torch.is_tensor(value)}
+    return mix(measure(model, candidates, calibration_rows(config, tokenizer, tokens, model.device)), bits)
 
 
 def explain(mixture: Mixture) -> str:

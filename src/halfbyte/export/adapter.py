@@ -14,11 +14,11 @@ from peft import PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from halfbyte.adapters import load_adapter_weights
+from halfbyte.architectures import auto_class
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, HalfbyteError
 from halfbyte.formats import Format
@@ -108,7 +108,7 @@ def meta_model(config: RunConfig) -> Any:
     if hasattr(model_config, "quantization_config"):
         del model_config.quantization_config
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
+        return auto_class(model_config).from_config(model_config, trust_remote_code=trust)
 
 
 def _formats(config: RunConfig) -> dict[str, Format]:

@@ -34,6 +34,24 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     return chosen.dtype
 
 
+def read_model_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a model of any kind.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    _check_folder(name_or_path)
+    try:
+        return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"cannot read the model config of {name_or_path!r}: {error}",
+            "give a folder with config.json, or a hub id you can reach",
+        ) from error
+
+
 def load_model_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The transformers config of a model.
 
@@ -41,16 +59,9 @@ def load_model_config(name_or_path: str, *, revision: str | None = None, trust_r
         ModelError: there is no such model, or it is neither a causal language model nor one that takes images and
             whose text part is of a family in `models.families`.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    _check_folder(name_or_path)
-    try:
-        config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"cannot read the model config of {name_or_path!r}: {error}",
-            "give a folder with config.json, or a hub id you can reach",
-        ) from error
+    config = read_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code:
         return config

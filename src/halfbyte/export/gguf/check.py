@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,8 +43,14 @@ class Written:
         return cls(planned.name, planned.shape, type_, zlib.crc32(data.data), sample)
 
 
-def check_file(path: Path, family: Family, config: Any, written: Sequence[Written]) -> dict[str, float]:
+def check_file(
+    path: Path, written: Sequence[Written], expected: Mapping[str, object], tokens: int = 0
+) -> dict[str, float]:
     """Read `path` and compare it with what was to be written.
+
+    Args:
+        expected: some of its metadata.
+        tokens: of its vocabulary; 0: it has none.
 
     Returns:
         Type → the largest relative error of a sample.
@@ -53,7 +59,7 @@ def check_file(path: Path, family: Family, config: Any, written: Sequence[Writte
         CheckpointError: naming the tensor or key that is not as it should be.
     """
     reader = gguf.GGUFReader(path)
-    _check_metadata(reader, path, family, config)
+    _check_metadata(reader, path, expected, tokens)
     found = {tensor.name: tensor for tensor in reader.tensors}
     if found.keys() != {each.name for each in written}:
         raise CheckpointError(f"{path}: other tensors than were written")
@@ -83,18 +89,22 @@ def _error(stored: np.ndarray, written: Written) -> float:
     return off / (size + FP16_SCALES)
 
 
-def _check_metadata(reader: gguf.GGUFReader, path: Path, family: Family, config: Any) -> None:
+def text_metadata(family: Family, config: Any) -> dict[str, object]:
+    """Metadata of a language model's file to look at again."""
     arch = gguf.MODEL_ARCH_NAMES[family.arch]
-    expected = {
+    return {
         "general.architecture": arch,
         f"{arch}.block_count": config.num_hidden_layers,
         f"{arch}.embedding_length": config.hidden_size,
         f"{arch}.attention.head_count": config.num_attention_heads,
     }
+
+
+def _check_metadata(reader: gguf.GGUFReader, path: Path, expected: Mapping[str, object], tokens: int) -> None:
     for key, value in expected.items():
         entry = reader.get_field(key)
         if entry is None or entry.contents() != value:
             raise CheckpointError(f"{path}: {key} reads back as {entry.contents() if entry else None}, not {value}")
-    tokens = reader.get_field("tokenizer.ggml.tokens")
-    if tokens is None or len(tokens.data) != config.vocab_size:
+    vocabulary = reader.get_field("tokenizer.ggml.tokens")
+    if tokens and (vocabulary is None or len(vocabulary.data) != tokens):
         raise CheckpointError(f"{path}: the vocabulary does not read back")

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +25,16 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import new_file, write_text
 
-from .check import Written, check_file
+from .check import Written, check_file, text_metadata
+from .importance import collect, matrix_path, read_importances
 from .metadata import add_hyperparameters, experts_of
 from .mixes import MIXES, check_mix, choose
 from .modelfile import modelfile
 from .source import Source, open_source
 from .tensors import Planned, plan
 from .tokenizer import add_tokenizer
-from .types import Type, quantize, row_bytes
+from .types import FLOATS, Type, quantize, row_bytes
+from .vision import Vision, add_vision, plan_vision, vision_metadata, vision_types
 
 HEADROOM = 64 << 20  # bytes for metadata and vocabulary
 
@@ -49,6 +52,7 @@ class ExportReport:
         errors: type → the largest relative error of a tensor's sample, read back: RMS of the difference over RMS.
         merged: the base that the adapter was merged onto; empty without one.
         modelfile: the Ollama Modelfile beside it.
+        mmproj: the file of the vision part beside it, if the model has one.
         seconds: of the whole export.
     """
 
@@ -61,6 +65,7 @@ class ExportReport:
     merged: str
     modelfile: Path
     seconds: float
+    mmproj: Path | None = None
 
     def __str__(self) -> str:
         bits = 8 * self.nbytes / self.parameters
@@ -73,6 +78,19 @@ class ExportReport:
         )
 
 
+@dataclass(frozen=True)
+class _File:
+    """A file to write: its tensors and their types."""
+
+    path: Path
+    planned: list[Planned]
+    types: dict[str, Type]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(each, self.types[each.name]) for each in self.planned)
+
+
 def export_gguf(
     run_or_model: Path | str,
     mix: str = "q4_k_m",
@@ -82,14 +100,16 @@ def export_gguf(
     device: str | None = None,
     console: Console | None = None,
 ) -> ExportReport:
-    """Write a model as GGUF, and an Ollama Modelfile beside it.
+    """Write a model as GGUF, and an Ollama Modelfile beside it; the vision part, where there is one, as mmproj-….gguf.
 
     Args:
         run_or_model: a run's output_dir or an adapter (merged while it is written, onto what it was trained on), a
             model's folder, or a hub id.
         mix: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or one of llama.cpp's mixes q2_k … q6_k.
         out: the file; default: NAME-MIX.gguf in the run's or model's folder.
-        importances: an importance matrix as llama.cpp's imatrix tool writes it (GGUF).
+        importances: weights of the quantization errors: an importance matrix as llama.cpp's imatrix tool writes it
+            (….gguf), or calibration text (a dataset's file, folder or hub id), which the model is run on, and which
+            leaves NAME.imatrix.gguf beside the file.
         device: where to quantize; default: the run's, or the first accelerator.
         console: where progress is shown; default: nowhere.
 
@@ -104,26 +124,22 @@ def export_gguf(
     source = open_source(str(run_or_model), device)
     path = output_path(run_or_model, out, f"{source.name}-{mix}.gguf")
     planned = plan(source.weights, source.config, source.family)
-    weighed = read_importances(Path(importances)) if importances else {}
     types = choose(
         planned,
         mix,
         layers=source.config.num_hidden_layers,
         heads_per_kv=source.config.num_attention_heads // source.config.num_key_value_heads,
         experts=experts_of(source.config),
-        important=bool(weighed),
+        important=importances is not None,
     )
-    sizes = {each.name: _nbytes(each, types[each.name]) for each in planned}
-    check_space(path, sum(sizes.values()) + HEADROOM)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console or Console(quiet=True), transient=True)
-    with bar as progress, new_file(path) as aside:
-        writer = _open(aside, source, mix)
-        for each in planned:
-            writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), sizes[each.name], types[each.name])
-        written = _write(writer, planned, types, weighed, source.device, progress)
-        errors = check_file(aside, source.family, source.config, written)
-    beside = write_text(path.with_suffix(".Modelfile"), modelfile(path.name, source))
+    files = [_File(path, planned, types)]
+    if source.vision:
+        seen = plan_vision(source.weights, source.vision)
+        files.append(_File(mmproj_path(path), seen, vision_types(seen, MIXES[mix][0])))
+    check_space(path, sum(file.nbytes for file in files) + HEADROOM)
+    weighed = _importances(importances, run_or_model, mix, path, source, planned, console)
+    errors = _write_files(files, source, mix, weighed, console)
+    beside = write_text(path.with_suffix(".Modelfile"), modelfile([file.path.name for file in files], source))
     return ExportReport(
         path,
         mix,
@@ -134,6 +150,7 @@ def export_gguf(
         source.merged,
         beside,
         time.perf_counter() - started,
+        files[1].path if source.vision else None,
     )
 
 
@@ -152,6 +169,15 @@ def output_path(source: Path | str, out: Path | str | None, name: str) -> Path:
     return path
 
 
+def mmproj_path(path: Path) -> Path:
+    """Where the vision part of the model in `path` goes.
+
+    Raises:
+        ConfigError: something is there.
+    """
+    return output_path(path.parent, path.with_name(f"mmproj-{path.name}"), "")
+
+
 def check_space(path: Path, needed: int) -> None:
     """Raises:
     TrainingError: the disk of `path` has fewer than `needed` bytes free.
@@ -165,31 +191,64 @@ def check_space(path: Path, needed: int) -> None:
         )
 
 
-def read_importances(path: Path) -> dict[str, Tensor]:
-    """Tensor name → mean square of the activation at each column, fp32 [columns] or [experts, columns].
+def _importances(
+    given: Path | str | None, run_or_model: Path | str, mix: str, path: Path, source: Source, planned: list[Planned],
+    console: Console | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Tensor name → importances, read from the file `given`, or collected on the text `given` and stored beside `path`.
 
     Raises:
-        CheckpointError: not an importance matrix.
+        ConfigError: nothing is quantized, or there is a file where they are to be stored.
     """
-    try:
-        found = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in gguf.GGUFReader(path).tensors}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}", "name a file that llama-imatrix wrote") from error
-    sums = {name.removesuffix(".in_sum2"): value for name, value in found.items() if name.endswith(".in_sum2")}
-    if not sums:
-        raise CheckpointError(f"{path} is not an importance matrix", "name a file that llama-imatrix wrote")
-    means = {}
-    for name, value in sums.items():
-        mean = (value / found[f"{name}.counts"].clamp(min=1).view(-1, 1)).squeeze(0)
-        means[name] = mean + 1e-4 * mean.mean(-1, keepdim=True) + 1e-30  # a column never seen still has an error
-    return means
+    if given is None:
+        return {}
+    if MIXES[mix][0] in FLOATS:
+        raise ConfigError(f"--importance weighs quantization, and {mix} is not quantized", "leave it out")
+    matrix = matrix_path(given)
+    if matrix is None:
+        matrix = path.with_name(f"{source.name}.imatrix.gguf")
+        if matrix.exists():
+            raise ConfigError(f"{matrix} exists already; it would be made again", f"use it (--importance {matrix})")
+        names = {each.name for each in planned if each.is_matrix}
+        with _progress(console) as progress:
+            task = progress.add_task("importances", total=None)
+            collect(
+                str(run_or_model), str(given), matrix, names, source.family, source.device,
+                lambda done, total: progress.update(task, completed=done, total=total),
+            )  # fmt: skip
+    return read_importances(matrix)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
+def _write_files(
+    files: list[_File], source: Source, mix: str, importances: Mapping[str, Tensor], console: Console | None
+) -> dict[str, float]:
+    """Write the language model and, where there is one, the vision part; both appear when both are checked.
+
+    Returns:
+        As `check_file`, of the language model.
+    """
+    with _progress(console) as progress, ExitStack() as stack:
+        asides = [stack.enter_context(new_file(file.path)) for file in files]
+        written = _write(_open(asides[0], source, mix), files[0], importances, source.device, progress)
+        expected = text_metadata(source.family, source.config)
+        errors = check_file(asides[0], written, expected, source.config.vocab_size)
+        if source.vision:
+            writer = _open_vision(asides[1], source.name, source.vision)
+            written = _write(writer, files[1], {}, source.device, progress)
+            check_file(asides[1], written, vision_metadata(source.vision))
+    return errors
+
+
 def _nbytes(planned: Planned, type_: Type) -> int:
     return torch.Size(planned.shape[:-1]).numel() * row_bytes(planned.shape[-1], type_)
+
+
+def _progress(console: Console | None) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console or Console(quiet=True), transient=True)
 
 
 def _open(path: Path, source: Source, mix: str) -> GGUFWriter:
@@ -204,14 +263,22 @@ def _open(path: Path, source: Source, mix: str) -> GGUFWriter:
     return writer
 
 
+def _open_vision(path: Path, name: str, vision: Vision) -> GGUFWriter:
+    """A writer with all metadata of the vision part."""
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ])
+    writer.add_name(name)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    add_vision(writer, vision)
+    return writer
+
+
 def _write(
-    writer: GGUFWriter,
-    planned: list[Planned],
-    types: Mapping[str, Type],
-    importances: Mapping[str, Tensor],
-    device: torch.device,
-    progress: Progress,
+    writer: GGUFWriter, file: _File, importances: Mapping[str, Tensor], device: torch.device, progress: Progress
 ) -> list[Written]:
+    planned, types = file.planned, file.types
+    for each in planned:
+        type_ = types[each.name]
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _nbytes(each, type_), type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -46,6 +46,7 @@ FAMILIES = {
     "mistral": Family(MODEL_ARCH.LLAMA, permute=True),
     "mixtral": Family(MODEL_ARCH.LLAMA, permute=True),
     "qwen2": Family(MODEL_ARCH.QWEN2, bias=True),
+    "qwen2_5_vl_text": Family(MODEL_ARCH.QWEN2VL, bias=True),
     "qwen3": Family(MODEL_ARCH.QWEN3),
     "qwen2_moe": Family(MODEL_ARCH.QWEN2MOE, bias=True, normalized_experts=False),
     "qwen3_moe": Family(MODEL_ARCH.QWEN3MOE),

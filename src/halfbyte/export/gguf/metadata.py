@@ -63,6 +63,8 @@ def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     if "sliding_attention" in config.rope_parameters:
         writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if sections := rope.get("mrope_section"):  # pairs that turn with time, height and width
+        writer.add_rope_dimension_sections([*sections, 0])
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)

@@ -8,6 +8,7 @@ https://github.com/ollama/ollama/blob/main/docs/modelfile.md
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -25,10 +26,10 @@ PROBES: tuple[tuple[str, ...], ...] = (
 )
 
 
-def modelfile(file_name: str, source: Source) -> str:
-    """The text of the Modelfile for `file_name`, which lies beside it."""
+def modelfile(file_names: Sequence[str], source: Source) -> str:
+    """The text of the Modelfile for the files beside it: the language model, and the vision part if there is one."""
     tokenizer = source.tokenizer
-    lines = [f"FROM ./{file_name}"]
+    lines = [f"FROM ./{name}" for name in file_names]
     if tokenizer.chat_template:
         pieces = derive(tokenizer)
         if pieces is None:

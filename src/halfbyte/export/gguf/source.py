@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from halfbyte.config import RunConfig
 from halfbyte.hardware import chosen_device
-from halfbyte.models.load import load_model_config, load_tokenizer
+from halfbyte.models.load import load_tokenizer, read_model_config
 from halfbyte.saved import Place, find, saved_config, tokenizer_keys
 
 from ..adapter import AdapterLayers
@@ -21,6 +21,7 @@ from ..base import BaseCheckpoint
 from ..weights import MergedWeights, Target
 from .families import Family, family_of
 from .tensors import Weight
+from .vision import Vision, vision_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Source:
         end_ids: tokens that end an answer.
         device: where to compute.
         merged: onto which base the adapter was merged; empty without one.
+        vision: what the model has beside its language model.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Source:
     end_ids: list[int]
     device: torch.device
     merged: str = ""
+    vision: Vision | None = None
 
 
 def open_source(run_or_model: str, device: str | None = None) -> Source:
@@ -56,6 +59,7 @@ def open_source(run_or_model: str, device: str | None = None) -> Source:
     """
     place = find(run_or_model)
     config = saved_config(place)
+    whole = whole_config(config)
     model_config = text_config(config)
     family = family_of(model_config)
     base = BaseCheckpoint(config)
@@ -69,15 +73,22 @@ def open_source(run_or_model: str, device: str | None = None) -> Source:
         weights = {each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal)) for each in outputs}
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
         merged, name = goal, Path(run_or_model).resolve().name
-    end_ids = _end_ids(base.folder)
-    return Source(name, weights, model_config, family, tokenizer_of(place, config), end_ids, target, merged)
+    end_ids, vision = _end_ids(base.folder), vision_of(whole, base.folder, list(weights))
+    return Source(name, weights, model_config, family, tokenizer_of(place, config), end_ids, target, merged, vision)
 
 
 def text_config(config: RunConfig) -> Any:
-    """The language model's config of transformers."""
+    """The language model's config of transformers, which says in every model whether the head is tied."""
+    whole = whole_config(config)
+    text = whole.get_text_config()
+    text.tie_word_embeddings = whole.tie_word_embeddings
+    return text
+
+
+def whole_config(config: RunConfig) -> Any:
+    """The model's config of transformers."""
     trust = config.trust_remote_code
-    whole = load_model_config(config.model_name_or_path, revision=config.model_revision, trust_remote_code=trust)
-    return whole.get_text_config()
+    return read_model_config(config.model_name_or_path, revision=config.model_revision, trust_remote_code=trust)
 
 
 def tokenizer_of(place: Place, config: RunConfig) -> Any:

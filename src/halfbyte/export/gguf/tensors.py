@@ -19,7 +19,7 @@ from .metadata import experts_of, rope_tensors
 EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
 FUSED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)")
 EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
-ANOTHER_TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
+BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
 OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
@@ -73,7 +73,7 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
     names = get_tensor_name_map(family.arch, config.num_hidden_layers)
     planned = {name: Planned(name, tuple(made.shape), [made.clone]) for name, made in rope_tensors(config).items()}
     for key, weight in weights.items():
-        if ANOTHER_TOWER.search(key) or key.endswith(DERIVED):
+        if BESIDE_TEXT.search(key) or key.endswith(DERIVED):
             continue
         if key.endswith("lm_head.weight") and config.tie_word_embeddings:
             continue  # llama.cpp takes the embedding
@@ -111,17 +111,18 @@ Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 def _placed(key: str, weight: Weight, names: TensorNameMap, config: Any, family: Family) -> Iterator[Placed]:
     """What of the file a weight of the checkpoint becomes: (name, shape of the part, how to make it)."""
     if match := EXPERT.fullmatch(key):
-        layer = _layer_of(key)
+        layer = layer_of(key)
         yield f"blk.{layer}.ffn_{EXPERT_PARTS[match[3]]}_exps.weight", weight.shape, weight.read
     elif match := FUSED_EXPERTS.fullmatch(key):
-        yield from _fused_experts(_layer_of(key), match[2], weight)
+        yield from _fused_experts(layer_of(key), match[2], weight)
     else:
         name = gguf_name(key, names, family)
         shape = weight.shape[-1:] if name.endswith("ffn_gate_inp_shexp.weight") else weight.shape
         yield name, shape, lambda: transformed(name, weight.read(), config, family).view(shape)
 
 
-def _layer_of(key: str) -> int:
+def layer_of(key: str) -> int:
+    """The number of the decoder layer that a tensor of the checkpoint is in."""
     return int(re.findall(r"\.layers\.(\d+)\.", key)[0])
 
 

@@ -1,0 +1,164 @@
+"""Importances of our own: what is collected, the file, and what they do to a quantized model."""
+
+import shutil
+
+import gguf
+import pytest
+import torch
+from gguf_models import save_model
+from merge_runs import save_run
+from typer.testing import CliRunner
+from vision_models import save_vision_model
+
+from halfbyte.cli import app
+from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.export.gguf.export import export_gguf
+from halfbyte.export.gguf.families import family_of
+from halfbyte.export.gguf.importance import Seen, read_importances, watch, write_importances
+
+TEXT = "".join(f"Question {n}: how much is {n} times {n}? Answer: {n * n}.\n" for n in range(60))
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def values(path):
+    return {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+def test_sums_are_those_of_the_inputs(tmp_path):
+    """Against the hidden states that the model gives out, and a down projection computed here."""
+    model = save_model(tmp_path / "m", "llama")
+    ids = torch.arange(40, 80).view(2, 20)
+    names = {f"blk.{layer}.{part}.weight" for layer in (0, 1) for part in ("attn_q", "ffn_up", "ffn_down")}
+    family = family_of(model.config)
+    seen = watch(model, [{"input_ids": ids}, {"input_ids": ids[:1]}], names, family, 2)
+    assert seen.keys() == names
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        x = layer.input_layernorm(model.model.embed_tokens(ids))
+    expected = x.square().sum(1)
+    torch.testing.assert_close(seen["blk.0.attn_q.weight"].squares[0], expected.sum(0) + expected[0])
+    assert seen["blk.1.ffn_down.weight"].squares.shape == (1, 96)
+    assert all(each.tokens.tolist() == [60.0] for each in seen.values())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_each_expert_has_its_own(tmp_path, name):
+    """Sums over all experts are those of a token's input as often as it is routed; the down projection's, from its
+    weights set to the identity, are those of the experts' outputs."""
+    model = save_model(tmp_path / "m", name)
+    ids = torch.arange(40, 80).view(1, 40)
+    inputs = []
+    for key, module in model.named_modules():
+        if key.endswith("layers.1.mlp.experts"):
+            module.register_forward_pre_hook(lambda module, args: inputs.append(args[:2]))
+    names = {f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
+    seen = watch(model, [{"input_ids": ids}], names, family_of(model.config), 2)
+    x, chosen = inputs[0]
+    up = seen["blk.1.ffn_up_exps.weight"]
+    assert up.tokens.tolist() == [(chosen == expert).sum() for expert in range(4)]
+    torch.testing.assert_close(up.squares.sum(0), 2 * x.square().sum(0))
+    experts = next(module for key, module in model.named_modules() if key.endswith("layers.1.mlp.experts"))
+    own = x[(chosen == 3).any(-1)]
+    gate, high = (own @ experts.gate_up_proj[3].T).chunk(2, -1)
+    expected = (experts.act_fn(gate) * high).square().sum(0)
+    torch.testing.assert_close(seen["blk.1.ffn_down_exps.weight"].squares[3], expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "qwen2_moe"])
+def test_every_quantized_matrix_but_the_embedding_has_importances(tmp_path, text, name):
+    save_model(tmp_path / "m", name)
+    report = export_gguf(tmp_path / "m", "q4_0", tmp_path / "m.gguf", importances=text, device="cpu")
+    found = read_importances(tmp_path / "m.imatrix.gguf")
+    quantized = {t.name: tuple(reversed(t.shape.tolist())) for t in gguf.GGUFReader(report.path).tensors}
+    matrices = {key for key, shape in quantized.items() if len(shape) > 1 and "ffn_gate_inp" not in key}
+    assert found.keys() == matrices - {"token_embd.weight", "output.weight"}
+    for key, value in found.items():
+        assert value.shape == (*quantized[key][:-2], quantized[key][-1])
+        assert bool((value > 0).all())
+
+
+def test_the_file_is_llamacpps(tmp_path):
+    """As tools/imatrix writes it: names, shapes and keys."""
+    seen = {"blk.0.attn_q.weight": Seen(torch.tensor([[8.0, 2.0]]), torch.tensor([4.0]))}
+    seen["blk.0.ffn_up_exps.weight"] = Seen(torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]), torch.tensor([1.0, 0.0]))
+    write_importances(tmp_path / "i.gguf", seen, "some text", 3)
+    reader = gguf.GGUFReader(tmp_path / "i.gguf")
+    assert reader.get_field("general.type").contents() == "imatrix"
+    assert reader.get_field("imatrix.datasets").contents() == ["some text"]
+    assert reader.get_field("imatrix.chunk_count").contents() == 3
+    assert reader.get_field("imatrix.chunk_size").contents() == 512
+    shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
+    assert shapes["blk.0.attn_q.weight.in_sum2"] == [2, 1]
+    assert shapes["blk.0.attn_q.weight.counts"] == [1, 1]
+    assert shapes["blk.0.ffn_up_exps.weight.counts"] == [1, 2]
+    found = read_importances(tmp_path / "i.gguf")
+    assert found["blk.0.attn_q.weight"].tolist() == pytest.approx([2.0, 0.5], rel=1e-3)
+    assert found["blk.0.ffn_up_exps.weight"][0].tolist() == pytest.approx([1.0, 2.0, 3.0], rel=1e-3)
+    assert bool((found["blk.0.ffn_up_exps.weight"][1] > 0).all())
+
+
+@pytest.mark.parametrize("mix", ["q2_k", "q4_0"])
+def test_the_weighted_error_falls(tmp_path, text, mix):
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    save_model(tmp_path / "m", "llama", **sizes)
+    weighed = export_gguf(tmp_path / "m", mix, tmp_path / "a.gguf", importances=text, device="cpu")
+    plain = export_gguf(tmp_path / "m", mix, tmp_path / "b.gguf", device="cpu")
+    exact = values(export_gguf(tmp_path / "m", "f32", tmp_path / "c.gguf", device="cpu").path)
+    means = read_importances(tmp_path / "m.imatrix.gguf")
+    with_it, without = values(weighed.path), values(plain.path)
+    for key, mean in means.items():
+        lost = [float(((found[key] - exact[key]) ** 2 * mean.numpy()).sum()) for found in (with_it, without)]
+        assert lost[0] < lost[1], key
+
+
+def test_a_runs_importances_are_those_of_its_adapter(tmp_path, text):
+    save_model(tmp_path / "base", "llama")
+    run = save_run(tmp_path / "run", tmp_path / "base", tokenizer=tmp_path / "base", scale=0.5)
+    export_gguf(run, "q4_0", importances=text, device="cpu")
+    export_gguf(tmp_path / "base", "q4_0", importances=text, device="cpu")
+    mine, theirs = (read_importances(path) for path in (run / "run.imatrix.gguf", tmp_path / "base/base.imatrix.gguf"))
+    assert mine.keys() == theirs.keys()
+    assert not torch.allclose(mine["blk.1.ffn_down.weight"], theirs["blk.1.ffn_down.weight"], rtol=0.2)
+
+
+def test_of_a_vision_model_the_language_model_is_weighed(tmp_path, text):
+    save_vision_model(tmp_path / "m", "gemma3")
+    export_gguf(tmp_path / "m", "q4_0", importances=text, device="cpu")
+    assert "blk.6.ffn_down.weight" in read_importances(tmp_path / "m/m.imatrix.gguf")
+
+
+def test_a_file_is_used_by_the_command_and_not_made_twice(tmp_path, text):
+    save_model(tmp_path / "m", "llama")
+    arguments = ["export", str(tmp_path / "m"), "--gguf", "q4_0", "--importance"]
+    done = CliRunner().invoke(app, [*arguments, str(text)])
+    assert done.exit_code == 0, done.output
+    matrix = shutil.copy(tmp_path / "m/m.imatrix.gguf", tmp_path / "i.gguf")
+    made = (tmp_path / "m/m-q4_0.gguf").read_bytes()
+    for each in (tmp_path / "m").glob("*.gguf"):
+        each.unlink()
+    done = CliRunner().invoke(app, [*arguments, str(matrix)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "m/m-q4_0.gguf").read_bytes() == made
+    assert not (tmp_path / "m/m.imatrix.gguf").exists()
+
+
+def test_bad_importances_are_refused(tmp_path, text):
+    save_model(tmp_path / "m", "llama")
+    with pytest.raises(ConfigError, match="f16 is not quantized"):
+        export_gguf(tmp_path / "m", "f16", importances=text)
+    with pytest.raises(ConfigError, match="old format"):
+        export_gguf(tmp_path / "m", "q4_0", importances=tmp_path / "i.dat")
+    (tmp_path / "i.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"i\.gguf"):
+        export_gguf(tmp_path / "m", "q4_0", importances=tmp_path / "i.gguf")
+    (tmp_path / "m/m.imatrix.gguf").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match="exists already"):
+        export_gguf(tmp_path / "m", "q4_0", importances=text)
+    assert sorted(each.suffix for each in (tmp_path / "m").iterdir() if "gguf" in each.name) == [".gguf"]
