@@ -45,7 +45,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 class ModelSection(BaseModel):
     """The model"""
 
-    model_name_or_path: str = Field(description="a folder with a Hugging Face checkpoint, or a hub id")
+    model_name_or_path: str = Field(description="a folder with a Hugging Face checkpoint, a GGUF file, or a hub id")
     model_revision: str = Field("main", description="branch, tag or commit of a hub model")
     trust_remote_code: bool = Field(False, description="run model code that comes with the checkpoint")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(

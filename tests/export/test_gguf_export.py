@@ -16,8 +16,9 @@ from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingEr
 from halfbyte.export.gguf import export as module
 from halfbyte.export.gguf.adapter import export_adapter
 from halfbyte.export.gguf.export import export_gguf
-from halfbyte.export.gguf.tensors import halved, interleaved
+from halfbyte.export.gguf.tensors import interleaved
 from halfbyte.export.merge import merge
+from halfbyte.models.gguf.tensors import halved
 
 CHATML = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"

@@ -18,6 +18,7 @@ from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
 from .families import FAMILIES
+from .gguf.cache import checkpoint_folder
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -42,6 +43,7 @@ def read_model_config(name_or_path: str, *, revision: str | None = None, trust_r
     """
     from transformers import AutoConfig
 
+    name_or_path = checkpoint_folder(name_or_path)
     _check_folder(name_or_path)
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
@@ -104,7 +106,7 @@ def load_model(
     before is taken as it is. Embeddings, norms and the head keep `dtype`.
 
     Args:
-        name_or_path: a folder with a Hugging Face checkpoint, or a hub id.
+        name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id.
         load_in_4bit: False loads everything in `dtype`, whatever the next six say.
         quant_type, blocksize, double_quant, quantization, skip_quant_first_layers, skip_quant_last_layers: see
             `halfbyte.models.quantizer.HalfbyteConfig`.
@@ -120,6 +122,7 @@ def load_model(
     from .qat import fake_quantize_linears
     from .quantizer import HalfbyteConfig
 
+    name_or_path = checkpoint_folder(name_or_path)
     target = chosen_device(device)
     config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     check_checkpoint(Path(name_or_path))
@@ -227,6 +230,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    name_or_path = checkpoint_folder(name_or_path)
     _check_folder(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)

@@ -160,11 +160,6 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def halved(rows: Tensor, heads: int) -> Tensor:
-    """Undo `interleaved`."""
-    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
 def _check_complete(planned: Mapping[str, Planned], config: Any, family: Family) -> None:
     experts = experts_of(config)
     needed = set(MODEL_TENSORS[family.arch]) - OPTIONAL - (DENSE if experts else SPARSE)

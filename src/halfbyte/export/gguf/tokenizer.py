@@ -14,25 +14,11 @@ from typing import Any
 from gguf import GGUFWriter, TokenType
 
 from halfbyte.errors import ModelError
+from halfbyte.models.gguf.tokenizer import NEVER_MERGED, PATTERNS
 from halfbyte.notices import notice
 
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-MIXED_CASE = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
-)
-SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.json's pattern → llama.cpp's name of it
-PATTERNS = {
-    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST: "llama-bpe",
-    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST: "qwen2",
-    MIXED_CASE % ("", "") + r"\p{N}|" + SLASHES: "tekken",
-    MIXED_CASE % (CONTRACTIONS + "?", CONTRACTIONS + "?") + r"\p{N}{1,3}|" + SLASHES: "gpt-4o",
-}
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 GENERATION_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-PIECE_FOLLOWS = -1e6  # score of pieces that no merge makes
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: list[int] | None = None) -> None:
@@ -111,7 +97,7 @@ def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
     rank: dict[str, int] = {}
     for merge in model["merges"]:
         rank.setdefault("".join(_pair(merge)), len(rank))
-    return [-float(rank[token]) if token in rank else PIECE_FOLLOWS for token in tokens]
+    return [-float(rank[token]) if token in rank else NEVER_MERGED for token in tokens]
 
 
 def _prepends_space(described: dict[str, Any]) -> bool:

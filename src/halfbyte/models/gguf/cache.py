@@ -1,0 +1,42 @@
+"""GGUF files that are named as models: each is unpacked once, into a folder that everything else reads.
+
+A run reads its base several times (training, merging, verifying), and decoding is slow, so what was decoded is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from ...errors import ConfigError, ModelError
+
+SUFFIX = ".gguf"
+
+
+def checkpoint_folder(name_or_path: str) -> str:
+    """`name_or_path`, unless it is a GGUF file: then the folder that it is unpacked in, which may take minutes once.
+
+    The folder is in $HALFBYTE_CACHE (else the user's cache), under a name that depends on the file's place, size and
+    time of change.
+
+    Raises:
+        ConfigError: the gguf library is missing.
+        ModelError, CheckpointError, TrainingError: see `unpack.import_gguf`.
+    """
+    if not name_or_path.endswith(SUFFIX):
+        return name_or_path
+    path = Path(name_or_path).expanduser()
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}", "name a GGUF file, a model's folder or a hub id")
+    facts = path.stat()
+    key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    root = os.environ.get("HALFBYTE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "halfbyte"
+    folder = Path(root).expanduser() / "gguf" / f"{path.stem}-{key}"
+    if not folder.is_dir():
+        try:
+            from .unpack import import_gguf
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{path}: GGUF files need the gguf library", "pip install 'halfbyte[gguf]'") from error
+        import_gguf(path, folder)
+    return str(folder)

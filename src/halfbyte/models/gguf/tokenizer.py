@@ -1,0 +1,172 @@
+"""A tokenizer of transformers from a GGUF file's keys: the reverse of `export.gguf.tokenizer`.
+
+"gpt2" is byte-level BPE with merges by rank, after splitting by a pattern that the file names. "llama" is
+SentencePiece's BPE, whose merges follow from the pieces' scores.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gguf import TokenType
+
+from ...errors import ModelError
+from ...notices import notice
+from .read import GgufFile
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MIXED_CASE = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
+)
+SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# tokenizer.json's pattern → llama.cpp's name of it
+PATTERNS = {
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST: "llama-bpe",
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST: "qwen2",
+    MIXED_CASE % ("", "") + r"\p{N}|" + SLASHES: "tekken",
+    MIXED_CASE % (CONTRACTIONS + "?", CONTRACTIONS + "?") + r"\p{N}{1,3}|" + SLASHES: "gpt-4o",
+}
+WHOLE_PIECES = ("llama-bpe", "tekken")  # a piece between two splits that is a token is taken, whatever the merges
+NEVER_MERGED = -1e6  # the score of pieces that no merge makes, in files that halfbyte writes
+
+
+def read_tokenizer(file: GgufFile) -> Any:
+    """The tokenizer in `file`, or that of a tokenizer.json beside it where the file's cannot be built again.
+
+    Raises:
+        ModelError: neither.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = file.get("tokenizer.ggml.tokens")
+    try:
+        if not tokens:
+            raise ModelError(f"{file.path} holds no tokenizer")
+        kinds = file.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+        backend = _backend(file, tokens, kinds)
+    except ModelError as error:
+        return _beside(file, tokens or [], error)
+    special = {f"{name}_token": tokens[index] for name, index in _special_ids(file).items()}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=False)
+    if template := file.get("tokenizer.chat_template"):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _special_ids(file: GgufFile) -> dict[str, int]:
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    found = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _backend(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+    """The tokenizers library's object."""
+    from tokenizers import AddedToken
+
+    model = file.get("tokenizer.ggml.model")
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
+    if build is None:
+        raise ModelError(f"{file.path}: its tokenizer is of the kind {model!r}, which halfbyte does not build")
+    tokenizer = build(file, tokens, kinds)
+    for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)])
+            if tokenizer.token_to_id(token) != index:
+                raise ModelError(f"{file.path}: {token!r} is a token twice")
+    _add_template(tokenizer, file, tokens)
+    return tokenizer
+
+
+def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models
+
+    known = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenType.UNUSED}
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", [])]
+    name = file.get("tokenizer.ggml.pre", "")
+    tokenizer = Tokenizer(models.BPE(known, merges, ignore_merges=name in WHOLE_PIECES))
+    tokenizer.pre_tokenizer = _splitter(file, name)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _splitter(file: GgufFile, name: str) -> Any:
+    """What llama.cpp does to texts before merging, under its name for it."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if name == "gpt-2":
+        return ByteLevel(add_prefix_space=False)
+    if name == "smollm":
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    for pattern, known in PATTERNS.items():
+        if known == name:
+            split = Split(Regex(pattern), behavior="isolated")
+            return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    raise ModelError(f"{file.path}: its tokenizer splits texts as {name!r}, which halfbyte does not know")
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    known = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenType.UNUSED}
+    scores = file.get("tokenizer.ggml.scores")
+    if scores is None:
+        raise ModelError(f"{file.path}: the pieces of its tokenizer have no scores")
+    pieces = {token: scores[index] for token, index in known.items() if kinds[index] == TokenType.NORMAL}
+    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    merges = _merges(pieces)
+    tokenizer = Tokenizer(models.BPE(known, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True))
+    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = [normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Pairs of pieces whose union is a piece, the best score first."""
+    made = [piece for piece, score in scores.items() if len(piece) > 1 and score > NEVER_MERGED]
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(made, key=lambda piece: -scores[piece])
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+
+
+def _add_template(tokenizer: Any, file: GgufFile, tokens: list[str]) -> None:
+    """BOS and EOS around each text, where the file asks for them; where it is silent, as llama.cpp does."""
+    from tokenizers.processors import TemplateProcessing
+
+    spoken = file.get("tokenizer.ggml.model") == "llama" or file.get("tokenizer.ggml.pre") == "llama-bpe"
+    ids, special = _special_ids(file), {}
+    bos = "bos" in ids and file.get("tokenizer.ggml.add_bos_token", spoken)
+    eos = "eos" in ids and file.get("tokenizer.ggml.add_eos_token", False)
+    if bos or eos:
+        special = {tokens[ids[name]]: ids[name] for name, asked in (("bos", bos), ("eos", eos)) if asked}
+        around = [tokens[ids["bos"]]] if bos else [], [tokens[ids["eos"]]] if eos else []
+        single = [*around[0], "$A", *around[1]]
+        pair = [*single, *(f"{part}:1" for part in (*around[0], "$B", *around[1]))]
+        tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=list(special.items()))
+
+
+def _beside(file: GgufFile, tokens: list[str], reason: ModelError) -> Any:
+    """The tokenizer in the file's folder, whose tokens must be the file's."""
+    from transformers import AutoTokenizer
+
+    folder = Path(file.path).parent
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(reason.message, f"put the model's tokenizer.json and tokenizer_config.json into {folder}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for token, index in tokenizer.get_vocab().items():
+        if index < len(tokens) and tokens[index] not in (token, f"[PAD{index}]"):
+            raise ModelError(
+                f"{folder}/tokenizer.json calls {index} {token!r}, {file.path} calls it {tokens[index]!r}",
+                "put the tokenizer of this model there",
+            )
+    notice(f"gguf-tokenizer-{folder}", f"{reason.message}: the tokenizer is {folder}/tokenizer.json")
+    return tokenizer

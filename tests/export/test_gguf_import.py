@@ -1,0 +1,285 @@
+"""GGUF files as models: what is exported comes back, weights, config and tokenizer; what cannot is said by name."""
+
+import json
+import struct
+
+import gguf
+import pytest
+import torch
+from gguf_models import MODELS, save_model
+from test_gguf_tokenizer import fixture_texts
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from halfbyte.export.gguf.check import BOUNDS
+from halfbyte.export.gguf.export import export_gguf
+from halfbyte.export.gguf.metadata import rope_tensors
+from halfbyte.export.gguf.mixes import MIXES
+from halfbyte.export.merge import merge
+from halfbyte.models.gguf import unpack
+from halfbyte.models.gguf.config import llama3_parameters
+from halfbyte.models.gguf.read import GgufFile
+from halfbyte.models.gguf.tokenizer import read_tokenizer
+from halfbyte.models.gguf.unpack import import_gguf
+from halfbyte.models.load import load_model, load_tokenizer
+from halfbyte.saved import load_saved
+from halfbyte.tensor import QuantizedTensor
+from halfbyte.train.sft import finetune
+
+SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_parameters", "layer_types", "num_experts",
+    "sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "norm_topk_prob",
+    "num_experts_per_tok", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "mlp_bias",
+    "attention_bias",
+)  # fmt: skip
+TEXT = "the cat  sat </s>on 12 mats,\n\nthen it's tired <s>ü"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A Llama's folder, and its F32 file."""
+    folder = tmp_path_factory.mktemp("llama")
+    save_model(folder / "model", "llama")
+    export_gguf(folder / "model", "f32", folder / "m.gguf", device="cpu")
+    return folder / "model", folder / "m.gguf"
+
+
+def plain(folder):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_f32_file_gives_the_model_back(tmp_path, name):
+    model = save_model(tmp_path / "model", name)
+    export_gguf(tmp_path / "model", "f32", tmp_path / "m.gguf", device="cpu")
+    found = plain(import_gguf(tmp_path / "m.gguf", tmp_path / "back"))
+    ids = torch.arange(40, 140)[None]  # longer than the windows
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, model(ids).logits)
+    one, two = model.config.to_dict(), found.config.to_dict()
+    assert {key: two.get(key) or None for key in SAME} == {key: one.get(key) or None for key in SAME}
+    own, back = (AutoTokenizer.from_pretrained(tmp_path / each) for each in ("model", "back"))
+    assert back(TEXT)["input_ids"] == own(TEXT)["input_ids"]
+    assert back.decode(back(TEXT)["input_ids"]) == own.decode(own(TEXT)["input_ids"])
+    assert (back.eos_token_id, back.pad_token_id) == (own.eos_token_id, own.pad_token_id)
+    assert (found.config.eos_token_id, found.config.pad_token_id) == (own.eos_token_id, own.pad_token_id)
+
+
+def decoded(path):
+    return {
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+def assert_holds_what_was_decoded(tmp_path, mix):
+    """Exporting `m.gguf`'s import in F32 gives the values of `m.gguf`, rounded to bf16."""
+    folder = import_gguf(tmp_path / "m.gguf", tmp_path / "back")
+    assert json.loads((folder / "config.json").read_text())["dtype"] == {"f16": "float16"}.get(mix, "bfloat16")
+    export_gguf(folder, "f32", tmp_path / "again.gguf", device="cpu")
+    expected, found = decoded(tmp_path / "m.gguf"), decoded(tmp_path / "again.gguf")
+    assert found.keys() == expected.keys()
+    dtype = torch.float16 if mix == "f16" else torch.bfloat16
+    for name, value in expected.items():
+        if value.ndim == 1:  # norms are rounded, Gemma's without the 1 that the file adds
+            torch.testing.assert_close(found[name], value, rtol=2**-8, atol=2**-8)
+        else:
+            assert torch.equal(found[name], value.to(dtype).float()), name
+
+
+@pytest.mark.parametrize("mix", [mix for mix in MIXES if mix != "f32"])
+def test_every_type_is_decoded(tmp_path, mix):
+    model = save_model(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512)
+    export_gguf(tmp_path / "model", mix, tmp_path / "m.gguf", device="cpu")
+    assert_holds_what_was_decoded(tmp_path, mix)
+    exact = model.state_dict()
+    for name, value in plain(tmp_path / "back").state_dict().items():
+        off = (value.float() - exact[name]).norm() / exact[name].norm()
+        assert off <= BOUNDS[MIXES[mix][0]], name
+
+
+@pytest.mark.parametrize(
+    ("name", "mix"),
+    [("mixtral", "q4_k_m"), ("qwen2", "bf16"), ("qwen2_moe", "q8_0"), ("gemma3", "q4_k_m"), ("phi3", "q4_0")],
+)
+def test_other_families_quantized(tmp_path, name, mix):
+    save_model(tmp_path / "model", name)
+    export_gguf(tmp_path / "model", mix, tmp_path / "m.gguf", device="cpu")
+    assert_holds_what_was_decoded(tmp_path, mix)
+
+
+def test_weights_come_in_shards(tmp_path, llama, monkeypatch):
+    monkeypatch.setattr(unpack, "SHARD_BYTES", 60_000)
+    folder = import_gguf(llama[1], tmp_path / "back")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    expected = plain(llama[0]).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in plain(folder).state_dict().items())
+
+
+@pytest.mark.parametrize(("size", "theta", "factor"), [(128, 500000.0, 8.0), (64, 500000.0, 32.0)])
+def test_llama_3s_scaling_is_found_from_its_factors(size, theta, factor):
+    """Llama 3.1 8B and 3.2 1B."""
+    parameters = {
+        "rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = type("Config", (), {"head_dim": size, "rope_parameters": parameters})
+    factors = rope_tensors(config)["rope_freqs.weight"].double().numpy()
+    assert llama3_parameters(factors, theta) | {"rope_theta": theta} == parameters
+    with pytest.raises(ModelError, match="rope_freqs"):
+        llama3_parameters(factors**2, theta)
+
+
+@pytest.mark.parametrize(
+    "fixture",
+    ["llama-spm", "gpt-2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama-bpe", "qwen2"))],
+)
+def test_llamacpps_vocabularies_give_its_ids(shared, fixture):
+    tokenizer = read_tokenizer(GgufFile(shared / f"data/gguf/ggml-vocab-{fixture}.gguf"))
+    texts = fixture_texts(shared, fixture)
+    assert len(texts) > 40
+    for text, ids in texts:
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids, repr(text)
+        if fixture != "llama-spm":  # which drops a leading space
+            assert tokenizer.decode(ids) == text
+
+
+def test_the_40m_models_tokenizer(shared, tmp_path):
+    """Its real texts, its template with its messages; and the model itself, in bf16, to the bit."""
+    folder = shared / "models/llama-40m"
+    export_gguf(folder, "bf16", tmp_path / "m.gguf", device="cpu")
+    own, back = load_tokenizer(str(folder)), load_tokenizer(str(tmp_path / "m.gguf"))
+    lines = (shared / "data/datasets/validation.jsonl").read_text().splitlines()[:50]
+    texts = [json.loads(line)["text"] for line in lines]
+    assert back(texts)["input_ids"] == own(texts)["input_ids"]
+    messages = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Hello"}]
+    assert back.apply_chat_template(messages)["input_ids"] == own.apply_chat_template(messages)["input_ids"]
+    options = {"load_in_4bit": False, "dtype": "bfloat16", "device": "cpu"}
+    found, expected = load_model(str(tmp_path / "m.gguf"), **options), load_model(str(folder), **options)
+    state = expected.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in found.state_dict().items())
+
+
+def test_training_merging_and_generating_on_a_gguf_base(tmp_path, llama):
+    rows = [{"prompt": f"what is {n}?", "completion": f" it is {n}."} for n in range(12)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base, out = str(llama[1]), tmp_path / "out"
+    keys = {"output_dir": str(out), "device": "cpu", "max_steps": 2, "max_length": 64, "r": 4}
+    finetune(base, str(tmp_path / "data.jsonl"), **keys)
+    saved = load_saved(str(out))
+    assert saved.config.model_name_or_path == base
+    weight = saved.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.base_layer").weight
+    assert isinstance(weight.data, QuantizedTensor)
+    report = merge(out, tmp_path / "merged")
+    assert report.targets
+    ids = torch.arange(40, 60)[None]
+    with torch.no_grad():
+        merged, trained = plain(tmp_path / "merged").float()(ids).logits, saved.model(ids).logits.float()
+    assert (merged - trained).norm() < 0.05 * trained.norm()
+    export_gguf(out, "q8_0", tmp_path / "run.gguf", device="cpu")
+    assert load_saved(str(tmp_path / "run.gguf"), ["device=cpu"]).model.config.hidden_size == 64
+
+
+def test_a_file_is_unpacked_once_and_again_when_it_changes(tmp_path, llama, monkeypatch):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(llama[1].read_bytes())
+    load_tokenizer(str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(unpack, "GgufFile", None)
+        load_tokenizer(str(path))
+    export_gguf(llama[0], "q8_0", tmp_path / "other.gguf", device="cpu")
+    path.write_bytes((tmp_path / "other.gguf").read_bytes())
+    load_tokenizer(str(path))
+    assert len(list((tmp_path / "cache/gguf").iterdir())) == 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def damaged(llama, out, old, new):
+    data = llama[1].read_bytes()
+    assert old in data
+    out.write_bytes(data.replace(old, new))
+    return out
+
+
+def test_a_missing_file_and_no_gguf_are_told_apart(tmp_path, llama):
+    with pytest.raises(ModelError, match="there is no file"):
+        load_model(str(tmp_path / "none.gguf"))
+    (tmp_path / "text.gguf").write_text("hello " * 100)
+    with pytest.raises(CheckpointError, match="no GGUF file"):
+        load_model(str(tmp_path / "text.gguf"))
+
+
+@pytest.mark.parametrize("part", [0.01, 0.1, 0.5, 0.999])
+def test_a_truncated_file_is_refused(tmp_path, llama, part):
+    data = llama[1].read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data[: int(part * len(data))])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_model(str(tmp_path / "m.gguf"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_unknown_architecture_is_named(tmp_path, llama):
+    path = damaged(llama, tmp_path / "m.gguf", b"llama", b"bloom")
+    with pytest.raises(ModelError, match="architecture 'bloom'"):
+        load_model(str(path))
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(tmp_path, llama):
+    path = damaged(llama, tmp_path / "a.gguf", b"blk.1.ffn_up.weight", b"blk.1.ffn_no.weight")
+    with pytest.raises(CheckpointError, match=r"lacks the tensor blk\.1\.ffn_up\.weight"):
+        load_model(str(path))
+    tied = damaged(llama, tmp_path / "c.gguf", b"\x0d\0\0\0\0\0\0\0output.weight", b"\x0d\0\0\0\0\0\0\0output.scales")
+    with pytest.raises(ModelError, match=r"output\.scales has no place"):
+        load_model(str(tied))
+    key = b"feed_forward_length" + struct.pack("<I", gguf.GGUFValueType.UINT32)
+    path = damaged(llama, tmp_path / "d.gguf", key + struct.pack("<I", 96), key + struct.pack("<I", 97))
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_\w+\.weight has shape"):
+        load_model(str(path))
+
+
+def test_a_type_that_cannot_be_decoded_is_named(tmp_path, llama):
+    info = b"blk.0.attn_k.weight" + struct.pack("<IQQ", 2, 64, 32)
+    path = damaged(
+        llama,
+        tmp_path / "m.gguf",
+        info + struct.pack("<I", 0),
+        info + struct.pack("<I", gguf.GGMLQuantizationType.Q8_1),
+    )
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_k\.weight is stored as Q8_1"):
+        load_model(str(path))
+
+
+def test_a_tokenizer_that_cannot_be_built_is_taken_from_beside_the_file(tmp_path, llama):
+    path = damaged(llama, tmp_path / "m.gguf", b"gpt-2", b"gpt-9")
+    with pytest.raises(ModelError, match="splits texts as 'gpt-9'") as refused:
+        load_tokenizer(str(path))
+    assert "put the model's tokenizer.json" in refused.value.fix
+    own = AutoTokenizer.from_pretrained(llama[0])
+    own.save_pretrained(tmp_path)
+    assert load_tokenizer(str(path))(TEXT)["input_ids"] == own(TEXT)["input_ids"]
+    text = (tmp_path / "tokenizer.json").read_text()
+    path = damaged(llama, tmp_path / "n.gguf", b"gpt-2", b"gpt-9")
+    (tmp_path / "tokenizer.json").write_text(text.replace('"a": 64', '"z": 64').replace('"z": 89', '"a": 89'))
+    with pytest.raises(ModelError, match="put the tokenizer of this model there|calls 64"):
+        load_tokenizer(str(path))
+
+
+def test_no_space_and_no_library_are_said_before_starting(tmp_path, llama, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(unpack.shutil, "disk_usage", lambda place: unpack.shutil._ntuple_diskusage(10, 9, 1))
+        with pytest.raises(TrainingError, match="no space"):
+            load_model(str(llama[1]))
+    monkeypatch.setitem(__import__("sys").modules, "halfbyte.models.gguf.unpack", None)
+    with pytest.raises(ConfigError, match="need the gguf library"):
+        load_model(str(llama[1]))
+    assert not (tmp_path / "cache").exists()
