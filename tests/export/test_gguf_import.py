@@ -270,7 +270,7 @@ def test_a_tokenizer_that_cannot_be_built_is_taken_from_beside_the_file(tmp_path
     text = (tmp_path / "tokenizer.json").read_text()
     path = damaged(llama, tmp_path / "n.gguf", b"gpt-2", b"gpt-9")
     (tmp_path / "tokenizer.json").write_text(text.replace('"a": 64', '"z": 64').replace('"z": 89', '"a": 89'))
-    with pytest.raises(ModelError, match="put the tokenizer of this model there|calls 64"):
+    with pytest.raises(ModelError, match="calls 64"):
         load_tokenizer(str(path))
 
 

@@ -46,6 +46,7 @@ def read_tokenizer(file: GgufFile) -> Any:
         if not tokens:
             raise ModelError(f"{file.path} holds no tokenizer")
         kinds = file.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+        kinds = [TokenType.UNUSED if is_padding(at, tokens[at]) else kind for at, kind in enumerate(kinds)]
         backend = _backend(file, tokens, kinds)
     except ModelError as error:
         return _beside(file, tokens or [], error)
@@ -54,6 +55,11 @@ def read_tokenizer(file: GgufFile) -> Any:
     if template := file.get("tokenizer.chat_template"):
         tokenizer.chat_template = template
     return tokenizer
+
+
+def is_padding(index: int, token: str) -> bool:
+    """Whether a token only fills a row of the embedding; older files call these user-defined."""
+    return token == f"[PAD{index}]"
 
 
 def _special_ids(file: GgufFile) -> dict[str, int]:
@@ -129,7 +135,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """Pairs of pieces whose union is a piece, the best score first."""
-    made = [piece for piece, score in scores.items() if len(piece) > 1 and score > NEVER_MERGED]
+    made = [piece for piece, score in scores.items() if len(piece) > 1 and score != NEVER_MERGED]
     return [
         (piece[:cut], piece[cut:])
         for piece in sorted(made, key=lambda piece: -scores[piece])
@@ -163,7 +169,7 @@ def _beside(file: GgufFile, tokens: list[str], reason: ModelError) -> Any:
         raise ModelError(reason.message, f"put the model's tokenizer.json and tokenizer_config.json into {folder}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for token, index in tokenizer.get_vocab().items():
-        if index < len(tokens) and tokens[index] not in (token, f"[PAD{index}]"):
+        if index < len(tokens) and tokens[index] != token and not is_padding(index, tokens[index]):
             raise ModelError(
                 f"{folder}/tokenizer.json calls {index} {token!r}, {file.path} calls it {tokens[index]!r}",
                 "put the tokenizer of this model there",
