@@ -45,6 +45,8 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: 
         scores = _scores(model, tokens)
         types = [TokenType.BYTE if BYTE.fullmatch(token) else type_ for token, type_ in zip(tokens, types, strict=True)]
         writer.add_add_space_prefix(_prepends_space(described))
+        if "▁" not in json.dumps(described["normalizer"], ensure_ascii=False):  # llama.cpp looks for it in any case
+            tokens = [token.replace(" ", "▁") for token in tokens]
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre_tokenizer(described))
