@@ -17,6 +17,7 @@ from halfbyte.errors import ModelError
 from halfbyte.models.gguf.tokenizer import NEVER_MERGED, PATTERNS
 from halfbyte.notices import notice
 
+SPECIAL = (TokenType.CONTROL, TokenType.USER_DEFINED)
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 GENERATION_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
@@ -45,8 +46,11 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: 
         scores = _scores(model, tokens)
         types = [TokenType.BYTE if BYTE.fullmatch(token) else type_ for token, type_ in zip(tokens, types, strict=True)]
         writer.add_add_space_prefix(_prepends_space(described))
-        if "▁" not in json.dumps(described["normalizer"], ensure_ascii=False):  # llama.cpp looks for it in any case
-            tokens = [token.replace(" ", "▁") for token in tokens]
+        if not _marks_spaces(described):  # llama.cpp does in any case
+            tokens = [
+                token if type_ in SPECIAL else token.replace(" ", "▁")
+                for token, type_ in zip(tokens, types, strict=True)
+            ]
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre_tokenizer(described))
@@ -100,6 +104,11 @@ def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
     for merge in model["merges"]:
         rank.setdefault("".join(_pair(merge)), len(rank))
     return [-float(rank[token]) if token in rank else NEVER_MERGED for token in tokens]
+
+
+def _marks_spaces(described: dict[str, Any]) -> bool:
+    """Whether spaces are written as ▁ before pieces are looked up."""
+    return "▁" in json.dumps([described["normalizer"], described["pre_tokenizer"]], ensure_ascii=False)
 
 
 def _prepends_space(described: dict[str, Any]) -> bool:
