@@ -168,7 +168,7 @@ def _beside(file: GgufFile, tokens: list[str], reason: ModelError) -> Any:
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(reason.message, f"put the model's tokenizer.json and tokenizer_config.json into {folder}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for token, index in tokenizer.get_vocab().items():
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if index < len(tokens) and tokens[index] != token and not is_padding(index, tokens[index]):
             raise ModelError(
                 f"{folder}/tokenizer.json calls {index} {token!r}, {file.path} calls it {tokens[index]!r}",
