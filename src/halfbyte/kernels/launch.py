@@ -1,8 +1,9 @@
 """Launching a Triton kernel for a few microseconds of host time.
 
-`kernel[grid](...)` binds names, specialises every argument and hashes a string each time. What it finds is a function
-of the arguments' dtypes, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it
-found under exactly those and calls the compiled kernel. Anything else (a first call, a pointer that is not aligned)
+`kernel[grid](...)` binds names, specialises every argument and hashes a string each time, and what it returns asks the
+driver about every pointer and calls the hooks of profilers. What it finds is a function of the arguments' dtypes and
+devices, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it found under
+exactly those and calls the compiled kernel with addresses. Anything else (a first call, a pointer that is not aligned)
 takes Triton's own way. No lambdas, no autotuning: grid and blocks are functions of the shape, beside each kernel.
 
 A step of fixed shape meets a handful of keys. Batches of ever new lengths would meet ever more, so the table is emptied
@@ -11,7 +12,9 @@ when it has grown past any use.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ from triton.runtime import driver
 from ..ops.checks import row_stride
 
 TABLE = 4096
+
+_dtype = operator.attrgetter("dtype")
 
 
 class Launcher:
@@ -53,16 +58,18 @@ class Launcher:
             self._launch(device, programs, tensors, numbers, constants, warps)
 
     def _launch(self, device, programs, tensors, numbers, constants, warps) -> None:
-        pointers = 0
-        for tensor in tensors:
-            pointers |= tensor.data_ptr()
-        key = (device, numbers, constants, *[tensor.dtype for tensor in tensors])
+        key = (numbers, constants, *map(_dtype, tensors), *map(Tensor.get_device, tensors))
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        aligned = reduce(operator.or_, addresses) % 16 == 0
         compiled = self._compiled.get(key)
-        if compiled is not None and pointers % 16 == 0:
-            compiled[(programs, 1, 1)](*tensors, *numbers, *constants, stream=driver.active.get_current_stream(device))
+        if compiled is not None and aligned:
+            compiled.run(
+                programs, 1, 1, driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata,
+                None, None, None, *addresses, *numbers, *constants,
+            )  # fmt: skip
             return
         compiled = self.function[(programs, 1, 1)](*tensors, *numbers, *constants, num_warps=warps, **self.options)
-        if compiled is not None and pointers % 16 == 0:  # the interpreter compiles nothing
+        if compiled is not None and aligned:  # the interpreter compiles nothing
             if len(self._compiled) >= TABLE:
                 self._compiled.clear()
             self._compiled[key] = compiled
@@ -84,6 +91,16 @@ def put_back(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
             tensor.copy_(result)
     if not torch.is_inference_mode_enabled():  # whose tensors keep no version
         torch.autograd.graph.increment_version(tensors)
+
+
+def fresh(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty contiguous tensor of the shape and device of `like`."""
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def fresh_statistic(x: Tensor) -> Tensor:
+    """An empty fp32 tensor of one number for each row of x [..., D]."""
+    return torch.empty([*x.shape[:-1]], dtype=torch.float32, device=x.device)  # a torch.Size is parsed 3 µs longer
 
 
 def power_of_2(size: int) -> int:

@@ -11,6 +11,8 @@ and write one fp32 row each; a second, ordinary sum over those finishes. No atom
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,7 @@ from ..ops.checks import check_rows
 from ..ops.float8 import FP8_MAX
 from ..ops.fp8_scaling import Slot
 from .float8 import casts_float8, largest, observe, to_float8
-from .launch import Launcher, ceil_div, evenly_spaced, power_of_2
+from .launch import Launcher, ceil_div, evenly_spaced, fresh, fresh_statistic, power_of_2
 
 TILE = 2048  # values a program takes when rows are narrower
 VALUES_PER_THREAD = 16
@@ -155,6 +157,7 @@ _layer_norm_launcher = Launcher(_layer_norm)
 _layer_norm_backward_launcher = Launcher(_layer_norm_backward)
 
 
+@functools.cache
 def _blocks(width: int) -> tuple[int, int, int]:
     """Rows a program takes, their width padded to a power of two, and warps."""
     block = power_of_2(width)
@@ -175,9 +178,8 @@ def _normed(
     """Last, y's codes with a slot; without, y."""
     reference.check_rms_norm(x, residual, weight)
     width = x.shape[-1]
-    y = torch.empty(x.shape, dtype=reference.normed_dtype(x, weight, offset), device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y, rstd = fresh(x, reference.normed_dtype(x, weight, offset)), fresh_statistic(x)
+    total = x if residual is None else fresh(x, x.dtype)
     rows = rstd.numel()
     codes = y if slot is None else torch.empty_like(y, dtype=slot.dtype)
     if not rows or not width:
@@ -222,7 +224,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     check_rows("rms_norm_backward", grad, x, rstd, residual_grad)
     width, rows = x.shape[-1], rstd.numel()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = fresh(x, x.dtype)
     if not rows or not width:
         return dx, torch.zeros_like(weight) if need_weight else None
     (grad, grad_stride), (x, x_stride) = evenly_spaced(grad), evenly_spaced(x)
@@ -241,9 +243,7 @@ def rms_norm_backward(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     reference.check_layer_norm(x, weight, bias)
     width = x.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
+    y, mean, rstd = fresh(x, x.dtype), fresh_statistic(x), fresh_statistic(x)
     rows = rstd.numel()
     if not rows or not width:
         return y, mean, rstd
@@ -262,7 +262,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     check_rows("layer_norm_backward", grad, x, rstd, None)
     width, rows = x.shape[-1], rstd.numel()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = fresh(x, x.dtype)
     if not rows or not width:
         zeros = torch.zeros_like(weight) if need_weight else None
         return dx, zeros, zeros.clone() if zeros is not None else None
