@@ -5,8 +5,9 @@ flight a thread in bf16, and enough programs on a multiprocessor that one's redu
 The floor of an RMSNorm of n values in 16 bits is 4n bytes / bandwidth forward and 6n backward; two more bytes a value
 for each of residual, sum and residual gradient.
 
-The weight's gradient is a sum over all rows. At most `PARTIALS` programs add up their own rows in registers, in order,
-and write one fp32 row each; a second, ordinary sum over those finishes. No atomics: equal runs give equal bits.
+The weight's gradient is a sum over all rows. `PARTIALS` programs, two for each multiprocessor, then add up their own
+rows in registers and write one fp32 row each (`kernels.partial_sums` finishes). So few programs hide nothing of each
+other's waiting: each has its next rows on the way to shared memory while it computes, `STAGES` deep.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from ..ops.float8 import FP8_MAX
 from ..ops.fp8_scaling import Slot
 from .float8 import casts_float8, largest, observe, to_float8
 from .launch import Launcher, ceil_div, evenly_spaced, fresh, fresh_statistic, power_of_2
+from .partial_sums import sum_rows
 
 TILE = 2048  # values a program takes when rows are narrower
 VALUES_PER_THREAD = 16
-PARTIALS = 512  # rows of partial sums of a weight's gradient
+PARTIALS = 264  # rows of partial sums of a weight's gradient
+STAGES = 3
 
 
 @triton.jit
@@ -77,14 +80,14 @@ def _rms_norm_backward(
     grad_ptr, x_ptr, weight_ptr, rstd_ptr, residual_ptr, dx_ptr, dw_ptr,
     rows, tiles, grad_stride, x_stride, residual_stride,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    WEIGHT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     factor = _factor(weight_ptr, col, D, OFFSET)
-    dw = tl.zeros((BLOCK,), dtype=tl.float32)
-    for tile in range(tiles):
-        row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
+    dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for tile in tl.range(tiles, num_stages=STAGES):
+        row = (program + tile * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (col < D)[None, :]
         grad = _load(grad_ptr, row, grad_stride, col, mask)
         x = _load(x_ptr, row, x_stride, col, mask)
@@ -96,9 +99,9 @@ def _rms_norm_backward(
             dx += _load(residual_ptr, row, residual_stride, col, mask)
         tl.store(dx_ptr + row[:, None] * D + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WEIGHT:
-            dw += tl.sum(grad * normal, axis=0)
+            dw += grad * normal
     if WEIGHT:
-        tl.store(dw_ptr + program * D + col, dw, mask=col < D)
+        tl.store(dw_ptr + program * D + col, tl.sum(dw, axis=0), mask=col < D)
 
 
 @triton.jit
@@ -123,17 +126,18 @@ def _layer_norm(
 
 @triton.jit
 def _layer_norm_backward(
-    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
+    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr,
     rows, tiles, grad_stride, x_stride,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     factor = _factor(weight_ptr, col, D, False)
-    dw = tl.zeros((BLOCK,), dtype=tl.float32)
-    db = tl.zeros((BLOCK,), dtype=tl.float32)
-    for tile in range(tiles):
-        row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
+    dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    db = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for tile in tl.range(tiles, num_stages=STAGES):
+        row = (program + tile * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (col < D)[None, :]
         grad = _load(grad_ptr, row, grad_stride, col, mask)
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
@@ -144,11 +148,12 @@ def _layer_norm_backward(
         dx = (centred - normal * (tl.sum(scaled * normal, axis=1) / D)[:, None]) * rstd
         tl.store(dx_ptr + row[:, None] * D + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WEIGHT:
-            dw += tl.sum(grad * normal, axis=0)
-            db += tl.sum(grad, axis=0)
+            dw += grad * normal
+            db += grad
     if WEIGHT:
-        tl.store(dw_ptr + program * D + col, dw, mask=col < D)
-        tl.store(db_ptr + program * D + col, db, mask=col < D)
+        tl.store(dw_ptr + program * D + col, tl.sum(dw, axis=0), mask=col < D)
+        dw_ptr += tl.num_programs(0).to(tl.int64) * D  # the bias's follow
+        tl.store(dw_ptr + program * D + col, tl.sum(db, axis=0), mask=col < D)
 
 
 _rms_norm_launcher = Launcher(_rms_norm)
@@ -234,9 +239,10 @@ def rms_norm_backward(
     dw = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
     _rms_norm_backward_launcher(
         programs, (grad, x, weight, rstd, added, dx, dw), (rows, tiles, grad_stride, x_stride, added_stride),
-        (width, rows_per_tile, block, offset, residual_grad is not None, need_weight), warps,
+        (width, rows_per_tile, block, offset, residual_grad is not None, need_weight, STAGES if need_weight else 1),
+        warps,
     )  # fmt: skip
-    return dx, dw.sum(0).to(weight.dtype) if need_weight else None
+    return dx, sum_rows(dw, weight.dtype)[0] if need_weight else None
 
 
 @reference.layer_norm.twin("cuda", "xpu")
@@ -269,12 +275,12 @@ def layer_norm_backward(
     (grad, grad_stride), (x, x_stride) = evenly_spaced(grad), evenly_spaced(x)
     rows_per_tile, block, warps = _blocks(width)
     programs, tiles = _programs(rows, rows_per_tile, need_weight)
-    dw = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
-    db = torch.empty_like(dw) if need_weight else rstd
+    sums = torch.empty(2 * programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
     _layer_norm_backward_launcher(
-        programs, (grad, x, weight, mean, rstd, dx, dw, db), (rows, tiles, grad_stride, x_stride),
-        (width, rows_per_tile, block, need_weight), warps,
+        programs, (grad, x, weight, mean, rstd, dx, sums), (rows, tiles, grad_stride, x_stride),
+        (width, rows_per_tile, block, need_weight, STAGES if need_weight else 1), warps,
     )  # fmt: skip
     if not need_weight:
         return dx, None, None
-    return dx, dw.sum(0).to(weight.dtype), db.sum(0).to(weight.dtype)
+    dw, db = sum_rows(sums, weight.dtype, programs)
+    return dx, dw, db

@@ -3,7 +3,11 @@
 A token's heads all turn by the same angles, so a program reads cos and sin once and holds every head of q and k in
 registers, as two tiles [heads, R/2]: the pairs that turn together are then at one place of both. Where a projection
 made q and k, a token's heads are one run of memory. The floor is 4 bytes a value in 16 bits, each way; the fused norm's
-backward reads x too, 6 bytes, and computes r again from it. Weight gradients as in `kernels.norms`.
+backward reads x too, 6 bytes, and computes r again from it.
+
+With gradients of the norms' weights, sums over all tokens and heads, that backward takes `PROGRAMS` programs, each of
+which goes through its tokens a group of heads at a time, so that its sums are one group's: 16 values a thread. Their
+next heads are on the way meanwhile, as in `kernels.norms`.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from torch import Tensor
 from ..ops import rope as reference
 from ..ops.checks import check_same
 from .launch import Launcher, ceil_div, power_of_2, put_back
+from .partial_sums import sum_rows
 
 VALUES_PER_THREAD = 32
-PARTIALS = 512  # rows of partial sums of a weight's gradient
+PROGRAMS = 1056  # that sum a weight's gradient: eight for each of 132 multiprocessors
+GROUP_VALUES, GROUP_WARPS, STAGES = 1024, 2, 3  # of such a program
 
 
 @triton.jit
@@ -120,59 +126,67 @@ def _qk_norm_rope(
 
 
 @triton.jit
-def _heads_backward(
-    grad_ptr, grad_offset, x_ptr, x_offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF: tl.constexpr,
+def _norm_rope_backward(
+    grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dw_ptr,
+    first, step, all_tokens, tokens, gb, gh, gt, xb, xh, xt, cb, ct, eps,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    WEIGHT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one tile of heads over `grad`; return the two halves of the sum over heads of g·x̂."""
-    g1, g2 = _load(grad_ptr, grad_offset, mask, HALF)
-    x1, x2 = _load(x_ptr, x_offset, mask, HALF)
-    x1, x2, rstd = _normal(x1, x2, eps, HALF)
-    g1, g2 = _turn(g1, g2, cos1, cos2, sin1, sin2)
-    h1, h2 = g1 * factor1, g2 * factor2
-    mean = tl.sum(h1 * x1 + h2 * x2, axis=1)[:, None] / (2 * HALF)
-    _store(grad_ptr, grad_offset, (h1 - x1 * mean) * rstd, (h2 - x2 * mean) * rstd, mask, HALF)
-    return tl.sum(g1 * x1, axis=0), tl.sum(g2 * x2, axis=0)
+    """Write gradients of every `step`th token from `first` on over `grad`, a group of heads at a time.
+
+    Of the weight's gradient each thread sums what it has at hand; threads meet once, at the end.
+    """
+    col = tl.arange(0, BLOCK)
+    head = tl.arange(0, GROUP)
+    factor1, factor2 = _factor(weight_ptr, col, HALF, OFFSET)
+    dw1, dw2 = tl.zeros((GROUP, BLOCK), dtype=tl.float32), tl.zeros((GROUP, BLOCK), dtype=tl.float32)
+    groups: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    for i in tl.range(tl.cdiv(all_tokens - first, step) * groups, num_stages=STAGES):
+        place = first + (i // groups) * step
+        batch = place // tokens
+        token = place % tokens
+        cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, True)
+        mine = (i % groups) * GROUP + head
+        mask = (mine < HEADS)[:, None] & (col < HALF)[None, :]
+        mine = mine[:, None].to(tl.int64)
+        grad_offset = batch * gb + token * gt + mine * gh + col[None, :]
+        g1, g2 = _load(grad_ptr, grad_offset, mask, HALF)
+        x1, x2 = _load(x_ptr, batch * xb + token * xt + mine * xh + col[None, :], mask, HALF)
+        x1, x2, rstd = _normal(x1, x2, eps, HALF)
+        g1, g2 = _turn(g1, g2, cos1, cos2, sin1, sin2)
+        h1, h2 = g1 * factor1, g2 * factor2
+        mean = tl.sum(h1 * x1 + h2 * x2, axis=1)[:, None] / (2 * HALF)
+        _store(grad_ptr, grad_offset, (h1 - x1 * mean) * rstd, (h2 - x2 * mean) * rstd, mask, HALF)
+        if WEIGHT:
+            dw1 += g1 * x1
+            dw2 += g2 * x2
+    if WEIGHT:
+        tl.store(dw_ptr + col, tl.sum(dw1, axis=0), mask=col < HALF)
+        tl.store(dw_ptr + HALF + col, tl.sum(dw2, axis=0), mask=col < HALF)
 
 
 @triton.jit
 def _qk_norm_rope_backward(
-    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dwq_ptr, dwk_ptr,
-    all_tokens, tokens, per_program, qgb, qgh, qgt, kgb, kgh, kgt, qb, qh, qt, kb, kh, kt, cb, ct, eps,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
-    K_BLOCK: tl.constexpr, OFFSET: tl.constexpr, WEIGHT: tl.constexpr,
+    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dw_ptr,
+    all_tokens, tokens, share, qgb, qgh, qgt, kgb, kgh, kgt, qb, qh, qt, kb, kh, kt, cb, ct, eps,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    OFFSET: tl.constexpr, WEIGHT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """`share` programs for each group of heads: those of q first, then those of k."""
     program = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)
-    q_factor1, q_factor2 = _factor(q_weight_ptr, col, HALF, OFFSET)
-    k_factor1, k_factor2 = _factor(k_weight_ptr, col, HALF, OFFSET)
-    dwq1, dwq2 = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
-    dwk1, dwk2 = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in range(per_program):
-        place = program * per_program + i
-        here = place < all_tokens
-        batch = place // tokens
-        token = place % tokens
-        cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, tl.where(here, batch * cb + token * ct, 0), col, HALF, True)
-        grad_offset, mask = _heads(batch * qgb + token * qgt, qgh, col, HALF, Q_HEADS, Q_BLOCK)
-        offset, _ = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
-        part1, part2 = _heads_backward(
-            q_grad_ptr, grad_offset, q_ptr, offset, mask & here, q_factor1, q_factor2, cos1, cos2, sin1, sin2, eps, HALF
-        )
-        dwq1 += part1
-        dwq2 += part2
-        grad_offset, mask = _heads(batch * kgb + token * kgt, kgh, col, HALF, K_HEADS, K_BLOCK)
-        offset, _ = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
-        part1, part2 = _heads_backward(
-            k_grad_ptr, grad_offset, k_ptr, offset, mask & here, k_factor1, k_factor2, cos1, cos2, sin1, sin2, eps, HALF
-        )
-        dwk1 += part1
-        dwk2 += part2
-    if WEIGHT:
-        mask = col < HALF
-        tl.store(dwq_ptr + program * 2 * HALF + col, dwq1, mask=mask)
-        tl.store(dwq_ptr + program * 2 * HALF + HALF + col, dwq2, mask=mask)
-        tl.store(dwk_ptr + program * 2 * HALF + col, dwk1, mask=mask)
-        tl.store(dwk_ptr + program * 2 * HALF + HALF + col, dwk2, mask=mask)
+    dw_ptr += program * 2 * HALF
+    of_q = share * ((Q_HEADS + GROUP - 1) // GROUP)
+    if program < of_q:
+        _norm_rope_backward(
+            q_grad_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program, of_q, all_tokens, tokens,
+            qgb, qgh, qgt, qb, qh, qt, cb, ct, eps, HALF, BLOCK, Q_HEADS, GROUP, OFFSET, WEIGHT, STAGES,
+        )  # fmt: skip
+    else:
+        _norm_rope_backward(
+            k_grad_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program - of_q, tl.num_programs(0) - of_q,
+            all_tokens, tokens,
+            kgb, kgh, kgt, kb, kh, kt, cb, ct, eps, HALF, BLOCK, K_HEADS, GROUP, OFFSET, WEIGHT, STAGES,
+        )  # fmt: skip
 
 
 _rope_launcher = Launcher(_rope)
@@ -257,22 +271,30 @@ def qk_norm_rope_backward_(
     check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
     check_same("qk_norm_rope_backward", "grad_k", grad_k, "k", k)
     batch, _, tokens, size = q.shape
-    constants, warps = _shape(q, k, size)
+    constants, _ = _shape(q, k, size)
     if not batch * tokens * size:
         return (torch.zeros_like(q_weight), torch.zeros_like(k_weight)) if need_weight else None
     cos, sin, *angle_strides = _angle_tables(cos, sin)
     q, k = _with_unit_stride(q, k)
     grads = _with_unit_stride(grad_q, grad_k)
-    per_program = ceil_div(batch * tokens, PARTIALS) if need_weight else 1
-    programs = ceil_div(batch * tokens, per_program)
-    # Without a weight's gradient nothing is written there: any fp32 or other tensor will do.
-    dwq = torch.empty(programs, size, dtype=torch.float32, device=q.device) if need_weight else q_weight
-    dwk = torch.empty(programs, size, dtype=torch.float32, device=q.device) if need_weight else k_weight
+    half, block, q_heads, q_block, k_heads, k_block = constants
+    group = min(max(GROUP_VALUES // (2 * block), 1), max(q_block, k_block))
+    q_groups, k_groups = ceil_div(q_heads, group), ceil_div(k_heads, group)
+    all_tokens = batch * tokens
+    share = (
+        min(max(PROGRAMS // (q_groups + k_groups), 1), all_tokens) if need_weight else ceil_div(all_tokens, q_groups)
+    )
+    programs = share * (q_groups + k_groups)
+    # Without a weight's gradient nothing is written there.
+    sums = torch.empty(programs, size, dtype=torch.float32, device=q.device) if need_weight else cos
     _qk_norm_rope_backward_launcher(
-        programs, (*grads, q, k, q_weight, k_weight, cos, sin, dwq, dwk),
-        (batch * tokens, tokens, per_program, *grads[0].stride()[:3], *grads[1].stride()[:3], *q.stride()[:3],
-         *k.stride()[:3], *angle_strides, eps),
-        (*constants, offset, need_weight), warps,
+        programs, (*grads, q, k, q_weight, k_weight, cos, sin, sums),
+        (all_tokens, tokens, share, *grads[0].stride()[:3], *grads[1].stride()[:3], *q.stride()[:3], *k.stride()[:3],
+         *angle_strides, eps),
+        (half, block, q_heads, k_heads, group, offset, need_weight, STAGES if need_weight else 1), GROUP_WARPS,
     )  # fmt: skip
     put_back((grad_q, grad_k), grads)
-    return (dwq.sum(0).to(q_weight.dtype), dwk.sum(0).to(k_weight.dtype)) if need_weight else None
+    if not need_weight:
+        return None
+    dwq, dwk = sum_rows(sums, torch.promote_types(q_weight.dtype, k_weight.dtype), share * q_groups)
+    return dwq.to(q_weight.dtype), dwk.to(k_weight.dtype)
