@@ -7,7 +7,7 @@ for each of residual, sum and residual gradient.
 
 The weight's gradient is a sum over all rows. `PARTIALS` programs, two for each multiprocessor, then add up their own
 rows in registers and write one fp32 row each (`kernels.partial_sums` finishes). So few programs hide nothing of each
-other's waiting: each has its next rows on the way to shared memory while it computes, `STAGES` deep.
+other's waiting: each has its next rows on the way to shared memory while it computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .partial_sums import sum_rows
 TILE = 2048  # values a program takes when rows are narrower
 VALUES_PER_THREAD = 16
 PARTIALS = 264  # rows of partial sums of a weight's gradient
-STAGES = 3
+STAGED = 65536  # bytes of shared memory a program may have on their way for it
 
 
 @triton.jit
@@ -177,6 +177,11 @@ def _programs(rows: int, rows_per_tile: int, need_weight: bool) -> tuple[int, in
     return ceil_div(all_tiles, tiles), tiles
 
 
+def _stages(values: int, x: Tensor, need_weight: bool) -> int:
+    """How many tiles of so many values a program has in hand at once: of x, the gradient and the residual's."""
+    return min(3, 1 + STAGED // (3 * values * x.element_size())) if need_weight else 1
+
+
 def _normed(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,8 +244,8 @@ def rms_norm_backward(
     dw = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
     _rms_norm_backward_launcher(
         programs, (grad, x, weight, rstd, added, dx, dw), (rows, tiles, grad_stride, x_stride, added_stride),
-        (width, rows_per_tile, block, offset, residual_grad is not None, need_weight, STAGES if need_weight else 1),
-        warps,
+        (width, rows_per_tile, block, offset, residual_grad is not None, need_weight,
+         _stages(rows_per_tile * block, x, need_weight)), warps,
     )  # fmt: skip
     return dx, sum_rows(dw, weight.dtype)[0] if need_weight else None
 
@@ -278,7 +283,7 @@ def layer_norm_backward(
     sums = torch.empty(2 * programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
     _layer_norm_backward_launcher(
         programs, (grad, x, weight, mean, rstd, dx, sums), (rows, tiles, grad_stride, x_stride),
-        (width, rows_per_tile, block, need_weight, STAGES if need_weight else 1), warps,
+        (width, rows_per_tile, block, need_weight, _stages(rows_per_tile * block, x, need_weight)), warps,
     )  # fmt: skip
     if not need_weight:
         return dx, None, None
