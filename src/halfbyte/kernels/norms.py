@@ -24,7 +24,7 @@ from ..ops.checks import check_rows
 from ..ops.float8 import FP8_MAX
 from ..ops.fp8_scaling import Slot
 from .float8 import casts_float8, largest, observe, to_float8
-from .launch import Launcher, ceil_div, evenly_spaced, fresh, fresh_statistic, power_of_2
+from .launch import Launcher, ceil_div, evenly_spaced, fresh, fresh_statistic, layouts, power_of_2, same
 from .partial_sums import sum_rows
 
 TILE = 2048  # values a program takes when rows are narrower
@@ -186,22 +186,25 @@ def _normed(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Last, y's codes with a slot; without, y."""
-    reference.check_rms_norm(x, residual, weight)
-    width = x.shape[-1]
     y, rstd = fresh(x, reference.normed_dtype(x, weight, offset)), fresh_statistic(x)
     total = x if residual is None else fresh(x, x.dtype)
-    rows = rstd.numel()
-    codes = y if slot is None else torch.empty_like(y, dtype=slot.dtype)
+    codes = y if slot is None else fresh(y, slot.dtype)
+    given = (x, x if residual is None else residual, weight)
+    made = (y, total, rstd, codes, *((rstd, rstd) if slot is None else (slot.scale, slot.newest)))
+    key = (eps, offset, residual is None, codes.dtype, *layouts(*given))
+    if _rms_norm_launcher.repeat(key, given + made):
+        return y, total, rstd, codes
+    reference.check_rms_norm(x, residual, weight)
+    width, rows = x.shape[-1], rstd.numel()
     if not rows or not width:
         return y, total, rstd, codes
-    x, x_stride = evenly_spaced(x)
-    added, added_stride = (x, x_stride) if residual is None else evenly_spaced(residual)
+    (x, x_stride), (added, added_stride) = evenly_spaced(x), evenly_spaced(given[1])
+    used = (x, added, weight)
     rows_per_program, block, warps = _blocks(width)
-    cast = (rstd, rstd) if slot is None else (slot.scale, slot.newest)
     _rms_norm_launcher(
-        ceil_div(rows, rows_per_program), (x, added, weight, y, total, rstd, codes, *cast),
-        (rows, x_stride, added_stride, eps),
+        ceil_div(rows, rows_per_program), used + made, (rows, x_stride, added_stride, eps),
         (width, rows_per_program, block, offset, residual is not None, FP8_MAX[slot.dtype] if slot else 0), warps,
+        key if same(used, given) else None,
     )  # fmt: skip
     return y, total, rstd, codes
 
@@ -232,20 +235,25 @@ def rms_norm_backward(
     residual_grad: Tensor | None,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    dx = fresh(x, x.dtype)
+    given = (grad, x, weight, rstd, x if residual_grad is None else residual_grad)
+    key = (offset, residual_grad is None, *layouts(*given))
+    if not need_weight and _rms_norm_backward_launcher.repeat(key, (*given, dx, rstd)):
+        return dx, None
     check_rows("rms_norm_backward", grad, x, rstd, residual_grad)
     width, rows = x.shape[-1], rstd.numel()
-    dx = fresh(x, x.dtype)
     if not rows or not width:
         return dx, torch.zeros_like(weight) if need_weight else None
-    (grad, grad_stride), (x, x_stride) = evenly_spaced(grad), evenly_spaced(x)
-    added, added_stride = (x, x_stride) if residual_grad is None else evenly_spaced(residual_grad)
+    (grad, grad_stride), (x, x_stride), (added, added_stride) = map(evenly_spaced, (grad, x, given[-1]))
+    used = (grad, x, weight, rstd, added)
     rows_per_tile, block, warps = _blocks(width)
     programs, tiles = _programs(rows, rows_per_tile, need_weight)
     dw = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else rstd
     _rms_norm_backward_launcher(
-        programs, (grad, x, weight, rstd, added, dx, dw), (rows, tiles, grad_stride, x_stride, added_stride),
+        programs, (*used, dx, dw), (rows, tiles, grad_stride, x_stride, added_stride),
         (width, rows_per_tile, block, offset, residual_grad is not None, need_weight,
          _stages(rows_per_tile * block, x, need_weight)), warps,
+        key if same(used, given) and not need_weight else None,
     )  # fmt: skip
     return dx, sum_rows(dw, weight.dtype)[0] if need_weight else None
 

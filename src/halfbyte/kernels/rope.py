@@ -12,6 +12,8 @@ next heads are on the way meanwhile, as in `kernels.norms`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from ..ops import rope as reference
 from ..ops.checks import check_same
-from .launch import Launcher, ceil_div, power_of_2, put_back
+from .launch import Launcher, ceil_div, changed, layouts, power_of_2, put_back, same
 from .partial_sums import sum_rows
 
 VALUES_PER_THREAD = 32
@@ -216,9 +218,30 @@ def _with_unit_stride(*tensors: Tensor) -> list[Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
+@functools.lru_cache
+def _division(q_shape: torch.Size, k_heads: int, need_weight: bool) -> tuple[int, int, int, int]:
+    """For the backward: heads a program takes at a time, programs for each such group, those of q, and all of them."""
+    batch, q_heads, tokens, size = q_shape
+    group = min(max(GROUP_VALUES // power_of_2(size), 1), power_of_2(max(q_heads, k_heads)))
+    q_groups, k_groups = ceil_div(q_heads, group), ceil_div(k_heads, group)
+    share = PROGRAMS // (q_groups + k_groups) if need_weight else ceil_div(batch * tokens, q_groups)
+    share = min(max(share, 1), batch * tokens)
+    return group, share, share * q_groups, share * (q_groups + k_groups)
+
+
+def _of_weights(sums: Tensor, of_q: int, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
+    dwq, dwk = sum_rows(sums, torch.promote_types(q_weight.dtype, k_weight.dtype), of_q)
+    return dwq.to(q_weight.dtype), dwk.to(k_weight.dtype)
+
+
 @reference.rope_.twin("cuda", "xpu")
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
-    reference.check_rope(q, k, cos, sin)
+    given = (q, k, cos, sin)
+    key = (backward, *layouts(*given))
+    if _rope_launcher.repeat(key, given):
+        changed(q, k)
+        return
+    reference.check_rope(*given)
     batch, _, tokens, _ = q.shape
     constants, warps = _shape(q, k, cos.shape[2])
     if not batch * tokens * constants[0]:
@@ -228,7 +251,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
     _rope_launcher(
         batch * tokens, (*turned, cos, sin),
         (tokens, *turned[0].stride()[:3], *turned[1].stride()[:3], *angle_strides),
-        (*constants, backward), warps,
+        (*constants, backward), warps, key if same((*turned, cos, sin), given) else None,
     )  # fmt: skip
     put_back((q, k), turned)
 
@@ -237,7 +260,12 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: bool
 ) -> tuple[Tensor, Tensor]:
-    reference.check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin)
+    given = (q, k, q_weight, k_weight, cos, sin)
+    key = (eps, offset, *layouts(*given))
+    results = torch.empty_like(q), torch.empty_like(k)
+    if _qk_norm_rope_launcher.repeat(key, (q, k, *results, q_weight, k_weight, cos, sin)):
+        return results
+    reference.check_qk_norm_rope(*given)
     q, k = _with_unit_stride(q, k)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, _, tokens, _ = q.shape
@@ -248,7 +276,7 @@ def qk_norm_rope(
     _qk_norm_rope_launcher(
         batch * tokens, (q, k, q_out, k_out, q_weight, k_weight, cos, sin),
         (tokens, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides, eps),
-        (*constants, offset), warps,
+        (*constants, offset), warps, key if same((q, k, q_weight, k_weight, cos, sin), given) else None,
     )  # fmt: skip
     return q_out, k_out
 
@@ -267,34 +295,28 @@ def qk_norm_rope_backward_(
     offset: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    reference.check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin)
-    check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
-    check_same("qk_norm_rope_backward", "grad_k", grad_k, "k", k)
-    batch, _, tokens, size = q.shape
-    constants, _ = _shape(q, k, size)
+    given = (grad_q, grad_k, q, k, q_weight, k_weight, cos, sin)
+    key = (eps, offset, need_weight, *layouts(*given))
+    if key not in _qk_norm_rope_backward_launcher.known:
+        reference.check_qk_norm_rope(*given[2:])
+        check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
+        check_same("qk_norm_rope_backward", "grad_k", grad_k, "k", k)
+    group, share, of_q, programs = _division(q.shape, k.shape[1], need_weight)
+    # Without a weight's gradient nothing is written there.
+    sums = torch.empty(programs, q.shape[3], dtype=torch.float32, device=q.device) if need_weight else cos
+    if _qk_norm_rope_backward_launcher.repeat(key, (*given, sums)):
+        changed(grad_q, grad_k)
+        return _of_weights(sums, of_q, q_weight, k_weight) if need_weight else None
+    batch, q_heads, tokens, size = q.shape
     if not batch * tokens * size:
         return (torch.zeros_like(q_weight), torch.zeros_like(k_weight)) if need_weight else None
     cos, sin, *angle_strides = _angle_tables(cos, sin)
-    q, k = _with_unit_stride(q, k)
-    grads = _with_unit_stride(grad_q, grad_k)
-    half, block, q_heads, q_block, k_heads, k_block = constants
-    group = min(max(GROUP_VALUES // (2 * block), 1), max(q_block, k_block))
-    q_groups, k_groups = ceil_div(q_heads, group), ceil_div(k_heads, group)
-    all_tokens = batch * tokens
-    share = (
-        min(max(PROGRAMS // (q_groups + k_groups), 1), all_tokens) if need_weight else ceil_div(all_tokens, q_groups)
-    )
-    programs = share * (q_groups + k_groups)
-    # Without a weight's gradient nothing is written there.
-    sums = torch.empty(programs, size, dtype=torch.float32, device=q.device) if need_weight else cos
+    used = (*_with_unit_stride(grad_q, grad_k, q, k), q_weight, k_weight, cos, sin)
+    strides = [step for tensor in used[:4] for step in tensor.stride()[:3]]
     _qk_norm_rope_backward_launcher(
-        programs, (*grads, q, k, q_weight, k_weight, cos, sin, sums),
-        (all_tokens, tokens, share, *grads[0].stride()[:3], *grads[1].stride()[:3], *q.stride()[:3], *k.stride()[:3],
-         *angle_strides, eps),
-        (half, block, q_heads, k_heads, group, offset, need_weight, STAGES if need_weight else 1), GROUP_WARPS,
+        programs, (*used, sums), (batch * tokens, tokens, share, *strides, *angle_strides, eps),
+        (size // 2, power_of_2(size // 2), q_heads, k.shape[1], group, offset, need_weight,
+         STAGES if need_weight else 1), GROUP_WARPS, key if same(used, given) else None,
     )  # fmt: skip
-    put_back((grad_q, grad_k), grads)
-    if not need_weight:
-        return None
-    dwq, dwk = sum_rows(sums, torch.promote_types(q_weight.dtype, k_weight.dtype), share * q_groups)
-    return dwq.to(q_weight.dtype), dwk.to(k_weight.dtype)
+    put_back((grad_q, grad_k), used[:2])
+    return _of_weights(sums, of_q, q_weight, k_weight) if need_weight else None
