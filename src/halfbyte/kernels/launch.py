@@ -32,7 +32,7 @@ _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def layouts(*tensors: Tensor) -> tuple:
-    """All that tensors are but for their addresses: shapes, strides, dtypes, devices."""
+    """All that tensors are but for their addresses: shapes, strides, dtypes, indices of devices."""
     return (
         *map(_shape, tensors), *map(Tensor.stride, tensors), *map(_dtype, tensors), *map(Tensor.get_device, tensors)
     )  # fmt: skip
