@@ -128,11 +128,51 @@ def _qk_norm_rope(
 
 
 @triton.jit
+def _heads_backward(
+    grad_ptr, grad_offset, x_ptr, x_offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of one tile of heads over `grad`; return the two halves of g·x̂, [heads, BLOCK] each."""
+    g1, g2 = _load(grad_ptr, grad_offset, mask, HALF)
+    x1, x2 = _load(x_ptr, x_offset, mask, HALF)
+    x1, x2, rstd = _normal(x1, x2, eps, HALF)
+    g1, g2 = _turn(g1, g2, cos1, cos2, sin1, sin2)
+    h1, h2 = g1 * factor1, g2 * factor2
+    mean = tl.sum(h1 * x1 + h2 * x2, axis=1)[:, None] / (2 * HALF)
+    _store(grad_ptr, grad_offset, (h1 - x1 * mean) * rstd, (h2 - x2 * mean) * rstd, mask, HALF)
+    return g1 * x1, g2 * x2
+
+
+@triton.jit
+def _qk_norm_rope_backward(
+    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
+    tokens, qgb, qgh, qgt, kgb, kgh, kgt, qb, qh, qt, kb, kh, kt, cb, ct, eps,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
+    K_BLOCK: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, True)
+    grad_offset, mask = _heads(batch * qgb + token * qgt, qgh, col, HALF, Q_HEADS, Q_BLOCK)
+    offset, _ = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
+    factor1, factor2 = _factor(q_weight_ptr, col, HALF, OFFSET)
+    _heads_backward(
+        q_grad_ptr, grad_offset, q_ptr, offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF
+    )  # fmt: skip
+    grad_offset, mask = _heads(batch * kgb + token * kgt, kgh, col, HALF, K_HEADS, K_BLOCK)
+    offset, _ = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
+    factor1, factor2 = _factor(k_weight_ptr, col, HALF, OFFSET)
+    _heads_backward(
+        k_grad_ptr, grad_offset, k_ptr, offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF
+    )  # fmt: skip
+
+
+@triton.jit
 def _norm_rope_backward(
     grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dw_ptr,
     first, step, all_tokens, tokens, gb, gh, gt, xb, xh, xt, cb, ct, eps,
     HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
-    WEIGHT: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write gradients of every `step`th token from `first` on over `grad`, a group of heads at a time.
 
@@ -152,27 +192,22 @@ def _norm_rope_backward(
         mask = (mine < HEADS)[:, None] & (col < HALF)[None, :]
         mine = mine[:, None].to(tl.int64)
         grad_offset = batch * gb + token * gt + mine * gh + col[None, :]
-        g1, g2 = _load(grad_ptr, grad_offset, mask, HALF)
-        x1, x2 = _load(x_ptr, batch * xb + token * xt + mine * xh + col[None, :], mask, HALF)
-        x1, x2, rstd = _normal(x1, x2, eps, HALF)
-        g1, g2 = _turn(g1, g2, cos1, cos2, sin1, sin2)
-        h1, h2 = g1 * factor1, g2 * factor2
-        mean = tl.sum(h1 * x1 + h2 * x2, axis=1)[:, None] / (2 * HALF)
-        _store(grad_ptr, grad_offset, (h1 - x1 * mean) * rstd, (h2 - x2 * mean) * rstd, mask, HALF)
-        if WEIGHT:
-            dw1 += g1 * x1
-            dw2 += g2 * x2
-    if WEIGHT:
-        tl.store(dw_ptr + col, tl.sum(dw1, axis=0), mask=col < HALF)
-        tl.store(dw_ptr + HALF + col, tl.sum(dw2, axis=0), mask=col < HALF)
+        offset = batch * xb + token * xt + mine * xh + col[None, :]
+        part1, part2 = _heads_backward(
+            grad_ptr, grad_offset, x_ptr, offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF
+        )  # fmt: skip
+        dw1 += part1
+        dw2 += part2
+    tl.store(dw_ptr + col, tl.sum(dw1, axis=0), mask=col < HALF)
+    tl.store(dw_ptr + HALF + col, tl.sum(dw2, axis=0), mask=col < HALF)
 
 
 @triton.jit
-def _qk_norm_rope_backward(
+def _qk_norm_rope_backward_sums(
     q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dw_ptr,
     all_tokens, tokens, share, qgb, qgh, qgt, kgb, kgh, kgt, qb, qh, qt, kb, kh, kt, cb, ct, eps,
     HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, WEIGHT: tl.constexpr, STAGES: tl.constexpr,
+    OFFSET: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`share` programs for each group of heads: those of q first, then those of k."""
     program = tl.program_id(0).to(tl.int64)
@@ -181,19 +216,20 @@ def _qk_norm_rope_backward(
     if program < of_q:
         _norm_rope_backward(
             q_grad_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program, of_q, all_tokens, tokens,
-            qgb, qgh, qgt, qb, qh, qt, cb, ct, eps, HALF, BLOCK, Q_HEADS, GROUP, OFFSET, WEIGHT, STAGES,
+            qgb, qgh, qgt, qb, qh, qt, cb, ct, eps, HALF, BLOCK, Q_HEADS, GROUP, OFFSET, STAGES,
         )  # fmt: skip
     else:
         _norm_rope_backward(
             k_grad_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program - of_q, tl.num_programs(0) - of_q,
             all_tokens, tokens,
-            kgb, kgh, kgt, kb, kh, kt, cb, ct, eps, HALF, BLOCK, K_HEADS, GROUP, OFFSET, WEIGHT, STAGES,
+            kgb, kgh, kgt, kb, kh, kt, cb, ct, eps, HALF, BLOCK, K_HEADS, GROUP, OFFSET, STAGES,
         )  # fmt: skip
 
 
 _rope_launcher = Launcher(_rope)
 _qk_norm_rope_launcher = Launcher(_qk_norm_rope)
 _qk_norm_rope_backward_launcher = Launcher(_qk_norm_rope_backward)
+_qk_norm_rope_backward_sums_launcher = Launcher(_qk_norm_rope_backward_sums)
 
 
 def _shape(q: Tensor, k: Tensor, rotated: int) -> tuple[tuple[int, ...], int]:
@@ -219,13 +255,12 @@ def _with_unit_stride(*tensors: Tensor) -> list[Tensor]:
 
 
 @functools.lru_cache
-def _division(q_shape: torch.Size, k_heads: int, need_weight: bool) -> tuple[int, int, int, int]:
-    """For the backward: heads a program takes at a time, programs for each such group, those of q, and all of them."""
+def _division(q_shape: torch.Size, k_heads: int) -> tuple[int, int, int, int]:
+    """For sums: heads a program takes at a time, programs for each such group, those of q, and all of them."""
     batch, q_heads, tokens, size = q_shape
     group = min(max(GROUP_VALUES // power_of_2(size), 1), power_of_2(max(q_heads, k_heads)))
     q_groups, k_groups = ceil_div(q_heads, group), ceil_div(k_heads, group)
-    share = PROGRAMS // (q_groups + k_groups) if need_weight else ceil_div(batch * tokens, q_groups)
-    share = min(max(share, 1), batch * tokens)
+    share = min(max(PROGRAMS // (q_groups + k_groups), 1), batch * tokens)
     return group, share, share * q_groups, share * (q_groups + k_groups)
 
 
@@ -296,27 +331,32 @@ def qk_norm_rope_backward_(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor] | None:
     given = (grad_q, grad_k, q, k, q_weight, k_weight, cos, sin)
-    key = (eps, offset, need_weight, *layouts(*given))
-    if key not in _qk_norm_rope_backward_launcher.known:
-        reference.check_qk_norm_rope(*given[2:])
-        check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
-        check_same("qk_norm_rope_backward", "grad_k", grad_k, "k", k)
-    group, share, of_q, programs = _division(q.shape, k.shape[1], need_weight)
-    # Without a weight's gradient nothing is written there.
-    sums = torch.empty(programs, q.shape[3], dtype=torch.float32, device=q.device) if need_weight else cos
-    if _qk_norm_rope_backward_launcher.repeat(key, (*given, sums)):
+    key = (eps, offset, *layouts(*given))
+    if not need_weight and _qk_norm_rope_backward_launcher.repeat(key, given):
         changed(grad_q, grad_k)
-        return _of_weights(sums, of_q, q_weight, k_weight) if need_weight else None
-    batch, q_heads, tokens, size = q.shape
+        return None
+    reference.check_qk_norm_rope(*given[2:])
+    check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
+    check_same("qk_norm_rope_backward", "grad_k", grad_k, "k", k)
+    batch, _, tokens, size = q.shape
     if not batch * tokens * size:
         return (torch.zeros_like(q_weight), torch.zeros_like(k_weight)) if need_weight else None
     cos, sin, *angle_strides = _angle_tables(cos, sin)
     used = (*_with_unit_stride(grad_q, grad_k, q, k), q_weight, k_weight, cos, sin)
-    strides = [step for tensor in used[:4] for step in tensor.stride()[:3]]
-    _qk_norm_rope_backward_launcher(
-        programs, (*used, sums), (batch * tokens, tokens, share, *strides, *angle_strides, eps),
-        (size // 2, power_of_2(size // 2), q_heads, k.shape[1], group, offset, need_weight,
-         STAGES if need_weight else 1), GROUP_WARPS, key if same(used, given) else None,
+    strides = [step for tensor in used[:4] for step in tensor.stride()[:3]] + angle_strides
+    (half, block, q_heads, q_block, k_heads, k_block), warps = _shape(q, k, size)
+    if not need_weight:
+        _qk_norm_rope_backward_launcher(
+            batch * tokens, used, (tokens, *strides, eps), (half, block, q_heads, q_block, k_heads, k_block, offset),
+            warps, key if same(used, given) else None,
+        )  # fmt: skip
+        put_back((grad_q, grad_k), used[:2])
+        return None
+    group, share, of_q, programs = _division(q.shape, k_heads)
+    sums = torch.empty(programs, size, dtype=torch.float32, device=q.device)
+    _qk_norm_rope_backward_sums_launcher(
+        programs, (*used, sums), (batch * tokens, tokens, share, *strides, eps),
+        (half, block, q_heads, k_heads, group, offset, STAGES), GROUP_WARPS,
     )  # fmt: skip
     put_back((grad_q, grad_k), used[:2])
-    return _of_weights(sums, of_q, q_weight, k_weight) if need_weight else None
+    return _of_weights(sums, of_q, q_weight, k_weight)
