@@ -1,9 +1,11 @@
 """Elementwise kernels at the sizes of an 8B model's step: `python -m benchmarks.kernels out.json [--tokens 8192]`.
 
-Each kernel runs forward and backward, through its public function, in two ways: over eight sets of tensors in one CUDA
-graph (so that launches do not hurt and the L2 cache does not help), and as a user calls it. Bytes are what the kernel
-must read and write at least; the fraction is of a large device copy in the same run. Peers run in the same process: the
-stock formula compiled by torch, and Liger where it is installed.
+Each kernel runs forward and backward, through its public function, in three ways: over eight sets of tensors in one
+CUDA graph (so that launches do not hurt and the L2 cache does not help); as a user calls it, by the device's clock; and
+many times in a row without waiting for the device, by the host's clock. A backward call of the host's is its share of
+one pass over many, as in a step. Bytes are what the kernel must read and write at least; the fraction is of a large
+device copy in the same run. Peers run in the same process: the stock formula compiled by torch, and Liger where it is
+installed. "nothing" is an autograd function that allocates its results: what any function costs the host.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from benchmarks.common import copy_bandwidth, write_result
+from halfbyte.autograd.function import OnceFunction
 from halfbyte.autograd.glu import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.autograd.rope import qk_norm_rope, rope
@@ -31,6 +34,7 @@ from halfbyte.ops.rope import rotate
 HIDDEN, MLP, Q_HEADS, K_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
 SETS = 8  # of tensors, and calls in a graph
 REPLAYS = 9
+HOST_CALLS = 200  # forward calls in a row; a backward pass over 32 of them
 DTYPE = torch.bfloat16
 
 Inputs = list[Tensor]
@@ -62,6 +66,18 @@ def angles(tokens: int) -> Inputs:
     angle = torch.arange(tokens, device="cuda").view(1, -1, 1) / 10_000 ** torch.linspace(0, 1, HEAD_SIZE // 2).cuda()
     angle = torch.cat([angle, angle], dim=-1)
     return [angle.cos().to(DTYPE), angle.sin().to(DTYPE)]
+
+
+class Nothing(OnceFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.empty_like(x)
 
 
 def stock_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -99,6 +115,11 @@ def liger() -> dict[str, Callable[..., Any]]:
         "swiglu": LigerSiLUMulFunction.apply,
         "geglu_tanh": LigerGELUMulFunction.apply,
     }
+
+
+def nothing_us() -> dict[str, float]:
+    """The host's µs for an autograd function that launches nothing."""
+    return Bench(Case("nothing", lambda: [random(1024)], 1, 0, 0, Nothing.apply, None, None), Nothing.apply).host_us()
 
 
 def cases(tokens: int) -> Iterator[Case]:
@@ -192,6 +213,31 @@ class Bench:
         each = [(self.outputs(inputs), inputs, seeds) for inputs, seeds in zip(self.sets, self.seeds, strict=True)]
         return [lambda arguments=arguments: call(*arguments) for arguments in each]
 
+    def host_us(self) -> dict[str, float]:
+        """µs of the host's time a call takes, forward and backward: medians of calls that nothing waits for."""
+        forward, backward = [], []
+        for i in range(HOST_CALLS):
+            inputs = self.sets[i % SETS]
+            start = time.perf_counter()
+            result = self.function(*inputs)
+            forward.append(time.perf_counter() - start)
+        del result
+        for _ in range(REPLAYS):
+            torch.cuda.synchronize()
+            results, leaves = [], []
+            # Other tensors over the same memory, because a backward may overwrite what its forward read.
+            aliases = [[tensor.data for tensor in inputs] for inputs in self.sets * 4]
+            for inputs in aliases:
+                leaves += [tensor.requires_grad_() for tensor in inputs[: self.trained]]
+                results += self.outputs(inputs)
+            seeds = [seed for seeds in self.seeds * 4 for seed in seeds]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            kept = torch.autograd.grad(results, leaves, seeds)
+            backward.append((time.perf_counter() - start) / len(aliases))
+            del kept, results, leaves
+        return {"forward": statistics.median(forward) * 1e6, "backward": statistics.median(backward[1:]) * 1e6}
+
 
 def measure(case: Case, function: Callable[..., Any]) -> dict[str, dict[str, float]]:
     """Times in µs of one implementation: forward and backward, in a graph and as called, and the host's part."""
@@ -199,25 +245,22 @@ def measure(case: Case, function: Callable[..., Any]) -> dict[str, dict[str, flo
     with torch.cuda.stream(stream):
         bench = Bench(case, function)
         for _ in range(3):  # the first compiles, the second finds its memory in the allocator
-            times = {"forward": called(bench.forward_calls()), "backward": called(bench.backward_calls())}
+            called = {"forward": called_us(bench.forward_calls()), "backward": called_us(bench.backward_calls())}
+        host = bench.host_us()
         bench.restore()
-        times["forward"]["graph_us"] = in_graph(bench.forward_calls(), bench.restore, stream)
-        times["backward"]["graph_us"] = in_graph(bench.backward_calls(), bench.restore, stream)
-    return times
+        graph = {"forward": in_graph(bench.forward_calls(), bench.restore, stream)}
+        graph["backward"] = in_graph(bench.backward_calls(), bench.restore, stream)
+    return {
+        direction: {"graph_us": graph[direction], "called_us": called[direction], "host_us": host[direction]}
+        for direction in ("forward", "backward")
+    }
 
 
-def called(calls: list[Callable[[], Any]]) -> dict[str, float]:
-    """µs a call as a user makes them: by the device's clock, and the host's time to issue one."""
+def called_us(calls: list[Callable[[], Any]]) -> float:
+    """µs a call as a user makes them, by the device's clock."""
     torch.cuda.synchronize()
-    kept, host = [], []
-
-    def issue() -> None:
-        start = time.perf_counter()
-        kept.extend(call() for call in calls)
-        host.append(time.perf_counter() - start)
-
-    device = milliseconds(issue)
-    return {"called_us": device * 1e3 / len(calls), "host_us": host[0] * 1e6 / len(calls)}
+    kept: list[Any] = []
+    return milliseconds(lambda: kept.extend(call() for call in calls)) * 1e3 / len(calls)
 
 
 def implementations(case: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -261,6 +304,8 @@ def main() -> None:
     result = {"copy_TBps": copy, "dtype": str(DTYPE), "shape": shape, "liger": None}
     if importlib.util.find_spec("liger_kernel") is not None:
         result["liger"] = metadata.version("liger-kernel")
+    result["nothing_host_us"] = nothing_us()
+    print(f"an autograd function that launches nothing: {result['nothing_host_us']}")
     write_result(arguments.path, result | {"kernels": run(arguments.tokens, copy)})
 
 

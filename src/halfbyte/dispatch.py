@@ -27,7 +27,8 @@ class Op:
 
     def __init__(self, reference: Callable[..., Any], twins: str):
         self.reference, self.twins = reference, twins
-        self._by_device: dict[str, Callable[..., Any]] = {"meta": reference}
+        self._by_type: dict[str, Callable[..., Any]] = {"meta": reference}
+        self._by_device: dict[torch.device, Callable[..., Any]] = {}  # what was found: a device's type is a slow string
         functools.update_wrapper(self, reference)
 
     def twin(self, *device_types: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -35,16 +36,17 @@ class Op:
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             for device_type in device_types:
-                self._by_device[device_type] = function
+                self._by_type[device_type] = function
+            self._by_device.clear()
             return function
 
         return register
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        device_type = tensor.device.type
-        function = self._by_device.get(device_type)
+        device = tensor.device
+        function = self._by_device.get(device)
         if function is None:
-            function = self._resolve(device_type)
+            function = self._by_device[device] = self._by_type.get(device.type) or self._resolve(device.type)
         return function(tensor, *args, **kwargs)
 
     def _resolve(self, device_type: str) -> Callable[..., Any]:
@@ -55,13 +57,13 @@ class Op:
             reason = f"{module} has no {device_type} kernel"
         except ImportError as error:  # no Triton, or no C compiler
             reason = str(error)
-        if device_type not in self._by_device:
+        if device_type not in self._by_type:
             notice(
                 f"twins-{module}-{device_type}",
                 f"{self.twins}: {reason}; the torch reference runs on {device_type} instead, more slowly",
             )
-            self._by_device[device_type] = self.reference
-        return self._by_device[device_type]
+            self._by_type[device_type] = self.reference
+        return self._by_type[device_type]
 
 
 def op(*, twins: str) -> Callable[[Callable[..., Any]], Op]:

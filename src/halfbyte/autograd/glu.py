@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler
 from ..ops import glu as ops
+from .function import OnceFunction
 
 
-class _GLU(torch.autograd.Function):
+class _GLU(OnceFunction):
     @staticmethod
     def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
@@ -18,7 +17,6 @@ class _GLU(torch.autograd.Function):
         return ops.glu(gate, up, activation)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         gate, up = (saved.detach() for saved in ctx.saved_tensors)
         ops.glu_backward_(grad, gate, up, ctx.activation, False)

@@ -6,16 +6,15 @@ kernel there would only hide a memory-bound loop from the compiler. So do `autog
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler
 from ..ops import norms as ops
+from .function import OnceFunction
 from .linear_fp8 import Fp8Products
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(OnceFunction):
     @staticmethod
     def forward(ctx, x, weight, eps, offset):
         y, _, rstd = ops.rms_norm(x, None, weight, eps, offset)
@@ -25,14 +24,13 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         x, rstd = ctx.saved_tensors
         dx, dw = ops.rms_norm_backward(grad, x, ctx.weight, rstd, ctx.offset, None, ctx.needs_input_grad[1])
         return dx, dw, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(OnceFunction):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, recipe):
         if recipe is not None and recipe.x.settled:
@@ -46,7 +44,6 @@ class _AddRMSNorm(torch.autograd.Function):
         return y, total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad, grad_total):
         dx, dw = grad_total, None
         if grad is not None:
@@ -56,7 +53,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dx if ctx.added else None, dw, None, None, None
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(OnceFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
         y, mean, rstd = ops.layer_norm(x, weight, bias, eps)
@@ -65,7 +62,6 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         x, mean, rstd = ctx.saved_tensors
         need_weight = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]

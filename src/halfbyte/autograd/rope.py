@@ -7,12 +7,11 @@ r is cheaper to compute again than to store.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler
 from ..ops import rope as ops
+from .function import OnceFunction
 
 
 def _writable(grad: Tensor) -> Tensor:
@@ -20,7 +19,7 @@ def _writable(grad: Tensor) -> Tensor:
     return grad.contiguous() if 0 in grad.stride() else grad
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(OnceFunction):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         # Behind autograd's back (.data): it takes no mark_dirty for two results that are views, as transposed
@@ -30,14 +29,13 @@ class _Rope(torch.autograd.Function):
         return q, k
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_q, grad_k):
         grad_q, grad_k = _writable(grad_q), _writable(grad_k)
         ops.rope_(grad_q, grad_k, *ctx.saved_tensors, True)
         return grad_q, grad_k, None, None
 
 
-class _QKNormRope(torch.autograd.Function):
+class _QKNormRope(OnceFunction):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, offset):
         ctx.save_for_backward(q, k, cos, sin)
@@ -45,7 +43,6 @@ class _QKNormRope(torch.autograd.Function):
         return ops.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_q, grad_k):
         q, k, cos, sin = ctx.saved_tensors
         grad_q, grad_k = _writable(grad_q), _writable(grad_k)

@@ -6,14 +6,13 @@ tensors are one long row; the halves of a fused projection are rows with a gap.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..ops import glu as reference
 from ..ops.checks import check_same
-from .launch import Launcher, ceil_div, evenly_spaced, put_back
+from .launch import Launcher, ceil_div, evenly_spaced, fresh, put_back
 
 BLOCK = 2048  # values a program takes, 16 a thread
 WARPS = 4
@@ -108,7 +107,7 @@ def _layout(*tensors: Tensor) -> tuple[int, int, list[Tensor], list[int]]:
 @reference.glu.twin("cuda", "xpu")
 def glu(gate: Tensor, up: Tensor, activation: reference.Activation) -> Tensor:
     reference.check_glu(gate, up, activation)
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = fresh(gate, gate.dtype)
     if not out.numel():
         return out
     rows, width, inputs, strides = _layout(gate, up)

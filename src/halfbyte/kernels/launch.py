@@ -1,9 +1,13 @@
 """Launching a Triton kernel for a few microseconds of host time.
 
-`kernel[grid](...)` binds names, specialises every argument and hashes a string each time. What it finds is a function
-of the arguments' dtypes, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it
-found under exactly those and calls the compiled kernel. Anything else (a first call, a pointer that is not aligned)
+`kernel[grid](...)` binds names, specialises every argument and hashes a string each time, and what it returns asks the
+driver about every pointer and calls the hooks of profilers. What it finds is a function of the arguments' dtypes and
+devices, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it found under
+exactly those and calls the compiled kernel with addresses. Anything else (a first call, a pointer that is not aligned)
 takes Triton's own way. No lambdas, no autotuning: grid and blocks are functions of the shape, beside each kernel.
+
+Checks, strides and grids are functions of the operands' layouts alone. An operation whose own Python costs as much as
+the launch gives those as a key, and what was launched for them once is launched again (`repeat`).
 
 A step of fixed shape meets a handful of keys. Batches of ever new lengths would meet ever more, so the table is emptied
 when it has grown past any use.
@@ -11,7 +15,9 @@ when it has grown past any use.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,6 +27,15 @@ from triton.runtime import driver
 from ..ops.checks import row_stride
 
 TABLE = 4096
+
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def layouts(*tensors: Tensor) -> tuple:
+    """All that tensors are but for their addresses: shapes, strides, dtypes, indices of devices."""
+    return (
+        *map(_shape, tensors), *map(Tensor.stride, tensors), *map(_dtype, tensors), *map(Tensor.get_device, tensors)
+    )  # fmt: skip
 
 
 class Launcher:
@@ -36,36 +51,81 @@ class Launcher:
     def __init__(self, function: Any, **options: Any):
         self.function, self.options = function, options
         self._compiled: dict[tuple, Any] = {}
+        self.known: dict[tuple, tuple[Any, int, tuple]] = {}
+
+    def repeat(self, key: tuple, tensors: tuple[Tensor, ...]) -> bool:
+        """Launch on `tensors` what a call with `key` launched before; False, and nothing done, where there was none.
+
+        `key` says everything that programs, numbers and constants follow from, with the layouts of all operands.
+        """
+        known = self.known.get(key)
+        if known is None:
+            return False
+        compiled, programs, arguments = known
+        device = tensors[0].get_device()
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        if reduce(operator.or_, addresses) % 16 or device != torch.accelerator.current_device_index():
+            return False
+        _run(compiled, programs, device, addresses, arguments)
+        return True
 
     def __call__(
-        self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: tuple, warps: int
+        self,
+        programs: int,
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[float, ...],
+        constants: tuple,
+        warps: int,
+        key: tuple | None = None,
     ) -> None:
         """Run `programs` programs of `warps` warps, on the current stream of the first tensor's device.
 
-        `warps` must follow from the constants and dtypes: it is not part of the key.
+        `warps` must follow from the constants and dtypes: the table's key leaves it out. `repeat` will be asked for
+        `key`.
         """
         device = tensors[0].get_device()
         # Triton launches on the current device. A model spread over several has tensors on others.
         if device >= 0 and device != torch.accelerator.current_device_index():
             with torch.accelerator.device_index(device):
-                self._launch(device, programs, tensors, numbers, constants, warps)
+                compiled = self._launch(device, programs, tensors, numbers, constants, warps)
         else:
-            self._launch(device, programs, tensors, numbers, constants, warps)
+            compiled = self._launch(device, programs, tensors, numbers, constants, warps)
+        if key is not None and compiled is not None:
+            _keep(self.known, key, (compiled, programs, (*numbers, *constants)))
 
-    def _launch(self, device, programs, tensors, numbers, constants, warps) -> None:
-        pointers = 0
-        for tensor in tensors:
-            pointers |= tensor.data_ptr()
-        key = (device, numbers, constants, *[tensor.dtype for tensor in tensors])
-        compiled = self._compiled.get(key)
-        if compiled is not None and pointers % 16 == 0:
-            compiled[(programs, 1, 1)](*tensors, *numbers, *constants, stream=driver.active.get_current_stream(device))
-            return
+    def _launch(self, device, programs, tensors, numbers, constants, warps) -> Any:
+        """Returns what was compiled for aligned pointers; None where it was not for those."""
+        key = (numbers, constants, *map(_dtype, tensors), *map(Tensor.get_device, tensors))
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        aligned = reduce(operator.or_, addresses) % 16 == 0
+        compiled = self._compiled.get(key) if aligned else None
+        if compiled is not None:
+            _run(compiled, programs, device, addresses, (*numbers, *constants))
+            return compiled
         compiled = self.function[(programs, 1, 1)](*tensors, *numbers, *constants, num_warps=warps, **self.options)
-        if compiled is not None and pointers % 16 == 0:  # the interpreter compiles nothing
-            if len(self._compiled) >= TABLE:
-                self._compiled.clear()
-            self._compiled[key] = compiled
+        if compiled is None or not aligned:  # the interpreter compiles nothing
+            return None
+        _keep(self._compiled, key, compiled)
+        return compiled
+
+
+def _run(compiled: Any, programs: int, device: int, addresses: list[int], arguments: tuple) -> None:
+    """Launch without the metadata and hooks of Triton's own profiler."""
+    stream = driver.active.get_current_stream(device)
+    compiled.run(
+        programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *arguments
+    )
+
+
+def _keep(table: dict[tuple, Any], key: tuple, value: Any) -> None:
+    if len(table) >= TABLE:
+        table.clear()
+    table[key] = value
+
+
+def same(used: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Whether no copy stands in for a tensor that was given."""
+    return all(map(operator.is_, used, given))
 
 
 def evenly_spaced(tensor: Tensor) -> tuple[Tensor, int]:
@@ -82,8 +142,23 @@ def put_back(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     for tensor, result in zip(tensors, results, strict=True):
         if result is not tensor:
             tensor.copy_(result)
+    changed(*tensors)
+
+
+def changed(*tensors: Tensor) -> None:
+    """Tell autograd that a kernel has written to these."""
     if not torch.is_inference_mode_enabled():  # whose tensors keep no version
         torch.autograd.graph.increment_version(tensors)
+
+
+def fresh(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty contiguous tensor of the shape and device of `like`."""
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def fresh_statistic(x: Tensor) -> Tensor:
+    """An empty fp32 tensor of one number for each row of x [..., D]."""
+    return torch.empty([*x.shape[:-1]], dtype=torch.float32, device=x.device)  # a torch.Size is parsed 3 µs longer
 
 
 def power_of_2(size: int) -> int:

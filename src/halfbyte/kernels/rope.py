@@ -3,10 +3,16 @@
 A token's heads all turn by the same angles, so a program reads cos and sin once and holds every head of q and k in
 registers, as two tiles [heads, R/2]: the pairs that turn together are then at one place of both. Where a projection
 made q and k, a token's heads are one run of memory. The floor is 4 bytes a value in 16 bits, each way; the fused norm's
-backward reads x too, 6 bytes, and computes r again from it. Weight gradients as in `kernels.norms`.
+backward reads x too, 6 bytes, and computes r again from it.
+
+With gradients of the norms' weights, sums over all tokens and heads, that backward takes `PROGRAMS` programs, each of
+which goes through its tokens a group of heads at a time, so that its sums are one group's: 16 values a thread. Their
+next heads are on the way meanwhile, as in `kernels.norms`.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -15,10 +21,12 @@ from torch import Tensor
 
 from ..ops import rope as reference
 from ..ops.checks import check_same
-from .launch import Launcher, ceil_div, power_of_2, put_back
+from .launch import Launcher, ceil_div, changed, layouts, power_of_2, put_back, same
+from .partial_sums import sum_rows
 
 VALUES_PER_THREAD = 32
-PARTIALS = 512  # rows of partial sums of a weight's gradient
+PROGRAMS = 1056  # that sum a weight's gradient: eight for each of 132 multiprocessors
+GROUP_VALUES, GROUP_WARPS, STAGES = 1024, 2, 3  # of such a program
 
 
 @triton.jit
@@ -123,7 +131,7 @@ def _qk_norm_rope(
 def _heads_backward(
     grad_ptr, grad_offset, x_ptr, x_offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one tile of heads over `grad`; return the two halves of the sum over heads of g·x̂."""
+    """Write the gradient of one tile of heads over `grad`; return the two halves of g·x̂, [heads, BLOCK] each."""
     g1, g2 = _load(grad_ptr, grad_offset, mask, HALF)
     x1, x2 = _load(x_ptr, x_offset, mask, HALF)
     x1, x2, rstd = _normal(x1, x2, eps, HALF)
@@ -131,53 +139,97 @@ def _heads_backward(
     h1, h2 = g1 * factor1, g2 * factor2
     mean = tl.sum(h1 * x1 + h2 * x2, axis=1)[:, None] / (2 * HALF)
     _store(grad_ptr, grad_offset, (h1 - x1 * mean) * rstd, (h2 - x2 * mean) * rstd, mask, HALF)
-    return tl.sum(g1 * x1, axis=0), tl.sum(g2 * x2, axis=0)
+    return g1 * x1, g2 * x2
 
 
 @triton.jit
 def _qk_norm_rope_backward(
-    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dwq_ptr, dwk_ptr,
-    all_tokens, tokens, per_program, qgb, qgh, qgt, kgb, kgh, kgt, qb, qh, qt, kb, kh, kt, cb, ct, eps,
+    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
+    tokens, qgb, qgh, qgt, kgb, kgh, kgt, qb, qh, qt, kb, kh, kt, cb, ct, eps,
     HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
-    K_BLOCK: tl.constexpr, OFFSET: tl.constexpr, WEIGHT: tl.constexpr,
+    K_BLOCK: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
+    batch = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
     col = tl.arange(0, BLOCK)
-    q_factor1, q_factor2 = _factor(q_weight_ptr, col, HALF, OFFSET)
-    k_factor1, k_factor2 = _factor(k_weight_ptr, col, HALF, OFFSET)
-    dwq1, dwq2 = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
-    dwk1, dwk2 = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in range(per_program):
-        place = program * per_program + i
-        here = place < all_tokens
+    cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, True)
+    grad_offset, mask = _heads(batch * qgb + token * qgt, qgh, col, HALF, Q_HEADS, Q_BLOCK)
+    offset, _ = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
+    factor1, factor2 = _factor(q_weight_ptr, col, HALF, OFFSET)
+    _heads_backward(
+        q_grad_ptr, grad_offset, q_ptr, offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF
+    )  # fmt: skip
+    grad_offset, mask = _heads(batch * kgb + token * kgt, kgh, col, HALF, K_HEADS, K_BLOCK)
+    offset, _ = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
+    factor1, factor2 = _factor(k_weight_ptr, col, HALF, OFFSET)
+    _heads_backward(
+        k_grad_ptr, grad_offset, k_ptr, offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF
+    )  # fmt: skip
+
+
+@triton.jit
+def _norm_rope_backward(
+    grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dw_ptr,
+    first, step, all_tokens, tokens, gb, gh, gt, xb, xh, xt, cb, ct, eps,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write gradients of every `step`th token from `first` on over `grad`, a group of heads at a time.
+
+    Of the weight's gradient each thread sums what it has at hand; threads meet once, at the end.
+    """
+    col = tl.arange(0, BLOCK)
+    head = tl.arange(0, GROUP)
+    factor1, factor2 = _factor(weight_ptr, col, HALF, OFFSET)
+    dw1, dw2 = tl.zeros((GROUP, BLOCK), dtype=tl.float32), tl.zeros((GROUP, BLOCK), dtype=tl.float32)
+    groups: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    for i in tl.range(tl.cdiv(all_tokens - first, step) * groups, num_stages=STAGES):
+        place = first + (i // groups) * step
         batch = place // tokens
         token = place % tokens
-        cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, tl.where(here, batch * cb + token * ct, 0), col, HALF, True)
-        grad_offset, mask = _heads(batch * qgb + token * qgt, qgh, col, HALF, Q_HEADS, Q_BLOCK)
-        offset, _ = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
+        cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, True)
+        mine = (i % groups) * GROUP + head
+        mask = (mine < HEADS)[:, None] & (col < HALF)[None, :]
+        mine = mine[:, None].to(tl.int64)
+        grad_offset = batch * gb + token * gt + mine * gh + col[None, :]
+        offset = batch * xb + token * xt + mine * xh + col[None, :]
         part1, part2 = _heads_backward(
-            q_grad_ptr, grad_offset, q_ptr, offset, mask & here, q_factor1, q_factor2, cos1, cos2, sin1, sin2, eps, HALF
-        )
-        dwq1 += part1
-        dwq2 += part2
-        grad_offset, mask = _heads(batch * kgb + token * kgt, kgh, col, HALF, K_HEADS, K_BLOCK)
-        offset, _ = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
-        part1, part2 = _heads_backward(
-            k_grad_ptr, grad_offset, k_ptr, offset, mask & here, k_factor1, k_factor2, cos1, cos2, sin1, sin2, eps, HALF
-        )
-        dwk1 += part1
-        dwk2 += part2
-    if WEIGHT:
-        mask = col < HALF
-        tl.store(dwq_ptr + program * 2 * HALF + col, dwq1, mask=mask)
-        tl.store(dwq_ptr + program * 2 * HALF + HALF + col, dwq2, mask=mask)
-        tl.store(dwk_ptr + program * 2 * HALF + col, dwk1, mask=mask)
-        tl.store(dwk_ptr + program * 2 * HALF + HALF + col, dwk2, mask=mask)
+            grad_ptr, grad_offset, x_ptr, offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF
+        )  # fmt: skip
+        dw1 += part1
+        dw2 += part2
+    tl.store(dw_ptr + col, tl.sum(dw1, axis=0), mask=col < HALF)
+    tl.store(dw_ptr + HALF + col, tl.sum(dw2, axis=0), mask=col < HALF)
+
+
+@triton.jit
+def _qk_norm_rope_backward_sums(
+    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dw_ptr,
+    all_tokens, tokens, share, qgb, qgh, qgt, kgb, kgh, kgt, qb, qh, qt, kb, kh, kt, cb, ct, eps,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    OFFSET: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`share` programs for each group of heads: those of q first, then those of k."""
+    program = tl.program_id(0).to(tl.int64)
+    dw_ptr += program * 2 * HALF
+    of_q = share * ((Q_HEADS + GROUP - 1) // GROUP)
+    if program < of_q:
+        _norm_rope_backward(
+            q_grad_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program, of_q, all_tokens, tokens,
+            qgb, qgh, qgt, qb, qh, qt, cb, ct, eps, HALF, BLOCK, Q_HEADS, GROUP, OFFSET, STAGES,
+        )  # fmt: skip
+    else:
+        _norm_rope_backward(
+            k_grad_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program - of_q, tl.num_programs(0) - of_q,
+            all_tokens, tokens,
+            kgb, kgh, kgt, kb, kh, kt, cb, ct, eps, HALF, BLOCK, K_HEADS, GROUP, OFFSET, STAGES,
+        )  # fmt: skip
 
 
 _rope_launcher = Launcher(_rope)
 _qk_norm_rope_launcher = Launcher(_qk_norm_rope)
 _qk_norm_rope_backward_launcher = Launcher(_qk_norm_rope_backward)
+_qk_norm_rope_backward_sums_launcher = Launcher(_qk_norm_rope_backward_sums)
 
 
 def _shape(q: Tensor, k: Tensor, rotated: int) -> tuple[tuple[int, ...], int]:
@@ -202,9 +254,29 @@ def _with_unit_stride(*tensors: Tensor) -> list[Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
+@functools.lru_cache
+def _division(q_shape: torch.Size, k_heads: int) -> tuple[int, int, int, int]:
+    """For sums: heads a program takes at a time, programs for each such group, those of q, and all of them."""
+    batch, q_heads, tokens, size = q_shape
+    group = min(max(GROUP_VALUES // power_of_2(size), 1), power_of_2(max(q_heads, k_heads)))
+    q_groups, k_groups = ceil_div(q_heads, group), ceil_div(k_heads, group)
+    share = min(max(PROGRAMS // (q_groups + k_groups), 1), batch * tokens)
+    return group, share, share * q_groups, share * (q_groups + k_groups)
+
+
+def _of_weights(sums: Tensor, of_q: int, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
+    dwq, dwk = sum_rows(sums, torch.promote_types(q_weight.dtype, k_weight.dtype), of_q)
+    return dwq.to(q_weight.dtype), dwk.to(k_weight.dtype)
+
+
 @reference.rope_.twin("cuda", "xpu")
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
-    reference.check_rope(q, k, cos, sin)
+    given = (q, k, cos, sin)
+    key = (backward, *layouts(*given))
+    if _rope_launcher.repeat(key, given):
+        changed(q, k)
+        return
+    reference.check_rope(*given)
     batch, _, tokens, _ = q.shape
     constants, warps = _shape(q, k, cos.shape[2])
     if not batch * tokens * constants[0]:
@@ -214,7 +286,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
     _rope_launcher(
         batch * tokens, (*turned, cos, sin),
         (tokens, *turned[0].stride()[:3], *turned[1].stride()[:3], *angle_strides),
-        (*constants, backward), warps,
+        (*constants, backward), warps, key if same((*turned, cos, sin), given) else None,
     )  # fmt: skip
     put_back((q, k), turned)
 
@@ -223,7 +295,12 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: bool
 ) -> tuple[Tensor, Tensor]:
-    reference.check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin)
+    given = (q, k, q_weight, k_weight, cos, sin)
+    key = (eps, offset, *layouts(*given))
+    results = torch.empty_like(q), torch.empty_like(k)
+    if _qk_norm_rope_launcher.repeat(key, (q, k, *results, q_weight, k_weight, cos, sin)):
+        return results
+    reference.check_qk_norm_rope(*given)
     q, k = _with_unit_stride(q, k)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, _, tokens, _ = q.shape
@@ -234,7 +311,7 @@ def qk_norm_rope(
     _qk_norm_rope_launcher(
         batch * tokens, (q, k, q_out, k_out, q_weight, k_weight, cos, sin),
         (tokens, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides, eps),
-        (*constants, offset), warps,
+        (*constants, offset), warps, key if same((q, k, q_weight, k_weight, cos, sin), given) else None,
     )  # fmt: skip
     return q_out, k_out
 
@@ -253,26 +330,33 @@ def qk_norm_rope_backward_(
     offset: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    reference.check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin)
+    given = (grad_q, grad_k, q, k, q_weight, k_weight, cos, sin)
+    key = (eps, offset, *layouts(*given))
+    if not need_weight and _qk_norm_rope_backward_launcher.repeat(key, given):
+        changed(grad_q, grad_k)
+        return None
+    reference.check_qk_norm_rope(*given[2:])
     check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
     check_same("qk_norm_rope_backward", "grad_k", grad_k, "k", k)
     batch, _, tokens, size = q.shape
-    constants, warps = _shape(q, k, size)
     if not batch * tokens * size:
         return (torch.zeros_like(q_weight), torch.zeros_like(k_weight)) if need_weight else None
     cos, sin, *angle_strides = _angle_tables(cos, sin)
-    q, k = _with_unit_stride(q, k)
-    grads = _with_unit_stride(grad_q, grad_k)
-    per_program = ceil_div(batch * tokens, PARTIALS) if need_weight else 1
-    programs = ceil_div(batch * tokens, per_program)
-    # Without a weight's gradient nothing is written there: any fp32 or other tensor will do.
-    dwq = torch.empty(programs, size, dtype=torch.float32, device=q.device) if need_weight else q_weight
-    dwk = torch.empty(programs, size, dtype=torch.float32, device=q.device) if need_weight else k_weight
-    _qk_norm_rope_backward_launcher(
-        programs, (*grads, q, k, q_weight, k_weight, cos, sin, dwq, dwk),
-        (batch * tokens, tokens, per_program, *grads[0].stride()[:3], *grads[1].stride()[:3], *q.stride()[:3],
-         *k.stride()[:3], *angle_strides, eps),
-        (*constants, offset, need_weight), warps,
+    used = (*_with_unit_stride(grad_q, grad_k, q, k), q_weight, k_weight, cos, sin)
+    strides = [step for tensor in used[:4] for step in tensor.stride()[:3]] + angle_strides
+    (half, block, q_heads, q_block, k_heads, k_block), warps = _shape(q, k, size)
+    if not need_weight:
+        _qk_norm_rope_backward_launcher(
+            batch * tokens, used, (tokens, *strides, eps), (half, block, q_heads, q_block, k_heads, k_block, offset),
+            warps, key if same(used, given) else None,
+        )  # fmt: skip
+        put_back((grad_q, grad_k), used[:2])
+        return None
+    group, share, of_q, programs = _division(q.shape, k_heads)
+    sums = torch.empty(programs, size, dtype=torch.float32, device=q.device)
+    _qk_norm_rope_backward_sums_launcher(
+        programs, (*used, sums), (batch * tokens, tokens, share, *strides, eps),
+        (half, block, q_heads, k_heads, group, offset, STAGES), GROUP_WARPS,
     )  # fmt: skip
-    put_back((grad_q, grad_k), grads)
-    return (dwq.sum(0).to(q_weight.dtype), dwk.sum(0).to(k_weight.dtype)) if need_weight else None
+    put_back((grad_q, grad_k), used[:2])
+    return _of_weights(sums, of_q, q_weight, k_weight)

@@ -43,7 +43,7 @@ def check_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> None:
 
 def normed_dtype(x: Tensor, weight: Tensor, offset: bool) -> torch.dtype:
     """Gemma returns x's dtype; Llama multiplies x̂ by w as they are, so a fp32 weight makes a fp32 result."""
-    return x.dtype if offset else torch.promote_types(x.dtype, weight.dtype)
+    return x.dtype if offset or x.dtype is weight.dtype else torch.promote_types(x.dtype, weight.dtype)
 
 
 def _exact(x: Tensor) -> torch.dtype:
