@@ -25,8 +25,8 @@ from .launch import Launcher, ceil_div, changed, layouts, power_of_2, put_back, 
 from .partial_sums import sum_rows
 
 VALUES_PER_THREAD = 32
-PROGRAMS = 1056  # that sum a weight's gradient: eight for each of 132 multiprocessors
-GROUP_VALUES, GROUP_WARPS, STAGES = 1024, 2, 3  # of such a program
+PROGRAMS = 528  # that sum a weight's gradient: four for each of 132 multiprocessors
+GROUP_VALUES, GROUP_WARPS, STAGES = 2048, 4, 3  # of such a program; the best of a sweep on an H200
 
 
 @triton.jit
@@ -345,6 +345,7 @@ def qk_norm_rope_backward_(
     used = (*_with_unit_stride(grad_q, grad_k, q, k), q_weight, k_weight, cos, sin)
     strides = [step for tensor in used[:4] for step in tensor.stride()[:3]] + angle_strides
     (half, block, q_heads, q_block, k_heads, k_block), warps = _shape(q, k, size)
+    warps = min(2 * warps, 16)  # of two tensors each: half the values in a thread's registers leave room for programs
     if not need_weight:
         _qk_norm_rope_backward_launcher(
             batch * tokens, used, (tokens, *strides, eps), (half, block, q_heads, q_block, k_heads, k_block, offset),
