@@ -20,6 +20,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from halfbyte.formats import named, names
 from halfbyte.layers import QuantizedLinear
 from halfbyte.layers_int8 import Linear8bitLt
 from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
+from halfbyte.models.quantizer import quantizable
 
 WHOLE = "as it is"
 # Beside the names of the registry: unnested scales, as in bitsandbytes' default, and k-bit's other codebooks.
@@ -44,6 +46,7 @@ VARIANTS = (
 )  # fmt: skip
 INT8_PRODUCTS = "int8, products in int8"
 BITSANDBYTES = {"bitsandbytes NF4": "nf4", "bitsandbytes FP4": "fp4", "bitsandbytes INT8": "int8"}
+HQQ = {f"hqq's own, {bits} bits": bits for bits in (4, 3, 2)}  # rows where that package is installed
 ROW, BATCH, RANK, LEARNING_RATE, SEED = 256, 4, 16, 5e-4, 11
 
 
@@ -107,6 +110,8 @@ def load(path: str, name: str, dtype: str, device: str) -> Any:
     """The model as row `name` of the table stores it."""
     if name in BITSANDBYTES:
         return load_bitsandbytes(path, BITSANDBYTES[name], dtype, device)
+    if name in HQQ:
+        return round_by_hqq(load(path, WHOLE, dtype, device), HQQ[name])
     if name == WHOLE:
         return load_model(path, load_in_4bit=False, dtype=dtype, device=device)
     spec = "int8" if name == INT8_PRODUCTS else name
@@ -129,12 +134,27 @@ def load_bitsandbytes(path: str, kind: str, dtype: str, device: str) -> Any:
     ).eval()
 
 
+def round_by_hqq(model: nn.Module, bits: int) -> nn.Module:
+    """`model` with the values that the hqq package stores its linears as, groups and scales as in our hqq rows."""
+    from hqq.core.quantize import Quantizer
+
+    options = {"group_size": 64, "axis": 1, "compute_dtype": torch.bfloat16}
+    for linear in quantizable(model).values():
+        weight = linear.weight.data
+        codes, meta = Quantizer.quantize(weight, bits, device=str(weight.device), **options)
+        linear.stored_bytes = codes.nbytes + meta["scale"].nbytes + meta["zero"].nbytes
+        linear.weight.data = Quantizer.dequantize(codes, meta).to(weight.dtype)
+    return model
+
+
 def stored_weights(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
-    """Name, bytes and fp32 values of each quantized weight, halfbyte's or bitsandbytes'."""
+    """Name, bytes and fp32 values of each quantized weight, halfbyte's or a peer's."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, QuantizedLinear):
             yield name, module.weight.nbytes, module.weight.dequantize(torch.float32)
+        elif hasattr(module, "stored_bytes"):
+            yield name, module.stored_bytes, weight.float()
         elif hasattr(weight, "SCB"):
             scales = weight.SCB.float()
             yield name, weight.nbytes + scales.nbytes, weight.data.float() * (scales / 127).unsqueeze(1)
@@ -162,7 +182,7 @@ def measure(given: argparse.Namespace, table: dict[str, dict[str, Any]]) -> Iter
     """Each row of the table with its next figures: first the weights and perplexity of all, then all QLoRA runs."""
     held, rows = split(windows(load_tokenizer(given.model), given.text, given.length), given.tokens)
     exact = load(given.model, WHOLE, given.dtype, "cpu").state_dict()
-    every = [WHOLE, *names(), *VARIANTS, INT8_PRODUCTS, *BITSANDBYTES]
+    every = [WHOLE, *names(), *VARIANTS, INT8_PRODUCTS, *BITSANDBYTES, *(HQQ if find_spec("hqq") else ())]
     wanted = [name for name in every if not given.only or name in given.only]
     tokens = int((held != IGNORE_INDEX).sum())
     print(f"{tokens:,} held-out tokens in {len(held)} windows of at most {given.length}", flush=True)
