@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
+from halfbyte.data.collate import PaddedCollator
+from halfbyte.models.patch import patch
 from halfbyte.train.arguments import training_arguments
 from halfbyte.train.metrics import MetricsFile
 from halfbyte.train.trainer import HalfbyteTrainer
@@ -48,27 +50,34 @@ def collate(batch):
 
 
 def run_config(output_dir, **keys):
-    keys = {"r": 4, "learning_rate": 1e-2, "warmup_steps": 0, "lora_dropout": 0.1, "seed": 7} | keys
-    return RunConfig(model_name_or_path="tiny", dataset="d", output_dir=str(output_dir), device="cpu", **keys)
+    keys = {"r": 4, "learning_rate": 1e-2, "warmup_steps": 0, "lora_dropout": 0.1, "seed": 7, "device": "cpu"} | keys
+    return RunConfig(model_name_or_path="tiny", dataset="d", output_dir=str(output_dir), **keys)
 
 
 def make_trainer(config, train=None, held_out=None, model=None):
+    """On a GPU as `halfbyte train` does it: the fused model in bfloat16, micro-batches as CUDA graphs."""
     set_seed(config.seed)
-    model = model if model is not None else tiny_llama()
+    device, on_gpu = torch.device(config.device), config.device != "cpu"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    model = model if model is not None else tiny_llama().to(device, dtype)
     model = add_adapter(model, config) if config.use_peft else model
+    if on_gpu:
+        patch(model)
     train = train if train is not None else rows(12)
-    dtype = torch.float32
-    return HalfbyteTrainer(
+    trainer = HalfbyteTrainer(
         config=config,
         data={"rows": len(train)},
         metrics=MetricsFile(Path(config.output_dir) / "metrics.jsonl"),
         compute_dtype=dtype,
         model=model,
-        args=training_arguments(config, torch.device("cpu"), dtype, rows=len(train), evaluate=held_out is not None),
+        args=training_arguments(config, device, dtype, rows=len(train), evaluate=held_out is not None),
         train_dataset=train,
         eval_dataset=held_out,
-        data_collator=collate,
+        data_collator=PaddedCollator(0, fused=True) if on_gpu else collate,
     )
+    if on_gpu:
+        trainer.use_graphs()
+    return trainer
 
 
 def losses(trainer):

@@ -84,6 +84,7 @@ def training_arguments(
             label_names=["labels"],
             disable_tqdm=True,
             dataloader_pin_memory=device.type != "cpu",
+            accelerator_config={"non_blocking": device.type != "cpu"},  # a batch's copy does not wait for the step
         )
     except ValueError as error:  # transformers names the value and those it knows
         raise ConfigError(f"training arguments: {error}") from error

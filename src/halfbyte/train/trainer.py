@@ -6,7 +6,10 @@ What differs from the Trainer it derives from:
   accumulating equals the large batch. It never goes through full logits (`models.head.causal_lm_loss`).
 - Evaluation weighs every token alike and keeps one number.
 - On a CUDA device, micro-batches of a shape that comes again run as one CUDA graph (`graph`).
-- NaN or Inf in loss or gradient, and windows with nothing to train on, stop the run before the optimizer moves.
+- NaN or Inf in loss or gradient, and windows with nothing to train on, stop the run before a weight moves.
+- The host does not wait for the step it launches: a step's numbers are read and recorded when the next one is queued
+  (`late`), or at once where something depends on them: a checkpoint, an evaluation, the end. An optimizer that cannot
+  be told on the device to leave the weights alone waits for them, too.
 - Checkpoints hold adapters, optimizer, schedule and random states, written aside and renamed.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +40,27 @@ from halfbyte.ops.fp8_scaling import DelayedScaling
 from . import checkpoint as checkpoints
 from .arguments import total_steps
 from .graph import GraphedBackward
+from .late import Mark, StepNumbers, guard, is_guarded
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"
-TRAINED = "trained_tokens"  # of the whole step, in a micro-batch that a graph reads
+TRAINED = "trained_tokens"  # of a micro-batch where it is collated, of the whole step where a graph reads it
 
 
 class _Counting:
-    """A collator that also counts its rows' tokens, which padding hides: `tokens`, 0-d int64."""
+    """A collator that also counts, as plain numbers, which stay on the host.
+
+    `tokens` are the rows', which padding hides. `trained_tokens` are those with a label; the first position predicts
+    nothing, wherever its label points.
+    """
 
     def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]):
         self.collate = collate
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        return {**self.collate(rows), TOKENS: torch.tensor(sum(len(row["input_ids"]) for row in rows))}
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collate(rows)
+        trained = int((batch["labels"][..., 1:] != IGNORE_INDEX).sum())
+        return {**batch, TOKENS: sum(len(row["input_ids"]) for row in rows), TRAINED: trained}
 
 
 class HalfbyteTrainer(Trainer):
@@ -64,6 +75,7 @@ class HalfbyteTrainer(Trainer):
     """
 
     model: Any  # a PeftModel, or a transformers model in full fine-tuning
+    optimizer: Any  # accelerate's, around torch's
     loss_is_scaled_for_ga = True  # transformers 5.23: do not divide by the number of micro-batches
 
     def __init__(
@@ -78,7 +90,38 @@ class HalfbyteTrainer(Trainer):
         self.scaling: DelayedScaling | None = None  # of the recipe, where it has a state
         self._loss_sum: torch.Tensor | float = 0.0
         self._graphs: GraphedBackward | None = None
-        self._step_began: float | None = None
+        self._counts = 0, 0  # tokens and trained tokens of the step being launched
+        self._step: StepNumbers | None = None  # being launched, from its gradient norm on
+        self._unread: StepNumbers | None = None  # launched
+        self._since = Mark(self.args.device)  # until when the window counts the time
+        self._norm = math.nan  # the last gradient norm that was read
+        self._due: float | None = None  # learning rate of a record that waits for its step's numbers
+
+    def train(self, *positional: Any, **keys: Any) -> Any:
+        """As transformers' `train`; a run that raises has written the records of all steps before.
+
+        Raises:
+            TrainingError: see `get_batch_samples` and `_check`.
+        """
+        # nn.Module.zero_grad walks every frozen module: milliseconds a step
+        self.model.zero_grad = self._drop_gradients
+        try:
+            return super().train(*positional, **keys)
+        except BaseException:
+            self._step = None
+            self._settle()
+            raise
+        finally:
+            del self.model.zero_grad
+
+    @cached_property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that get gradients."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _drop_gradients(self, set_to_none: bool = True) -> None:
+        for parameter in self.trained:
+            parameter.grad = None
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end from `checkpoint`, or from the start; a checkpoint of the end is only loaded."""
@@ -91,9 +134,8 @@ class HalfbyteTrainer(Trainer):
 
     def use_graphs(self) -> None:
         """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         accumulates = self.args.gradient_accumulation_steps > 1
-        self._graphs = GraphedBackward(self._forward_and_backward, trained, accumulates)
+        self._graphs = GraphedBackward(self._forward_and_backward, self.trained, accumulates)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -103,24 +145,24 @@ class HalfbyteTrainer(Trainer):
         Raises:
             TrainingError: nothing in this step is trained.
         """
-        self._step_began, self._loss_sum = time.perf_counter(), 0.0
-        batches, trained = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if batches:
-            if not trained:
-                raise TrainingError(
-                    f"step {self.state.global_step + 1} has no trained token in its {len(batches)} micro-batches",
-                    "look at the masks with `halfbyte preview`; rows cut by max_length may have lost their answers",
-                )
-            self.window.tokens += sum(int(batch.pop(TOKENS)) for batch in batches)
-            self.window.trained_tokens += int(trained)
-        return batches, trained
+        if self._unread is None:  # after a pause; else the step before ends where this one begins
+            self._since = Mark(self.args.device)
+        self._loss_sum = 0.0
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, None
+        tokens = sum(batch.pop(TOKENS) for batch in batches)
+        trained = sum(batch.pop(TRAINED) for batch in batches)
+        self._counts = tokens, trained
+        if not trained:
+            raise TrainingError(
+                f"step {self.state.global_step + 1} has no trained token in its {len(batches)} micro-batches",
+                "look at the masks with `halfbyte preview`; rows cut by max_length may have lost their answers",
+            )
+        return batches, torch.full((), trained, device=device)  # a launch; a copy could wait
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        """Trained tokens of the window; the first position predicts nothing, wherever its label points."""
-        if not batch_samples:
-            return None
-        counts = [(batch["labels"][..., 1:] != IGNORE_INDEX).sum() for batch in batch_samples]
-        return torch.stack(counts).sum().to(device)
+        return None  # the collator counts
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Forward and backward of a micro-batch."""
@@ -151,25 +193,48 @@ class HalfbyteTrainer(Trainer):
         self._loss_sum = self._loss_sum + loss_sum.detach()
         return (loss, {}) if return_outputs else loss
 
+    def _clip_grad_norm(self, model):
+        return self.accelerator.clip_grad_norm_(self.trained, self.args.max_grad_norm or math.inf)
+
     def _get_grad_norm(self, model, grad_norm=None):
-        """Also the last look at a step before the optimizer moves.
+        """The last look at a step before the optimizer moves: by the host, or by the device itself.
+
+        Raises:
+            TrainingError: see `_check`; of this step, or of the step before.
+        """
+        grad_norm = self._clip_grad_norm(model) if grad_norm is None else grad_norm
+        loss_sum = torch.as_tensor(self._loss_sum, dtype=torch.float32)
+        numbers = torch.stack([loss_sum, grad_norm.to(loss_sum)])
+        if guarded := self._guarded:
+            guard(self.optimizer.optimizer, numbers)
+        step = self._step = StepNumbers(self.state.global_step + 1, *self._counts, numbers)
+        self._settle()  # the step before, while the device is busy with this one
+        if not guarded or step.number == 1:
+            self._check(step)
+        return grad_norm
+
+    @property
+    def _guarded(self) -> bool:
+        """Whether the device alone keeps a broken step from moving weights; fp16's scaler does so in its own way."""
+        return self.accelerator.scaler is None and is_guarded(self.optimizer.optimizer)
+
+    def _check(self, step: StepNumbers) -> float:
+        """The step's summed loss.
 
         Raises:
             TrainingError: its loss or gradient norm is NaN or Inf, or no gradient reaches the trained weights.
         """
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        loss_sum, norm = float(self._loss_sum), float(grad_norm)
-        step = self.state.global_step + 1
+        loss_sum, self._norm = step.read()
         scaled = self.accelerator.scaler is not None  # fp16: an overflow is skipped, and the scale lowered
-        if not math.isfinite(loss_sum) or not (math.isfinite(norm) or scaled):
+        if not math.isfinite(loss_sum) or not (math.isfinite(self._norm) or scaled):
+            numbers = f"loss {loss_sum:.4g} (sum), gradient norm {self._norm:.4g}"
             raise TrainingError(
-                f"step {step}: loss {loss_sum:.4g} (sum), gradient norm {norm:.4g}; stopped before updating any weight",
+                f"step {step.number}: {numbers}; stopped before updating any weight",
                 f"lower learning_rate ({self.args.learning_rate:g}); {self._last_checkpoint()}",
             )
-        if step == 1 and norm == 0:
+        if step.number == 1 and self._norm == 0:
             raise TrainingError("step 1: no gradient reaches the trained weights", "check target_modules")
-        self.window.loss_sum += loss_sum
-        return grad_norm
+        return loss_sum
 
     def _last_checkpoint(self) -> str:
         last = checkpoints.checkpoints(self.output)
@@ -179,25 +244,50 @@ class HalfbyteTrainer(Trainer):
         return 0  # not reported; counting walks every parameter at every micro-batch
 
     def _maybe_log_save_evaluate(self, *positional: Any, **keys: Any) -> None:
-        if self._step_began is not None:
-            self.window.seconds += time.perf_counter() - self._step_began
-            self.window.steps += 1
-            self._step_began = None
+        """The end of a step. transformers evaluates and saves; the record is written once the numbers are there."""
+        if self._step is not None:
+            self._step.finish()
+            self._unread, self._step = self._step, None
             if self.scaling is not None:
                 self.scaling.roll()
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_log = True  # the last record may span fewer than logging_steps
+        step, control = self.state.global_step, self.control
+        last = step >= self.state.max_steps  # whose record may span fewer than logging_steps
+        if (control.should_log or last) and step > self._globalstep_last_logged:
+            self._due, self._globalstep_last_logged = keys["learning_rate"], step
+        control.should_log = False
+        if last or control.should_training_stop or control.should_evaluate or control.should_save:
+            self._settle()
         super()._maybe_log_save_evaluate(*positional, **keys)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        """Take the unread step into the window, and write the record that is due.
+
+        At that time transformers' state is still the step's own: the next one counts after its optimizer.
+
+        A step's time is that from the end of the step before to its own end, on the device's clock; after anything
+        else than a step, from where it began to collect its rows.
+        """
+        step, rate = self._unread, self._due
+        self._unread = self._due = None
+        if step is not None:
+            self.window.loss_sum += self._check(step)
+            self.window.tokens += step.tokens
+            self.window.trained_tokens += step.trained_tokens
+            self.window.seconds += step.end.seconds_since(self._since)
+            self.window.steps += 1
+            self._since = step.end
+        if rate is not None:
+            record, self.window = self.window.record(), Window()
+            norm = self._norm if math.isfinite(self._norm) else None  # fp16's overflows: JSON has no Inf
+            logs = {"loss": record["loss"], "grad_norm": norm, "learning_rate": rate}
+            self.log(logs | record | {"memory_bytes": peak_memory(self.args.device)})
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a record of metrics.jsonl, then hand the numbers to transformers' callbacks."""
         if "learning_rate" in logs:
-            logs |= self.window.record() | {"memory_bytes": peak_memory(self.args.device)}
-            self.window = Window()
             kind, fields = "train", logs
-            fields["grad_norm"] = float(fields["grad_norm"])
         elif "eval_loss" in logs:
             kind = "eval"
             fields = {name: logs[f"eval_{name}"] for name in ("loss", "perplexity", "tokens", "seconds")}
@@ -215,11 +305,12 @@ class HalfbyteTrainer(Trainer):
         Raises:
             TrainingError: the loss is NaN or Inf, or no token has a label.
         """
+        self._settle()
         began, loss_sum, tokens = time.perf_counter(), 0.0, 0
         self.model.eval()
         with torch.no_grad():
             for batch in dataloader:
-                batch.pop(TOKENS)
+                del batch[TOKENS], batch[TRAINED]
                 with compute(self.model, self.compute_dtype):
                     batch_sum, batch_tokens = causal_lm_loss(self.model, self._prepare_inputs(batch))
                 loss_sum, tokens = loss_sum + float(batch_sum), tokens + int(batch_tokens)
