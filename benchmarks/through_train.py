@@ -4,8 +4,8 @@
         [--length 2048] [--steps 30] [--work DIR] [--json FILE]
 
 Writes a checkpoint of random weights, trains it through the command line on packed rows, and takes the median time from
-step to step of metrics.jsonl, after the warm-up: the host reads a step when the device has just finished it, so this is the
-device's time. The bare step has the same shape, from Python and as a CUDA graph.
+step to step of metrics.jsonl, after the warm-up. A record is written when its step has just ended on the device, so
+this is device time. The bare step has the same shape, from Python and as a CUDA graph.
 """
 
 from __future__ import annotations
