@@ -13,6 +13,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.train import late
 
 FUSED, PLAIN = "adamw_torch_fused", "adamw_torch"
+FOUR = {"per_device_train_batch_size": 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -200,7 +201,7 @@ def test_only_fused_optimizers_are_guarded():
 def test_a_step_in_the_middle_of_a_run_never_waits_for_the_device(tmp_path):
     """Steps 8 to 20, over several epochs, with a record each; any wait but for an event raises."""
     notices.forget()
-    trainer = make_trainer(run_config(tmp_path, device="cuda", max_steps=24, per_device_train_batch_size=4))
+    trainer = make_trainer(run_config(tmp_path, device="cuda", max_steps=24, save_steps=100, **FOUR))
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -218,7 +219,7 @@ def test_a_step_in_the_middle_of_a_run_never_waits_for_the_device(tmp_path):
 @pytest.mark.gpu
 def test_the_device_is_behind_the_host_between_steps(tmp_path):
     """Each forward takes the device some 50 ms: when a step ends for the host, the device is not there yet."""
-    trainer = make_trainer(run_config(tmp_path, device="cuda", max_steps=16, per_device_train_batch_size=4))
+    trainer = make_trainer(run_config(tmp_path, device="cuda", max_steps=16, save_steps=100, **FOUR))
     trainer.model.get_input_embeddings().register_forward_hook(lambda *_: torch.cuda._sleep(85_000_000))  # clocks
     behind = []
 
