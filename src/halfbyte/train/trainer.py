@@ -108,7 +108,7 @@ class HalfbyteTrainer(Trainer):
         try:
             return super().train(*positional, **keys)
         except BaseException:
-            self._step = None
+            self._step = None  # was not finished
             self._settle()
             raise
         finally:
