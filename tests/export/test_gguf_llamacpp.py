@@ -177,10 +177,9 @@ def test_tokens_of_the_fixtures_texts(shared, tmp_path, fixture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mix", "bound"), [("q2_k", 0.99), ("q3_k_s", 1.005)])
+@pytest.mark.parametrize(("mix", "bound"), [("q2_k", 0.99), ("q3_k_s", 1.0)])
 def test_perplexity_with_importances_of_other_documents(small, shared, tmp_path, mix, bound):
-    """Over perplexity without them. Measured on 24 rows: 0.978 in Q2_K, 1.0035 in Q3_K_S: worse by 0.35%, and not
-    understood, so that its bound only says by how little."""
+    """Over perplexity without them: 0.977 in Q2_K, 0.995 in Q3_K_S."""
     folder, _ = small
     lines = (shared / "data/datasets/validation.jsonl").read_text().splitlines()
     (tmp_path / "calibration.jsonl").write_text("\n".join(lines[1::2]))

@@ -120,7 +120,7 @@ def test_norm_and_rope(shape, dtype, offset):
         truths = (true_y.detach(), *torch.autograd.grad(true_y, true_inputs, exact(grad)))
         for tensor, torchs, true in zip((outputs[i], mine[i], dws[i]), stocks, truths, strict=True):
             assert_as_close_as_torch(tensor, torchs, true)
-        assert torch.equal(alone[i], mine[i])
+        assert_as_close_as_torch(alone[i], stocks[1], truths[1])  # another kernel, sums over a head in another order
 
 
 def test_no_tokens():

@@ -101,6 +101,17 @@ def test_a_model_without_adapters_trains_whole():
     check_equal(tiny("Qwen3", adapter=False), batch())
 
 
+def test_a_whole_model_in_float32_under_autocast():
+    """Embeddings, and so the residual stream, stay in fp32 where products are in 16 bits."""
+    torch.manual_seed(0)
+    model, inputs = tiny("Llama", adapter=False).train(), batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = loss_and_gradients(model, inputs)
+        halfbyte.patch(model)
+        found = loss_and_gradients(model, inputs)
+    assert_same(found, expected, 0.05)  # what 16-bit products differ by between two orders of their sums
+
+
 def test_adapters_that_change_after_patching_are_followed():
     model, inputs = tiny("Llama"), batch()
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "gate_proj"]))

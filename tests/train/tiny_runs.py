@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.data.collate import PaddedCollator
+from halfbyte.hardware import chosen_device
 from halfbyte.models.patch import patch
 from halfbyte.train.arguments import training_arguments
 from halfbyte.train.metrics import MetricsFile
@@ -57,7 +58,7 @@ def run_config(output_dir, **keys):
 def make_trainer(config, train=None, held_out=None, model=None):
     """On a GPU as `halfbyte train` does it: the fused model in bfloat16, micro-batches as CUDA graphs."""
     set_seed(config.seed)
-    device, on_gpu = torch.device(config.device), config.device != "cpu"
+    device, on_gpu = chosen_device(config.device), config.device != "cpu"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = model if model is not None else tiny_llama().to(device, dtype)
     model = add_adapter(model, config) if config.use_peft else model

@@ -43,6 +43,9 @@ def _add_norm(norm: Any, x: Tensor, residual: Tensor | None, reader: Any) -> tup
     In FP8 the products of `reader`, an attention or MLP, get the norm cast.
     """
     family = getattr(norm, FAMILY, None)
+    if residual is not None and residual.dtype != x.dtype:  # under autocast: fp32 embeddings, 16-bit products
+        wider = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(wider), residual.to(wider)
     if family is not None and not norm._forward_hooks and not norm._forward_pre_hooks:
         recipe = recipe_of(reader, "first")
         recipe = recipe if isinstance(recipe, Fp8Products) else None

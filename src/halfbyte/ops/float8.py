@@ -66,7 +66,8 @@ def _amax(weight: Tensor, scaling: Scaling) -> Tensor:
 def quantize_float8(weight: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """E4M3 codes in the shape of `weight` (fp32, fp16 or bf16), and fp32 scales in that of `scale_shape`."""
     amax = _amax(weight, scaling)
-    scale = torch.where(amax == 0, 1.0, amax / FP8_MAX[E4M3]).clamp(min=TINY)
+    # By a tensor: CUDA divides by a plain number as it multiplies by its inverse, and so to other bits than a CPU.
+    scale = torch.where(amax == 0, 1.0, amax / amax.new_full((), FP8_MAX[E4M3])).clamp(min=TINY)
     spread = spread_scales(scale, tuple(weight.shape), scaling)
     return to_float8(weight.float() / spread, E4M3), scale
 
