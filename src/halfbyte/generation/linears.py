@@ -12,7 +12,9 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from ..formats import Blockwise4
 from ..models.projections import hooked
+from ..ops.decode_layers import Projections, Weight4
 from ..tensor import QuantizedTensor
 
 
@@ -55,6 +57,17 @@ def _product(linear: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor
     return partial(F.linear, weight=weight.detach().to(dtype), bias=bias)
 
 
+def _weight4(linear: nn.Linear, dtype: torch.dtype) -> Weight4 | None:
+    """A linear whose weight is 4-bit, as `ops.decode_layers` takes it."""
+    weight: Any = linear.weight
+    if not isinstance(weight, QuantizedTensor) or not isinstance(weight.format, Blockwise4):
+        return None
+    parts, format_ = weight.parts, weight.format
+    bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+    scales = parts["absmax"], format_.nested_parts(parts), format_.blocksize, format_.quant_type
+    return Weight4(parts["packed"], *scales, linear.out_features, bias)
+
+
 class Linears:
     """Linears of one input, with the low-rank terms of every adapter in use.
 
@@ -71,6 +84,7 @@ class Linears:
         names = sorted({name for name in adapters if name is not None})
         read = [_factors(module, names) for module in modules]
         self.products = [_product(base, dtype) for base, _ in read]
+        self.weights = [_weight4(base, dtype) for base, _ in read]
         a: list[Tensor] = []
         owners: list[str] = []
         self.b: list[tuple[int, int, Tensor] | None] = []
@@ -99,6 +113,15 @@ class Linears:
                     begin, end, b = term
                     y.addmm_(u[:, begin:end], b.t())
         return [y.unflatten(0, x.shape[:2]) for y in out]
+
+    def projections(self) -> Projections | None:
+        """These linears as `ops.decode_layers` takes them; None unless all weights are 4-bit."""
+        weights = [weight for weight in self.weights if weight is not None]
+        if len(weights) < len(self.weights):
+            return None
+        ups = [None if term is None or term[0] == term[1] else (term[0], term[2]) for term in self.b]
+        mask = None if self.mask is None else self.mask[:, 0]
+        return Projections(weights, self.a, ups, mask)
 
 
 def adapter_names(model: Any) -> list[str]:

@@ -40,12 +40,14 @@ class Blocks(NamedTuple):
 
 
 class Weight(ctypes.Structure):
-    """The struct of this name in `gemv4.cu`."""
+    """The struct of this name in `cuda/weight4.cuh`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")] + [
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
-    ]
+        ("shift", ctypes.c_float * 2),  # the kernel's own
+    )
 
 
 def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:

@@ -76,3 +76,26 @@ template <int COUNT> __device__ __forceinline__ void group_arrives(u32 group) {
 __device__ __forceinline__ void begin_after_others() {
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 }
+
+/* This value of the lane whose number differs in the bits of `mask`. */
+__device__ __forceinline__ float shuffle(float value, u32 mask) { return __shfl_xor_sync(0xffffffff, value, mask); }
+
+/* Begin to bring the 128 bytes around an address to the second-level cache. */
+__device__ __forceinline__ void prefetch(const void *pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
+}
+
+/* Add one to a counter, after all that this thread has written or seen written; the count before. */
+__device__ __forceinline__ u32 count_up(u32 *counter) {
+    u32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+/* Wait until a counter has reached a number: what others wrote before they counted can then be read. */
+__device__ __forceinline__ void wait_for(const u32 *counter, u32 number) {
+    u32 now;
+    do
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    while (now < number);
+}

@@ -1,0 +1,145 @@
+/* Attention of one new token: a block has one query head of one row at a time (ops.decode_attention is the
+specification). It rotates q and the new key, and writes what is new to the cache if its head is the first of those that
+share the key. Eight lanes have a slot of the cache at a time, each HEAD / 8 of its values, and a running maximum of flash
+attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own; all are joined at the end. */
+
+constexpr u32 EACH = HEAD / 8, TEAMS = THREADS / 8, AHEAD = 2; /* slots that a team loads before it uses them */
+
+struct Attention {
+    u16 *keys, *values;           /* [batch, key heads, slots, HEAD] */
+    const u16 *q_norm, *k_norm;   /* [HEAD] each, or null */
+    const u16 *cos, *sin;         /* [slots, HEAD], by position */
+    const int *padding;           /* [batch]: the row's first slot */
+    u32 heads, key_heads, slots, window, last;
+    float eps, scale;
+
+    /* Query (part 0), key or value as they come from their product, ready for use, by one warp. */
+    __device__ __forceinline__ void prepare(const u16 *qkv, u32 m, u32 head, u32 part, u32 lane, float *q, u16 *kv) const {
+        constexpr u32 E = HEAD / 32;
+        u32 group = heads / key_heads, key_head = head / group;
+        u32 at = part == 0 ? head : part == 1 ? heads + key_head : heads + key_heads + key_head;
+        const u16 *from = qkv + ((u64)m * (heads + 2 * key_heads) + at) * HEAD;
+        const u16 *norm = part == 0 ? q_norm : part == 1 ? k_norm : nullptr;
+        float x[E], square = 0;
+#pragma unroll
+        for (u32 j = 0; j < E; j++)
+            x[j] = number<BF16>(from[lane + 32 * j]), square += x[j] * x[j];
+        if (norm) {
+#pragma unroll
+            for (u32 mask = 16; mask; mask /= 2)
+                square += shuffle(square, mask);
+            float factor = rsqrtf(square / HEAD + eps);
+#pragma unroll
+            for (u32 j = 0; j < E; j++)
+                x[j] *= factor * number<BF16>(norm[lane + 32 * j]);
+        }
+        if (part < 2) {
+            u64 position = (u64)(last - padding[m]) * HEAD;
+#pragma unroll
+            for (u32 j = 0; j < E / 2; j++) {
+                u64 i = position + lane + 32 * j;
+                float first = x[j], second = x[j + E / 2];
+                x[j] = first * number<BF16>(cos[i]) - second * number<BF16>(sin[i]);
+                x[j + E / 2] = second * number<BF16>(cos[i + HEAD / 2]) + first * number<BF16>(sin[i + HEAD / 2]);
+            }
+        }
+        u16 *cache = (part == 1 ? keys : values) + (((u64)m * key_heads + key_head) * slots + last) * HEAD;
+#pragma unroll
+        for (u32 j = 0; j < E; j++) {
+            u16 bits = (u16)pair<BF16>(x[j], 0.0f);
+            u32 i = lane + 32 * j;
+            if (part == 0) {
+                q[i] = number<BF16>(bits) * scale * 1.44269504f; /* powers of two from here on */
+            } else {
+                kv[(part - 1) * HEAD + i] = bits;
+                if (head % group == 0)
+                    cache[i] = bits;
+            }
+        }
+    }
+
+    /* Sum up slots first + team, first + team + TEAMS, ...: `acc` is a lane's part of the values, weighted. */
+    __device__ __forceinline__ void scan(
+        u64 cache, u32 first, const float *q, const u16 *kv, float &top, float &total, float (&acc)[EACH]) const {
+        u32 team = threadIdx.x / 8, begin = threadIdx.x % 8 * EACH;
+        float query[EACH];
+#pragma unroll
+        for (u32 i = 0; i < EACH; i++)
+            query[i] = q[begin + i];
+        for (u32 base = first; base <= last; base += TEAMS * AHEAD) {
+            uint4 key[AHEAD][EACH / 8], value[AHEAD][EACH / 8];
+#pragma unroll
+            for (u32 a = 0; a < AHEAD; a++) {
+                u32 slot = base + a * TEAMS + team;
+                bool old = slot < last; /* the newest may not be in the cache yet; those beyond do not count */
+                const u16 *k = old ? keys + cache + (u64)slot * HEAD : kv, *v = old ? values + cache + (u64)slot * HEAD : kv + HEAD;
+#pragma unroll
+                for (u32 i = 0; i < EACH / 8; i++) {
+                    key[a][i] = ((const uint4 *)(k + begin))[i];
+                    value[a][i] = ((const uint4 *)(v + begin))[i];
+                }
+            }
+#pragma unroll
+            for (u32 a = 0; a < AHEAD; a++) {
+                float score = 0;
+#pragma unroll
+                for (u32 i = 0; i < EACH; i++)
+                    score += query[i] * number<BF16>((u16)(((const u32 *)key[a])[i / 2] >> i % 2 * 16));
+#pragma unroll
+                for (u32 mask = 4; mask; mask /= 2)
+                    score += shuffle(score, mask);
+                bool counts = base + a * TEAMS + team <= last;
+                float higher = counts ? fmaxf(top, score) : top, fade = exp2f(top - higher);
+                float weight = counts ? exp2f(score - higher) : 0.0f;
+                total = total * fade + weight, top = higher;
+#pragma unroll
+                for (u32 i = 0; i < EACH; i++)
+                    acc[i] = acc[i] * fade + weight * number<BF16>((u16)(((const u32 *)value[a])[i / 2] >> i % 2 * 16));
+            }
+        }
+    }
+
+    /* Head `head` of row `m` of qkv [batch, heads + 2 key heads, HEAD], to out [HEAD]. `room`: shared memory. */
+    __device__ __forceinline__ void attend(const u16 *qkv, u16 *out, u32 m, u32 head, float *room) const {
+        u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        float *q = room, *parts = room + 2 * HEAD;
+        u16 *kv = (u16 *)(room + HEAD);
+        for (u32 part = warp; part < 3; part += WARPS)
+            prepare(qkv, m, head, part, lane, q, kv);
+        __syncthreads();
+        u32 first = padding[m];
+        if (window && last + 1 > window + first)
+            first = last + 1 - window;
+        float top = -1e30f, total = 0, acc[EACH] = {};
+        scan(((u64)m * key_heads + head / (heads / key_heads)) * slots * HEAD, first, q, kv, top, total, acc);
+#pragma unroll
+        for (u32 mask = 8; mask < 32; mask *= 2) {
+            float other = shuffle(top, mask), higher = fmaxf(top, other);
+            float mine = exp2f(top - higher), theirs = exp2f(other - higher);
+            total = total * mine + shuffle(total, mask) * theirs, top = higher;
+#pragma unroll
+            for (u32 i = 0; i < EACH; i++)
+                acc[i] = acc[i] * mine + shuffle(acc[i], mask) * theirs;
+        }
+        float *part = parts + warp * (HEAD + 2);
+        if (lane < 8) {
+#pragma unroll
+            for (u32 i = 0; i < EACH; i++)
+                part[lane * EACH + i] = acc[i];
+            part[HEAD] = top, part[HEAD + 1] = total;
+        }
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < HEAD; i += THREADS) {
+            float highest = parts[HEAD], sum = 0, weights = 0;
+            for (u32 w = 1; w < WARPS; w++)
+                highest = fmaxf(highest, parts[w * (HEAD + 2) + HEAD]);
+            for (u32 w = 0; w < WARPS; w++) {
+                const float *from = parts + w * (HEAD + 2);
+                float weight = exp2f(from[HEAD] - highest);
+                sum += weight * from[i], weights += weight * from[HEAD + 1];
+            }
+            out[i] = (u16)pair<BF16>(sum / weights, 0.0f);
+        }
+        __syncthreads();
+    }
+};

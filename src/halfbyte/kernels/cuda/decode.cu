@@ -1,0 +1,391 @@
+/* One token of each row through all decoder layers, in one launch (ops.decode_layers is the specification).
+
+The blocks stay, one on each multiprocessor, and meet at a barrier of the whole grid where one product needs what another
+wrote: five times a layer. Between launches the memory would idle; here each warp's ring of copies (product.cuh) runs
+ahead over the ends of tiles and of products, since weights wait for nothing. A barrier costs what the ring does not hold.
+
+A layer is four products: q, k and v; out; gate and up; down. Attention (attend.cuh) is between the first two. Norms have no
+pass of their own: out and down put their tile of the residual stream h, of h times the next norm's weight, and of the sum
+of h's squares; the product that follows multiplies its sums by 1 / rms. Gate and up take turns within a tile, in eights of
+rows, so that a group has both and puts silu(gate) · up.
+
+Adapters: u = A x is taken by the groups that have fewest tiles of W, 16 rows of A and a share of K each, before
+anything else; who adds B u to a tile waits until all of u is counted as there. */
+
+#include "weight4.cuh"
+
+#include "attend.cuh"
+
+enum { QKV, OUT, GATED, DOWN };
+
+struct Linear {
+    const u8 *packed, *absmax;
+    const float *second, *offset;
+    const u16 *bias;            /* [rows] or null */
+    const u16 *up;              /* B [rows, rank] of the adapters, scaled */
+    u32 rows, begin, rank, pad; /* `begin`: of its part of u */
+};
+
+struct Product {
+    Linear parts[3];
+    const u16 *down;             /* A [ranks, columns] of the adapters */
+    const u16 *mask;             /* [batch, ranks] or null: which row has which adapter */
+    u32 columns, tiles, ranks, pad;
+};
+
+struct Layer {
+    Product products[4];
+    const u16 *norms[2];         /* the weights of the norms that follow OUT and DOWN */
+    const u16 *q_norm, *k_norm;
+    u16 *keys, *values;
+    u32 window, pad;
+};
+
+struct Step {
+    const Layer *layers;
+    const u16 *norm;             /* the first layer's */
+    u16 *hidden, *normed;        /* [batch, width]: the residual stream, and with the next norm's weight */
+    u16 *qkv, *attended, *gated; /* [batch, ...]: what products and attention put */
+    float *squares;              /* [batch, width / ROWS] */
+    float *low;                  /* u [shares of K, batch, ranks] */
+    u32 *counters;               /* zeros: blocks at barriers; tiles of u that are done */
+    const u16 *cos, *sin;
+    const int *padding;
+    const long long *slot;
+    u32 count, batch, width, heads, key_heads, slots;
+    float eps, scale;
+};
+
+/* Where a row of a tile is. */
+struct Place {
+    const Linear *linear;
+    u32 row;
+};
+
+__device__ __forceinline__ Place place(const Product &product, u32 kind, u32 tile, u32 i) {
+    if (kind == GATED)
+        return {product.parts + i / 8 % 2, tile * (ROWS / 2) + i / 16 * 8 + i % 8};
+    const Linear *linear = product.parts;
+    u32 row = tile * ROWS + i;
+    for (; row >= linear->rows; linear++)
+        row -= linear->rows;
+    return {linear, row};
+}
+
+/* A warp's copies, which run ahead over all products of all layers. */
+struct Copies {
+    const Step &s;
+    u32 first, first_tile, stride, lane;            /* constants of the warp */
+    u32 layer = 0, kind = 0, tile, step, filled = 0;
+    const u8 *codes[2], *scales;                    /* of rows i and i + 8 in the tile, at this lane's piece; of row `lane` */
+    const float *second;
+    u32 block, columns, tiles;
+
+    __device__ __forceinline__ Copies(const Step &s, u32 first, u32 first_tile, u32 stride, u32 lane)
+        : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), step(first) {
+        enter();
+    }
+
+    /* Go to the first product, from this one on, in which this warp has a tile, and look up where that is. */
+    __device__ __forceinline__ void enter() {
+        const Product *product;
+        for (;; tile = first_tile) {
+            if (layer == s.count)
+                return;
+            product = s.layers[layer].products + kind;
+            columns = product->columns, tiles = product->tiles;
+            if (tile < tiles && first < columns / 256)
+                break;
+            layer += kind == DOWN, kind = (kind + 1) % 4;
+        }
+        for (u32 half = 0; half < 2; half++) {
+            Place p = place(*product, kind, tile, 8 * half + lane / 8);
+            codes[half] = p.linear->packed + (u64)p.row * (columns / 2) + lane % 8 * 16;
+        }
+        if (lane < ROWS) {
+            Place p = place(*product, kind, tile, lane);
+            scales = p.linear->absmax, second = p.linear->second, block = p.row * (columns / 64);
+        }
+    }
+
+    /* Begin to copy the next step into the ring. As in Weight::fetch, 16-byte pieces change places. */
+    __device__ __forceinline__ void next(u8 *ring) {
+        if (layer < s.count) {
+            u8 *slot = ring + filled * Weight::SLOT;
+            u32 at = lane / 8, piece = lane % 8, row = columns / 2, apart = kind == GATED ? 8 : 16;
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i += 4) {
+                const u8 *from = codes[i / 8 % 2] + (u64)(i / 16 * apart + i % 8) * row + step * 128;
+                copy<16>(slot + (i + at) * 128 + (piece ^ at << 1) * 16, from, true);
+            }
+            if (lane < ROWS) {
+                u32 now = block + step * 4;
+                copy<Weight::SCALE>(slot + Weight::CODES + lane * Weight::SCALE, scales + (u64)now * (Weight::SCALE / 4), true);
+                if (NESTED)
+                    copy<4>(slot + Weight::CODES + ROWS * 4 + lane * 4, second + now / 256, true);
+            }
+            step += WK;
+            if (step >= columns / 256)
+                step = first, tile += stride, enter();
+        }
+        filled = filled + 1 == STAGES ? 0 : filled + 1;
+        commit();
+    }
+};
+
+/* What a warp is and has; all functions are called by all warps. */
+struct Worker {
+    const Step &s;
+    Weight w;
+    Copies copies;
+    u8 *ring;
+    float *room, *factors, *u;     /* shared: sums; 1 / rms of each row; u [batch, ranks] */
+    u32 warp, lane, group, part, barriers = 0, lows = 0, odd = 0, stage = 0;
+
+    __device__ __forceinline__ Worker(const Step &s, Weight w)
+        : s(s), w(w), copies(s, threadIdx.x / 32 % WK, threadIdx.x / 32 / WK * gridDim.x + blockIdx.x, gridDim.x * WR,
+                             threadIdx.x % 32),
+          warp(threadIdx.x / 32), lane(threadIdx.x % 32), group(warp / WK), part(warp % WK) {
+        ring = shared + Weight::TABLE + warp * STAGES * Weight::SLOT;
+        room = (float *)(shared + Weight::TABLE + WARPS * STAGES * Weight::SLOT);
+        factors = room + ROOM;
+        u = factors + s.batch;
+    }
+
+    __device__ __forceinline__ float *sums() const {
+        return room + (group * 2 + odd) * WK * s.batch * ROWS;
+    }
+
+    /* All blocks of the grid are here, and see what the others wrote. */
+    __device__ __forceinline__ void barrier() {
+        __syncthreads();
+        barriers += gridDim.x;
+        if (threadIdx.x == 0) {
+            count_up(s.counters);
+            wait_for(s.counters, barriers);
+        }
+        __syncthreads();
+    }
+
+    /* Put h, this thread's new value of the residual stream, in row i of a tile (rows of 8 or 16 lanes: i is its lane's). */
+    __device__ __forceinline__ void join(const u16 *norm, u32 m, u32 tile, u32 i, float h, bool inside) const {
+        u16 bits = (u16)pair<BF16>(h, 0.0f);
+        h = inside ? number<BF16>(bits) : 0.0f;
+        u32 n = tile * ROWS + i;
+        if (inside) {
+            s.hidden[(u64)m * s.width + n] = bits;
+            s.normed[(u64)m * s.width + n] = (u16)pair<BF16>(h * number<BF16>(norm[n]), 0.0f);
+        }
+        float square = h * h;
+#pragma unroll
+        for (u32 mask = ROWS / 2; mask; mask /= 2)
+            square += shuffle(square, mask);
+        if (inside && i == 0)
+            s.squares[m * (s.width / ROWS) + tile] = square;
+    }
+
+    /* The residual stream as it comes in: nothing is added. */
+    __device__ __forceinline__ void begin() const {
+        for (u32 tile = group * gridDim.x + blockIdx.x; tile < s.width / ROWS; tile += gridDim.x * WR)
+            for (u32 i = part * 32 + lane; i < (s.batch * ROWS + 31) / 32 * 32; i += 32 * WK) {
+                u32 m = i / ROWS;
+                bool inside = m < s.batch;
+                float h = inside ? number<BF16>(s.hidden[(u64)m * s.width + tile * ROWS + i % ROWS]) : 0.0f;
+                join(s.norm, m, tile, i % ROWS, h, inside);
+            }
+    }
+
+    /* 1 / rms of each row; every group does it for itself. */
+    __device__ __forceinline__ void measure() const {
+        u32 tiles = s.width / ROWS;
+        for (u32 m = part; m < s.batch; m += WK) {
+            float square = 0;
+            for (u32 i = lane; i < tiles; i += 32)
+                square += s.squares[m * tiles + i];
+#pragma unroll
+            for (u32 mask = 16; mask; mask /= 2)
+                square += shuffle(square, mask);
+            if (lane == 0)
+                factors[m] = rsqrtf(square / s.width + s.eps);
+        }
+    }
+
+    /* The group's sums come to shared memory. */
+    template <u32 TILES> __device__ __forceinline__ void gather(const float (&sum)[TILES][NT][4]) {
+        float *to = sums() + part * s.batch * ROWS;
+#pragma unroll
+        for (u32 r = 0; r < TILES; r++)
+#pragma unroll
+            for (u32 n = 0; n < NT; n++)
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    u32 m = 8 * n + lane % 4 * 2 + i % 2;
+                    if (m < s.batch)
+                        to[m * ROWS + 16 * r + i / 2 * 8 + lane / 4] = sum[r][n][i];
+                }
+        group_arrives<32 * WK>(group);
+    }
+
+    __device__ __forceinline__ float total(u32 m, u32 i) const {
+        float total = 0;
+#pragma unroll
+        for (u32 k = 0; k < WK; k++)
+            total += sums()[(k * s.batch + m) * ROWS + i];
+        return total;
+    }
+
+    /* This group's shares of u = A x: the last groups have them, which have the fewest tiles. */
+    __device__ __forceinline__ void low_rank(const Product &product, const u16 *x) {
+        u32 steps = product.columns / 256, shares = (steps + WK - 1) / WK, units = product.ranks / 16 * shares;
+        u32 groups = gridDim.x * WR, g = lane / 4, t = lane % 4;
+        for (u32 unit = groups - 1 - (group * gridDim.x + blockIdx.x); unit < units; unit += groups) {
+            u32 rows = unit / shares * 16, step = unit % shares * WK + part;
+            float sum[1][NT][4] = {};
+            const u16 *a = product.down + (u64)(rows + g) * product.columns + step * 256 + t * 16;
+            const u16 *from = x + (u64)g * product.columns + step * 256 + t * 16;
+            for (u32 b = 0; b < 4 && step < steps; b++, a += 64, from += 64) {
+                const uint4 *upper = (const uint4 *)a, *lower = (const uint4 *)(a + 8 * (u64)product.columns);
+                uint4 a0 = upper[0], a1 = upper[1], b0 = lower[0], b1 = lower[1];
+                u32 left[4][4] = {{a0.x, b0.x, a0.y, b0.y}, {a0.z, b0.z, a0.w, b0.w},
+                                  {a1.x, b1.x, a1.y, b1.y}, {a1.z, b1.z, a1.w, b1.w}};
+#pragma unroll
+                for (u32 n = 0; n < NT; n++) {
+                    const uint4 *right = (const uint4 *)(from + (u64)(8 * n) * product.columns), none = {0, 0, 0, 0};
+                    bool inside = 8 * n + g < s.batch;
+                    uint4 x0 = inside ? right[0] : none, x1 = inside ? right[1] : none;
+                    multiply<BF16>(sum[0][n], left[0], x0.x, x0.y);
+                    multiply<BF16>(sum[0][n], left[1], x0.z, x0.w);
+                    multiply<BF16>(sum[0][n], left[2], x1.x, x1.y);
+                    multiply<BF16>(sum[0][n], left[3], x1.z, x1.w);
+                }
+            }
+            gather(sum);
+            for (u32 i = part * 32 + lane; i < s.batch * 16; i += 32 * WK)
+                s.low[(u64)(unit % shares * s.batch + i / 16) * product.ranks + rows + i % 16] = total(i / 16, i % 16);
+            odd ^= 1;
+            group_arrives<32 * WK>(group);
+            if (part == 0 && lane == 0)
+                count_up(s.counters + 1);
+        }
+        lows += units;
+    }
+
+    /* All of u comes to shared memory, zero where a row has another adapter. Groups of a block write the same. */
+    __device__ __forceinline__ void take_low_rank(const Product &product) const {
+        u32 shares = (product.columns / 256 + WK - 1) / WK, size = s.batch * product.ranks;
+        if (part == 0 && lane == 0)
+            wait_for(s.counters + 1, lows);
+        group_arrives<32 * WK>(group);
+        for (u32 i = part * 32 + lane; i < size; i += 32 * WK) {
+            float sum = 0;
+            for (u32 share = 0; share < shares; share++)
+                sum += s.low[(u64)share * size + i];
+            u[i] = product.mask ? sum * number<BF16>(product.mask[i]) : sum;
+        }
+    }
+
+    /* Row i of a tile for row m of x, complete. */
+    __device__ __forceinline__ float value(const Product &product, u32 kind, u32 tile, u32 m, u32 i) const {
+        Place p = place(product, kind, tile, i);
+        float y = total(m, i);
+        const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
+        const float *down = u + m * product.ranks + p.linear->begin;
+        for (u32 r = 0; r < p.linear->rank; r += 8, down += 8) {
+            uint4 eight = up[r / 8];
+            u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+            for (u32 j = 0; j < 8; j++)
+                y += number<BF16>((u16)(words[j / 2] >> j % 2 * 16)) * down[j];
+        }
+        if (kind == QKV || kind == GATED)
+            y *= factors[m];
+        y += p.linear->bias ? number<BF16>(p.linear->bias[p.row]) : 0.0f;
+        return number<BF16>((u16)pair<BF16>(y, 0.0f)); /* as every product's result is */
+    }
+
+    /* Put a tile. */
+    __device__ __forceinline__ void finish(const Layer &layer, const Product &product, u32 kind, u32 tile) const {
+        constexpr u32 HALF = ROWS / 2;
+        u32 count = s.batch * (kind == GATED ? HALF : ROWS);
+        for (u32 i = part * 32 + lane; i < (count + 31) / 32 * 32; i += 32 * WK) {
+            if (kind == GATED) {
+                u32 m = i / HALF, row = i % HALF / 8 * 16 + i % 8;
+                if (i < count) {
+                    float gate = value(product, kind, tile, m, row), up = value(product, kind, tile, m, row + 8);
+                    u64 at = (u64)m * (product.tiles * HALF) + tile * HALF + i % HALF;
+                    s.gated[at] = (u16)pair<BF16>(gate / (1 + expf(-gate)) * up, 0.0f);
+                }
+                continue;
+            }
+            u32 m = i / ROWS, row = i % ROWS;
+            float y = i < count ? value(product, kind, tile, m, row) : 0.0f;
+            if (kind == QKV) {
+                if (i < count)
+                    s.qkv[(u64)m * (product.tiles * ROWS) + tile * ROWS + row] = (u16)pair<BF16>(y, 0.0f);
+                continue;
+            }
+            u64 at = (u64)m * s.width + tile * ROWS + row;
+            join(layer.norms[kind == DOWN], m, tile, row, i < count ? y + number<BF16>(s.hidden[at]) : 0.0f, i < count);
+        }
+    }
+
+    /* One of the four products. */
+    __device__ __forceinline__ void run(const Layer &layer, u32 kind) {
+        const Product &product = layer.products[kind];
+        const u16 *x = kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed;
+        if (kind == QKV || kind == GATED)
+            measure();
+        if (product.ranks)
+            low_rank(product, x);
+        u32 steps = product.columns / 256, first_tile = group * gridDim.x + blockIdx.x;
+        const u16 *x_lane = x + (u64)(lane / 4) * product.columns + lane % 4 * 16;
+        w.columns = product.columns;
+        for (u32 tile = first_tile; tile < product.tiles; tile += gridDim.x * WR) {
+            if (NESTED)
+                for (u32 half = 0; half < 2; half++)
+                    w.shift[half] = *place(product, kind, tile, 8 * half).linear->offset;
+            Sums sum = {};
+            for (u32 step = part; step < steps; step += WK) {
+                wait<STAGES - 2>();
+                __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
+                copies.next(ring);
+                w.compute(sum, ring + stage * Weight::SLOT, x_lane + step * 256, s.batch, lane);
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+            }
+            if (product.ranks && tile == first_tile)
+                take_low_rank(product);
+            gather(sum);
+            finish(layer, product, kind, tile);
+            odd ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ void attend(const Layer &layer) const {
+        Attention a = {layer.keys, layer.values, layer.q_norm, layer.k_norm, s.cos, s.sin, s.padding, s.heads,
+                       s.key_heads, s.slots, layer.window, (u32)*s.slot, s.eps, s.scale};
+        for (u32 unit = blockIdx.x; unit < s.batch * s.heads; unit += gridDim.x)
+            a.attend(s.qkv, s.attended + (u64)unit * HEAD, unit / s.heads, unit % s.heads, room);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(Step s, Weight w) {
+    Worker worker(s, w);
+    for (int i = 0; i < STAGES - 1; i++)
+        worker.copies.next(worker.ring);
+    w.build();
+    worker.begin();
+    for (u32 l = 0; l < s.count; l++) {
+        const Layer &layer = s.layers[l];
+        for (u32 kind = QKV; kind <= DOWN; kind++) {
+            worker.barrier();
+            worker.run(layer, kind);
+            if (kind == QKV) {
+                worker.barrier();
+                worker.attend(layer);
+            }
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && count_up(s.counters) == worker.barriers + gridDim.x - 1)
+        s.counters[0] = s.counters[1] = 0; /* the last block: for the next launch */
+}

@@ -1,0 +1,239 @@
+"""`cuda/decode.cu`: all decoder layers of one token's step in one launch.
+
+It takes a Hopper GPU or newer, up to 32 rows of 16 bits, and 4-bit weights in blocks of 64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..notices import notice
+from ..ops.codebooks import codebook4
+from ..ops.decode_layers import DecoderLayer, Projections, Run, Stack, one_launch
+from .cuda import BuildError, Kernel, cubin
+from .gemv4_cuda import (
+    BLOCKSIZE,
+    CAPABILITY,
+    SHARED_BYTES,
+    STEP,
+    TABLE_BYTES,
+    Blocks,
+    Weight,
+    multiprocessors_of,
+    row_bytes,
+)
+from .launch import ceil_div, power_of_2
+
+BATCH = 32
+HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
+
+
+def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
+    """A struct of `decode.cu`."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_float
+Linear = _struct(
+    "Linear", packed=_P, absmax=_P, second=_P, offset=_P, bias=_P, up=_P, rows=_I, begin=_I, rank=_I, pad=_I
+)
+Product = _struct("Product", parts=Linear * 3, down=_P, mask=_P, columns=_I, tiles=_I, ranks=_I, pad=_I)
+Layer = _struct(
+    "Layer", products=Product * 4, norms=_P * 2, q_norm=_P, k_norm=_P, keys=_P, values=_P, window=_I, pad=_I
+)
+Step = _struct(
+    "Step", layers=_P, norm=_P, hidden=_P, normed=_P, qkv=_P, attended=_P, gated=_P, squares=_P, low=_P, counters=_P,
+    cos=_P, sin=_P, padding=_P, slot=_P, count=_I, batch=_I, width=_I, heads=_I, key_heads=_I, slots=_I, eps=_F,
+    scale=_F,
+)  # fmt: skip
+
+
+def blocks_for(batch: int) -> Blocks:
+    """Two groups of eight warps have a tile of 16 rows each; more rows of x share a wider one."""
+    if batch <= 8:
+        return Blocks(1, 2, 8, 4)
+    return Blocks(2, 1, 8, 3 if batch <= 16 else 2)
+
+
+def room_floats(blocks: Blocks, batch: int, size: int) -> int:
+    """Of shared memory: sums of products, twice, or what attention's warps exchange."""
+    warps = blocks.wr * blocks.wk
+    return max(2 * warps * batch * 16 * blocks.rt, 2 * size + warps * (size + 2))
+
+
+def constants_of(blocks: Blocks, bf16: bool, nested: bool, size: int, batch: int) -> dict[str, int]:
+    """What `cuda/decode.cu` is compiled with."""
+    constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
+    constants |= {"NT": power_of_2(ceil_div(batch, 8)), "BF16": int(bf16), "NESTED": int(nested), "HEAD": size}
+    return constants | {"ROOM": room_floats(blocks, batch, size)}
+
+
+@functools.cache
+def _kernel(blocks: Blocks, device: int, bf16: bool, nested: bool, size: int, batch: int, shared: int) -> Kernel:
+    image = cubin("decode", torch.cuda.get_device_capability(device), constants_of(blocks, bf16, nested, size, batch))
+    return Kernel(image, "decode", shared)
+
+
+class Stacked:
+    """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange."""
+
+    def __init__(self, hidden: Tensor, stack: Stack, blocks: Blocks):
+        self.stack, self.blocks, self.held = stack, blocks, [hidden]
+        self.hidden = torch.empty_like(hidden)
+        layers = stack.layers
+        self.ranks = self.shares = 0
+        following = [layer.norm for layer in layers[1:]] + [layers[0].norm]
+        table = (Layer * len(layers))(*[self._layer(*pair) for pair in zip(layers, following, strict=True)])
+        batch, width = hidden.shape
+        first = layers[0]
+        self.weight = Weight(0, 0, 0, 0, 0, 0)
+        one = first.out.weights[0]
+        self.weight.codebook = self._hold(codebook4(one.quant_type, hidden.device))
+        self.weight.code = None if one.nested is None else self._hold(one.nested[1])
+        self.head, key_heads = first.keys.shape[3], first.keys.shape[1]
+
+        def room(*shape: int, dtype: torch.dtype = hidden.dtype) -> int:
+            return self._hold(torch.zeros(shape, dtype=dtype, device=hidden.device))
+
+        self.step = Step(
+            layers=self._hold(torch.frombuffer(bytearray(table), dtype=torch.uint8).to(hidden.device)),
+            norm=first.norm.data_ptr(), hidden=self.hidden.data_ptr(), normed=room(batch, width),
+            qkv=room(batch, (stack.heads + 2 * key_heads) * self.head), attended=room(batch, stack.heads * self.head),
+            gated=room(batch, first.gate_up.weights[0].rows),
+            squares=room(batch, width // (16 * blocks.rt), dtype=torch.float32),
+            low=room(self.shares, batch, self.ranks, dtype=torch.float32), counters=room(2, dtype=torch.int32),
+            cos=self._hold(stack.cos), sin=self._hold(stack.sin), padding=stack.padding.data_ptr(),
+            slot=stack.slot.data_ptr(), count=len(layers), batch=batch, width=width, heads=stack.heads,
+            key_heads=key_heads, slots=first.keys.shape[2], eps=stack.eps, scale=stack.scale,
+        )  # fmt: skip
+
+    def shared_bytes(self) -> int:
+        batch, warps = self.step.batch, self.blocks.wr * self.blocks.wk
+        ring = warps * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
+        floats = room_floats(self.blocks, batch, self.head) + batch * (1 + self.ranks)
+        return TABLE_BYTES + ring + 4 * floats
+
+    def _hold(self, tensor: Tensor) -> int:
+        """The address of a tensor that stays."""
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def _layer(self, layer: DecoderLayer, following: Tensor) -> Any:
+        products = [self._product(linears) for linears in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        norms = (_P * 2)(layer.post_norm.data_ptr(), following.data_ptr())
+        q_norm, k_norm = (None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
+        caches = layer.keys.data_ptr(), layer.values.data_ptr()
+        return Layer((Product * 4)(*products), norms, q_norm, k_norm, *caches, layer.window or 0, 0)
+
+    def _product(self, linears: Projections) -> Any:
+        ups, down, mask = self._low_rank(linears)
+        parts = []
+        for weight, (begin, up) in zip(linears.weights, ups, strict=True):
+            second, _, offset = weight.nested or (weight.absmax, None, weight.absmax)
+            addresses = [self._hold(tensor) for tensor in (weight.packed, weight.absmax, second, offset)]
+            bias = None if weight.bias is None else self._hold(weight.bias)
+            up_address, rank = (None, 0) if up is None else (self._hold(up), up.shape[1])
+            parts.append(Linear(*addresses, bias, up_address, weight.rows, begin, rank, 0))
+        columns = columns_of(linears)
+        tiles = sum(weight.rows for weight in linears.weights) // (16 * self.blocks.rt)
+        ranks = 0 if down is None else down.shape[0]
+        self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // STEP, self.blocks.wk))
+        below = [None if tensor is None else self._hold(tensor) for tensor in (down, mask)]
+        return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)
+
+    def _low_rank(self, linears: Projections) -> tuple[list[tuple[int, Tensor | None]], Tensor | None, Tensor | None]:
+        """(begin, B) of each linear, A and the mask, with zeros up to 8 ranks a linear and 16 in all."""
+        if linears.down is None:
+            return [(0, None) for _ in linears.weights], None, None
+        dtype = self.hidden.dtype
+        ups: list[tuple[int, Tensor | None]] = []
+        rows: list[int] = []  # of A, then -1 for zeros
+        for up in linears.ups:
+            begin, b = len(rows), None
+            if up is not None:
+                rank = up[1].shape[1]
+                padded = ceil_div(rank, 8) * 8
+                rows += [*range(up[0], up[0] + rank), *[-1] * (padded - rank)]
+                b = torch.nn.functional.pad(up[1].to(dtype), (0, padded - rank)).contiguous()
+            ups.append((begin, b))
+        rows += [-1] * (-len(rows) % 16)
+        index = torch.tensor(rows, device=linears.down.device)
+        down = torch.cat([linears.down.to(dtype), torch.zeros_like(linears.down[:1], dtype=dtype)])[index]
+        mask = None
+        if linears.mask is not None:
+            mask = torch.nn.functional.pad(linears.mask.to(dtype), (0, 1))[:, index].contiguous()
+        return ups, down.contiguous(), mask
+
+    def __call__(self, kernel: Kernel, hidden: Tensor) -> Tensor:
+        self.hidden.copy_(hidden)
+        with torch.cuda.device(hidden.device):
+            threads = 32 * self.blocks.wr * self.blocks.wk
+            kernel(multiprocessors_of(hidden.get_device()), threads, [self.step, self.weight], together=True)
+        return self.hidden
+
+
+def columns_of(linears: Projections) -> int:
+    weight = linears.weights[0]
+    return weight.packed.numel() * 2 // weight.rows
+
+
+def takes(hidden: Tensor, stack: Stack) -> bool:
+    """True if the kernel can run these layers."""
+    batch = hidden.shape[0]
+    if not (
+        hidden.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(hidden.device) >= CAPABILITY
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and 1 <= batch <= BATCH
+    ):
+        return False
+    return fits(hidden, stack, 16 * blocks_for(batch).rt)
+
+
+def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
+    """True if tiles of so many rows divide every product, and all weights are alike."""
+    first, width = stack.layers[0], hidden.shape[1]
+    size = first.keys.shape[3]
+    linears = [each for layer in stack.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    weights = [weight for each in linears for weight in each.weights]
+    nested = [weight.nested for weight in weights]
+    codes = [each[1] for each in nested if each is not None]
+    plain = [stack.cos, stack.sin]
+    for layer in stack.layers:
+        plain += [layer.norm, layer.post_norm, layer.keys, layer.values]
+        plain += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+    return (
+        len({(weight.quant_type, weight.blocksize) for weight in weights}) == 1
+        and weights[0].blocksize == BLOCKSIZE
+        and len(codes) in (0, len(weights))
+        and (not codes or bool((torch.stack(codes) == codes[0]).all()))
+        and all(weight.rows % tile == 0 and weight.packed.data_ptr() % 16 == 0 for weight in weights)
+        and all(columns_of(each) % STEP == 0 for each in linears)
+        and all(weight.rows * columns_of(each) < 2**36 for each in linears for weight in each.weights)
+        and (size in HEADS and stack.cos.shape[1] == size and width % STEP == 0)
+        and all(tensor.dtype is hidden.dtype and tensor.is_contiguous() for tensor in plain)
+        and all(tensor.device == hidden.device for tensor in [*plain, *[weight.packed for weight in weights]])
+    )
+
+
+@one_launch.twin("cuda", "xpu")
+def compile_layers(hidden: Tensor, stack: Stack) -> Run | None:
+    if not takes(hidden, stack):
+        return None
+    stacked = Stacked(hidden, stack, blocks_for(hidden.shape[0]))
+    shared = stacked.shared_bytes()
+    if shared > SHARED_BYTES:  # adapters of many ranks in all
+        return None
+    options = hidden.get_device(), hidden.dtype is torch.bfloat16, stacked.weight.code is not None
+    try:
+        kernel = _kernel(stacked.blocks, *options, stacked.head, hidden.shape[0], shared)
+    except BuildError as error:
+        notice("decode-cuda", f"{error}; a token's step runs as several kernels a layer instead, more slowly")
+        return None
+    return functools.partial(stacked, kernel)
