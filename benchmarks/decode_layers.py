@@ -2,20 +2,23 @@
 
 python -m benchmarks.decode_layers [--batches 1,8,32] [--sweep] [--json FILE]
 
-Random bytes stand for NF4 weights with nested scales. The fraction is of the time that reading them takes at the bandwidth
-of a device copy. `small` has next to no weights: what barriers and latencies cost. `--sweep` times every block shape.
+Random bytes stand for NF4 weights with nested scales. The fraction is of the time that reading them takes at the
+bandwidth of a device copy. `small` has next to no weights: what barriers and latencies cost. `--sweep` times every block shape.
 """
 
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, event_us, write_result
 from halfbyte.kernels import decode_layers
+from halfbyte.kernels.cuda import cubin
 from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks
 from halfbyte.ops.codebooks import dynamic_map
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
@@ -94,11 +97,16 @@ def step_us(made: Stack, batch: int, width: int, blocks: Blocks) -> float | None
 
 
 def shapes(batch: int, sweep: bool) -> list[Blocks]:
+    """What the kernel would take, or all that are worth a try, compiled."""
     if not sweep:
         return [decode_layers.blocks_for(batch)]
     wide = [Blocks(rt, wr, wk, stages) for rt, wr, wk in ((1, 2, 8), (1, 1, 16), (1, 4, 4), (2, 1, 16), (2, 2, 8),
             (1, 1, 8), (2, 1, 8), (2, 2, 4)) for stages in (2, 3, 4, 5)]  # fmt: skip
-    return [each for each in wide if each.wr * each.wk * each.rt * (each.stages - 1) >= 24]
+    found = [each for each in wide if each.wr * each.wk * each.rt * (each.stages - 1) >= 24]
+    with ThreadPoolExecutor(16) as pool:  # NVRTC leaves Python's lock
+        every = [decode_layers.constants_of(each, True, True, SIZE, batch) for each in found]
+        list(pool.map(partial(cubin, "decode", torch.cuda.get_device_capability()), every))
+    return found
 
 
 def main() -> None:

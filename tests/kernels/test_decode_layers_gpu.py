@@ -76,10 +76,9 @@ def test_what_it_does_not_take(layers):
     assert not layers.takes(*wide)
 
 
-def test_engine_uses_it(monkeypatch):
+def test_engine_uses_it():
     """A model of Llama's shape in NF4 with adapters: captured steps give what the engine's own forward gives."""
     from benchmarks.step_model import build
-
     from halfbyte.generation.engine import StaticEngine
 
     model = build("tiny", "cuda").eval()
