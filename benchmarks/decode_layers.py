@@ -3,7 +3,8 @@
 python -m benchmarks.decode_layers [--batches 1,8,32] [--sweep] [--json FILE]
 
 Random bytes stand for NF4 weights with nested scales. The fraction is of the time that reading them takes at the
-bandwidth of a device copy. `small` has next to no weights: what barriers and latencies cost. `--sweep` times every block shape.
+bandwidth of a device copy. `small` has next to no weights: what barriers and latencies cost. `--sweep` times every
+block shape.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from benchmarks.common import copy_bandwidth, event_us, write_result
 from halfbyte.kernels import decode_layers
 from halfbyte.kernels.cuda import cubin
-from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks
+from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks, origin_of
 from halfbyte.ops.codebooks import dynamic_map
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 
@@ -104,7 +105,8 @@ def shapes(batch: int, sweep: bool) -> list[Blocks]:
             (1, 1, 8), (2, 1, 8), (2, 2, 4)) for stages in (2, 3, 4, 5)]  # fmt: skip
     found = [each for each in wide if each.wr * each.wk * each.rt * (each.stages - 1) >= 24]
     with ThreadPoolExecutor(16) as pool:  # NVRTC leaves Python's lock
-        every = [decode_layers.constants_of(each, True, True, SIZE, batch) for each in found]
+        origin = {"ORIGIN": origin_of(0)}
+        every = [decode_layers.constants_of(each, True, True, SIZE, batch) | origin for each in found]
         list(pool.map(partial(cubin, "decode", torch.cuda.get_device_capability()), every))
     return found
 

@@ -25,6 +25,7 @@ from .gemv4_cuda import (
     Blocks,
     Weight,
     multiprocessors_of,
+    origin_of,
     row_bytes,
 )
 from .launch import ceil_div, power_of_2
@@ -75,8 +76,8 @@ def constants_of(blocks: Blocks, bf16: bool, nested: bool, size: int, batch: int
 
 @functools.cache
 def _kernel(blocks: Blocks, device: int, bf16: bool, nested: bool, size: int, batch: int, shared: int) -> Kernel:
-    image = cubin("decode", torch.cuda.get_device_capability(device), constants_of(blocks, bf16, nested, size, batch))
-    return Kernel(image, "decode", shared)
+    constants = constants_of(blocks, bf16, nested, size, batch) | {"ORIGIN": origin_of(device)}
+    return Kernel(cubin("decode", torch.cuda.get_device_capability(device), constants), "decode", shared)
 
 
 class Stacked:

@@ -89,6 +89,9 @@ template <int LATER> void wait() {
     }
 }
 
+template <typename T, u32 AT> T look(u32 offset) { return *(const T *)(shared + AT + offset); }
+uint4 load_if(bool inside, const void *from) { return inside ? *(const uint4 *)from : uint4{~0u, ~0u, ~0u, ~0u}; }
+
 float __uint_as_float(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
 u32 __float_as_uint(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }
 u32 __byte_perm(u32 x, u32 y, u32 selector) {

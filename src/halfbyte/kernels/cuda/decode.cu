@@ -98,6 +98,7 @@ struct Copies {
                 break;
             layer += kind == DOWN, kind = (kind + 1) % 4;
         }
+#pragma unroll
         for (u32 half = 0; half < 2; half++) {
             Place p = place(*product, kind, tile, 8 * half + lane / 8);
             codes[half] = p.linear->packed + (u64)p.row * (columns / 2) + lane % 8 * 16;
@@ -342,6 +343,7 @@ struct Worker {
         w.columns = product.columns;
         for (u32 tile = first_tile; tile < product.tiles; tile += gridDim.x * WR) {
             if (NESTED)
+#pragma unroll
                 for (u32 half = 0; half < 2; half++)
                     w.shift[half] = *place(product, kind, tile, 8 * half).linear->offset;
             Sums sum = {};

@@ -21,6 +21,22 @@ template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *fro
                      ::"r"(address(to)), "l"(from), "r"(size) : "memory");
 }
 
+/* 4 bytes of shared memory at AT + offset, in one instruction: the compiler would add `shared` to the offset first. Where
+   that begins is the device's (ORIGIN bytes are reserved), so that it can be part of the instruction. */
+template <typename T, u32 AT> __device__ __forceinline__ T look(u32 offset) {
+    u32 bits;
+    asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(bits) : "r"(offset), "n"(ORIGIN + AT));
+    return *(T *)&bits;
+}
+
+/* 16 bytes of global memory if `inside`; else any. */
+__device__ __forceinline__ uint4 load_if(bool inside, const void *from) {
+    uint4 v;
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "r"((u32)inside));
+    return v;
+}
+
 /* What was begun since the last commit() is one group; wait until at most LATER groups are on their way. */
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> __device__ __forceinline__ void wait() {
