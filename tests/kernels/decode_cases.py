@@ -20,8 +20,9 @@ def projections(rows, columns, dtype, device, ranks, masked, bias, nested):
     for each, rank in zip(rows, ranks, strict=True):
         ups.append((begin, (torch.randn(each, rank) * 0.05).to(dtype).to(device)) if rank else None)
         begin += rank
-    down = (torch.randn(begin, columns) * 0.05).to(dtype).to(device)
-    mask = None if masked is None else (torch.rand(masked, begin) < 0.5).to(dtype).to(device)
+    down = torch.randn(begin, columns) * 0.05
+    down = torch.nn.functional.pad(down, (0, 0, 0, -begin % 16)).to(dtype).to(device)
+    mask = None if masked is None else (torch.rand(masked, len(down)) < 0.5).to(dtype).to(device)
     return Projections(weights, down, ups, mask)
 
 
@@ -41,10 +42,10 @@ def stack(
     def layer():
         queries, keys = heads * size, key_heads * size
         return DecoderLayer(
-            linears([queries, keys, keys], width, [6, 0, 16]),
+            linears([queries, keys, keys], width, [8, 0, 16]),
             linears([width], queries, [8]),
-            linears([inner, inner], width, [3, 8]),
-            linears([width], inner, [17]),
+            linears([inner, inner], width, [16, 8]),
+            linears([width], inner, [24]),
             numbers(width, scale=0.1, shift=1.0),
             numbers(width, scale=0.1, shift=1.0),
             numbers(size, scale=0.1, shift=1.0) if qk_norm else None,

@@ -79,9 +79,19 @@ class StaticEngine:
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.steps, self.logits = 0, torch.empty(0)
+        self.slots, self.steps, self.logits = slots, 0, torch.empty(0)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.one_launch = self._one_launch(batch)
+
+    @torch.inference_mode()
+    def renew(self) -> bool:
+        """Make ready for new prompts, with the adapters as they are now; False if the model must be read anew.
+
+        Raises:
+            Unknown: as above.
+        """
+        linears = [each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return all(each.renew(self.dtype) for each in [self.head, *linears])
 
     def _one_launch(self, batch: int) -> Run | None:
         """A token's way through all layers as one kernel, where there is one and the family is of Llama's kind."""

@@ -132,43 +132,21 @@ class Stacked:
         return Layer((Product * 4)(*products), norms, q_norm, k_norm, *caches, layer.window or 0, 0)
 
     def _product(self, linears: Projections) -> Any:
-        ups, down, mask = self._low_rank(linears)
         parts = []
-        for weight, (begin, up) in zip(linears.weights, ups, strict=True):
+        for weight, up in zip(linears.weights, linears.ups, strict=True):
             second, _, offset = weight.nested or (weight.absmax, None, weight.absmax)
             addresses = [self._hold(tensor) for tensor in (weight.packed, weight.absmax, second, offset)]
             bias = None if weight.bias is None else self._hold(weight.bias)
-            up_address, rank = (None, 0) if up is None else (self._hold(up), up.shape[1])
+            begin, b = up or (0, None)
+            up_address, rank = (None, 0) if b is None else (self._hold(b), b.shape[1])
             parts.append(Linear(*addresses, bias, up_address, weight.rows, begin, rank, 0))
         columns = columns_of(linears)
         tiles = sum(weight.rows for weight in linears.weights) // (16 * self.blocks.rt)
-        ranks = 0 if down is None else down.shape[0]
+        ranks = 0 if linears.down is None else linears.down.shape[0]
         self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // STEP, self.blocks.wk))
-        below = [None if tensor is None else self._hold(tensor) for tensor in (down, mask)]
+        mask = None if linears.mask is None else linears.mask.contiguous()
+        below = [None if tensor is None else self._hold(tensor) for tensor in (linears.down, mask)]
         return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)
-
-    def _low_rank(self, linears: Projections) -> tuple[list[tuple[int, Tensor | None]], Tensor | None, Tensor | None]:
-        """(begin, B) of each linear, A and the mask, with zeros up to 8 ranks a linear and 16 in all."""
-        if linears.down is None:
-            return [(0, None) for _ in linears.weights], None, None
-        dtype = self.hidden.dtype
-        ups: list[tuple[int, Tensor | None]] = []
-        rows: list[int] = []  # of A, then -1 for zeros
-        for up in linears.ups:
-            begin, b = len(rows), None
-            if up is not None:
-                rank = up[1].shape[1]
-                padded = ceil_div(rank, 8) * 8
-                rows += [*range(up[0], up[0] + rank), *[-1] * (padded - rank)]
-                b = torch.nn.functional.pad(up[1].to(dtype), (0, padded - rank)).contiguous()
-            ups.append((begin, b))
-        rows += [-1] * (-len(rows) % 16)
-        index = torch.tensor(rows, device=linears.down.device)
-        down = torch.cat([linears.down.to(dtype), torch.zeros_like(linears.down[:1], dtype=dtype)])[index]
-        mask = None
-        if linears.mask is not None:
-            mask = torch.nn.functional.pad(linears.mask.to(dtype), (0, 1))[:, index].contiguous()
-        return ups, down.contiguous(), mask
 
     def __call__(self, kernel: Kernel, hidden: Tensor) -> Tensor:
         self.hidden.copy_(hidden)
@@ -206,6 +184,8 @@ def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
     nested = [weight.nested for weight in weights]
     codes = [each[1] for each in nested if each is not None]
     plain = [stack.cos, stack.sin]
+    for each in linears:
+        plain += [tensor for tensor in (each.down, *[up[1] for up in each.ups if up]) if tensor is not None]
     for layer in stack.layers:
         plain += [layer.norm, layer.post_norm, layer.keys, layer.values]
         plain += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
@@ -217,6 +197,8 @@ def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
         and all(weight.rows % tile == 0 and weight.packed.data_ptr() % 16 == 0 for weight in weights)
         and all(columns_of(each) % STEP == 0 for each in linears)
         and all(weight.rows * columns_of(each) < 2**36 for each in linears for weight in each.weights)
+        and all(each.down is None or each.down.shape[0] % 16 == 0 for each in linears)
+        and all(up is None or (up[0] % 8, up[1].shape[1] % 8) == (0, 0) for each in linears for up in each.ups)
         and (size in HEADS and stack.cos.shape[1] == size and width % STEP == 0)
         and all(tensor.dtype is hidden.dtype and tensor.is_contiguous() for tensor in plain)
         and all(tensor.device == hidden.device for tensor in [*plain, *[weight.packed for weight in weights]])

@@ -43,7 +43,8 @@ class Projections:
 
     Args:
         weights: one or more, of one width K.
-        down: A [R, K] of all linears and adapters, or None.
+        down: A [R, K] of all linears and adapters, or None. Kernels take R in sixteens, and ranks of a linear in
+            eights; what is left is zeros.
         ups: for each weight (beginᵢ, Bᵢ [Nᵢ, r], scaled), or None.
         mask: [batch, R], 1 where a row of x has the adapter of a row of A; None for 1 everywhere.
     """
