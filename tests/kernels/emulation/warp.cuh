@@ -66,6 +66,7 @@ float shuffle(float value, u32 mask) {
     return other;
 }
 void prefetch(const void *) {}
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 u32 count_up(u32 *counter) { return (*counter)++; }
 void wait_for(const u32 *counter, u32 number) {
     while (*counter < number)

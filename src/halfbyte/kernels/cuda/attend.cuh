@@ -13,6 +13,22 @@ struct Attention {
     u32 heads, key_heads, slots, window, last;
     float eps, scale;
 
+    __device__ __forceinline__ u32 first_slot(u32 m) const {
+        u32 first = padding[m];
+        return window && last + 1 > window + first ? last + 1 - window : first;
+    }
+
+    /* Begin to bring the head's keys and values near, if it is the first that shares them; a long cache's first part. */
+    __device__ __forceinline__ void foresee(u32 m, u32 head) const {
+        constexpr u32 LINE = 64;
+        u32 group = heads / key_heads, first = first_slot(m), lines = ((last - first) * HEAD + LINE - 1) / LINE;
+        u64 begin = (((u64)m * key_heads + head / group) * slots + first) * HEAD;
+        for (u32 i = threadIdx.x; head % group == 0 && i < min(lines, 8 * THREADS); i += THREADS) {
+            prefetch(keys + begin + i * LINE);
+            prefetch(values + begin + i * LINE);
+        }
+    }
+
     /* Query (part 0), key or value as they come from their product, ready for use, by one warp. */
     __device__ __forceinline__ void prepare(const u16 *qkv, u32 m, u32 head, u32 part, u32 lane, float *q, u16 *kv) const {
         constexpr u32 E = HEAD / 32;
@@ -107,11 +123,8 @@ struct Attention {
         for (u32 part = warp; part < 3; part += WARPS)
             prepare(qkv, m, head, part, lane, q, kv);
         __syncthreads();
-        u32 first = padding[m];
-        if (window && last + 1 > window + first)
-            first = last + 1 - window;
         float top = -1e30f, total = 0, acc[EACH] = {};
-        scan(((u64)m * key_heads + head / (heads / key_heads)) * slots * HEAD, first, q, kv, top, total, acc);
+        scan(((u64)m * key_heads + head / (heads / key_heads)) * slots * HEAD, first_slot(m), q, kv, top, total, acc);
 #pragma unroll
         for (u32 mask = 8; mask < 32; mask *= 2) {
             float other = shuffle(top, mask), higher = fmaxf(top, other);

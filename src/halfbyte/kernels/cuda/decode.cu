@@ -346,6 +346,10 @@ struct Worker {
 #pragma unroll
                 for (u32 half = 0; half < 2; half++)
                     w.shift[half] = *place(product, kind, tile, 8 * half).linear->offset;
+            if (product.ranks && part == 0 && lane < ROWS) {
+                Place p = place(product, kind, tile, lane);
+                prefetch(p.linear->up + (u64)p.row * p.linear->rank);
+            }
             Sums sum = {};
             for (u32 step = part; step < steps; step += WK) {
                 wait<STAGES - 2>();
@@ -362,11 +366,15 @@ struct Worker {
         }
     }
 
-    __device__ __forceinline__ void attend(const Layer &layer) const {
+    /* Attention of this block's heads; before their product, only what can be done ahead. */
+    __device__ __forceinline__ void attend(const Layer &layer, bool ahead) const {
         Attention a = {layer.keys, layer.values, layer.q_norm, layer.k_norm, s.cos, s.sin, s.padding, s.heads,
                        s.key_heads, s.slots, layer.window, (u32)*s.slot, s.eps, s.scale};
         for (u32 unit = blockIdx.x; unit < s.batch * s.heads; unit += gridDim.x)
-            a.attend(s.qkv, s.attended + (u64)unit * HEAD, unit / s.heads, unit % s.heads, room);
+            if (ahead)
+                a.foresee(unit / s.heads, unit % s.heads);
+            else
+                a.attend(s.qkv, s.attended + (u64)unit * HEAD, unit / s.heads, unit % s.heads, room);
     }
 };
 
@@ -379,11 +387,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(Step s, Weight w
     for (u32 l = 0; l < s.count; l++) {
         const Layer &layer = s.layers[l];
         for (u32 kind = QKV; kind <= DOWN; kind++) {
+            if (kind == QKV)
+                worker.attend(layer, true);
             worker.barrier();
             worker.run(layer, kind);
             if (kind == QKV) {
                 worker.barrier();
-                worker.attend(layer);
+                worker.attend(layer, false);
             }
         }
     }
