@@ -88,7 +88,7 @@ def step_us(made: Stack, batch: int, width: int, blocks: Blocks) -> float | None
     shared = stacked.shared_bytes()
     if shared > SHARED_BYTES:
         return None
-    kernel = decode_layers._kernel(blocks, 0, True, True, SIZE, batch, shared)
+    kernel = decode_layers._kernel(blocks, 0, True, True, False, SIZE, batch, shared)
     stacked(kernel, hidden)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -106,7 +106,7 @@ def shapes(batch: int, sweep: bool) -> list[Blocks]:
     found = [each for each in wide if each.wr * each.wk * each.rt * (each.stages - 1) >= 24]
     with ThreadPoolExecutor(16) as pool:  # NVRTC leaves Python's lock
         origin = {"ORIGIN": origin_of(0)}
-        every = [decode_layers.constants_of(each, True, True, SIZE, batch) | origin for each in found]
+        every = [decode_layers.constants_of(each, True, True, False, SIZE, batch) | origin for each in found]
         list(pool.map(partial(cubin, "decode", torch.cuda.get_device_capability()), every))
     return found
 

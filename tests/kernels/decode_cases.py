@@ -28,7 +28,7 @@ def projections(rows, columns, dtype, device, ranks, masked, bias, nested):
 
 def stack(
     batch, dtype, device="cpu", layers=2, width=256, inner=512, heads=4, key_heads=2, size=64, slots=32, slot=20,
-    lora=False, masked=False, bias=False, qk_norm=False, window=None, nested=True,
+    lora=False, masked=False, bias=False, qk_norm=False, window=None, nested=True, fp8=False,
 ):  # fmt: skip
     """(hidden, stack): caches are full of numbers, of which those before each row's padding must not count."""
 
@@ -50,8 +50,8 @@ def stack(
             numbers(width, scale=0.1, shift=1.0),
             numbers(size, scale=0.1, shift=1.0) if qk_norm else None,
             numbers(size, scale=0.1, shift=1.0) if qk_norm else None,
-            numbers(batch, key_heads, slots, size),
-            numbers(batch, key_heads, slots, size),
+            numbers(batch, key_heads, slots, size).to(torch.float8_e4m3fn if fp8 else dtype),
+            numbers(batch, key_heads, slots, size).to(torch.float8_e4m3fn if fp8 else dtype),
             window,
         )
 
@@ -99,7 +99,7 @@ def check(run_of, hidden, made):
     for mine, theirs, true in zip(ours.layers, same.layers, exact.layers, strict=True):
         for name in ("keys", "values"):
             cache, reference = getattr(mine, name), getattr(true, name)
-            assert error(cache, reference) <= 1.25 * error(getattr(theirs, name), reference) + 1e-4
-            changed = (cache != getattr(made.layers[0], name)) if mine is ours.layers[0] else None
-            if changed is not None:
+            assert error(cache.float(), reference) <= 1.25 * error(getattr(theirs, name), reference) + 1e-4
+            if mine is ours.layers[0]:
+                changed = cache.float() != getattr(made.layers[0], name).float()
                 assert changed.any(3).any(1).any(0).nonzero().tolist() == [[int(made.slot)]]

@@ -33,7 +33,12 @@ def runner(monkeypatch, tmp_path):
     def kernel(stacked):
         batch, blocks = stacked.step.batch, stacked.blocks
         constants = decode_layers.constants_of(
-            blocks, stacked.hidden.dtype is torch.bfloat16, stacked.weight.code is not None, stacked.head, batch
+            blocks,
+            stacked.hidden.dtype is torch.bfloat16,
+            stacked.weight.code is not None,
+            stacked.fp8,
+            stacked.head,
+            batch,
         )
         source = cuda.source_of("decode", (EMULATION, Path(cuda.__file__).parent)) + RUN
         (tmp_path / "kernel.cpp").write_text(source)
@@ -60,7 +65,7 @@ def runner(monkeypatch, tmp_path):
     [
         ((1, 1, 2, 3), 1, torch.bfloat16, {"lora": True}),
         ((1, 2, 1, 2), 3, torch.float16, {"lora": True, "masked": True, "bias": True, "nested": False}),
-        ((2, 1, 2, 2), 9, torch.bfloat16, {"lora": True, "qk_norm": True, "window": 7, "layers": 1}),
+        ((2, 1, 2, 2), 9, torch.bfloat16, {"lora": True, "qk_norm": True, "window": 7, "layers": 1, "fp8": True}),
     ],
     ids=str,
 )

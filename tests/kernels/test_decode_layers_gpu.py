@@ -40,6 +40,7 @@ def test_batches(batch, lora):
     "keys",
     [
         {"qk_norm": True, "window": 100},
+        {"fp8": True},
         {"bias": True, "nested": False},
         {"width": 4096, "inner": 14336, "heads": 32, "key_heads": 8, "lora": True},
         {"width": 1024, "inner": 3072, "heads": 16, "key_heads": 8, "size": 64},

@@ -16,7 +16,7 @@ from ..errors import ModelError
 from ..models.blocks import epsilon
 from ..models.families import ACTIVATIONS, Family, family_of
 from ..models.projections import hooked
-from ..ops.decode_attention import decode_attention
+from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
 from ..ops.norms import rms_norm
@@ -218,8 +218,8 @@ class StaticEngine:
             q, k = qk_norm_rope(q, k, *weights, cos, sin, epsilon(attention.q_norm), self.family.norm_offset)
         else:
             rope_(q, k, cos, sin, False)
-        _store(layer.keys, slots, k)
-        _store(layer.values, slots, v)
+        store(layer.keys, slots, k)
+        store(layer.values, slots, v)
         cap = attention.attn_logit_softcapping if self.family.softcap else None
         if masks is None:
             out = decode_attention(
@@ -246,14 +246,6 @@ def _decoder_layer(layer: Layer, family: Family) -> DecoderLayer | None:
         return None
     caches = layer.keys, layer.values
     return DecoderLayer(qkv, out, gate_up, down, norms[0], norms[1], q_norm, k_norm, *caches, layer.window)
-
-
-def _store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
-    """new [B, H, T, D] into slots [T] of the cache [B, H, S, D]."""
-    if cache.dtype is FP8:  # copied as bytes: no device indexes it
-        limit = torch.finfo(FP8).max
-        cache, new = cache.view(torch.uint8), new.clamp(-limit, limit).to(FP8).view(torch.uint8)
-    cache.index_copy_(2, slots, new)
 
 
 def _prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

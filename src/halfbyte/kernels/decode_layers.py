@@ -67,16 +67,18 @@ def room_floats(blocks: Blocks, batch: int, size: int) -> int:
     return max(2 * warps * batch * 16 * blocks.rt, 2 * size + warps * (size + 2))
 
 
-def constants_of(blocks: Blocks, bf16: bool, nested: bool, size: int, batch: int) -> dict[str, int]:
+def constants_of(blocks: Blocks, bf16: bool, nested: bool, fp8: bool, size: int, batch: int) -> dict[str, int]:
     """What `cuda/decode.cu` is compiled with."""
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
     constants |= {"NT": power_of_2(ceil_div(batch, 8)), "BF16": int(bf16), "NESTED": int(nested), "HEAD": size}
-    return constants | {"ROOM": room_floats(blocks, batch, size)}
+    return constants | {"KV8": int(fp8), "ROOM": room_floats(blocks, batch, size)}
 
 
 @functools.cache
-def _kernel(blocks: Blocks, device: int, bf16: bool, nested: bool, size: int, batch: int, shared: int) -> Kernel:
-    constants = constants_of(blocks, bf16, nested, size, batch) | {"ORIGIN": origin_of(device)}
+def _kernel(
+    blocks: Blocks, device: int, bf16: bool, nested: bool, fp8: bool, size: int, batch: int, shared: int
+) -> Kernel:
+    constants = constants_of(blocks, bf16, nested, fp8, size, batch) | {"ORIGIN": origin_of(device)}
     return Kernel(cubin("decode", torch.cuda.get_device_capability(device), constants), "decode", shared)
 
 
@@ -96,6 +98,7 @@ class Stacked:
         one = first.out.weights[0]
         self.weight.codebook = self._hold(codebook4(one.quant_type, hidden.device))
         self.weight.code = None if one.nested is None else self._hold(one.nested[1])
+        self.fp8 = first.keys.dtype is torch.float8_e4m3fn
         self.head, key_heads = first.keys.shape[3], first.keys.shape[1]
 
         def room(*shape: int, dtype: torch.dtype = hidden.dtype) -> int:
@@ -187,8 +190,9 @@ def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
     for each in linears:
         plain += [tensor for tensor in (each.down, *[up[1] for up in each.ups if up]) if tensor is not None]
     for layer in stack.layers:
-        plain += [layer.norm, layer.post_norm, layer.keys, layer.values]
+        plain += [layer.norm, layer.post_norm]
         plain += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+    caches = [cache for layer in stack.layers for cache in (layer.keys, layer.values)]
     return (
         len({(weight.quant_type, weight.blocksize) for weight in weights}) == 1
         and weights[0].blocksize == BLOCKSIZE
@@ -201,6 +205,8 @@ def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
         and all(up is None or (up[0] % 8, up[1].shape[1] % 8) == (0, 0) for each in linears for up in each.ups)
         and (size in HEADS and stack.cos.shape[1] == size and width % STEP == 0)
         and all(tensor.dtype is hidden.dtype and tensor.is_contiguous() for tensor in plain)
+        and all(cache.dtype is caches[0].dtype and cache.is_contiguous() for cache in caches)
+        and caches[0].dtype in (hidden.dtype, torch.float8_e4m3fn)
         and all(tensor.device == hidden.device for tensor in [*plain, *[weight.packed for weight in weights]])
     )
 
@@ -213,7 +219,7 @@ def compile_layers(hidden: Tensor, stack: Stack) -> Run | None:
     shared = stacked.shared_bytes()
     if shared > SHARED_BYTES:  # adapters of many ranks in all
         return None
-    options = hidden.get_device(), hidden.dtype is torch.bfloat16, stacked.weight.code is not None
+    options = hidden.get_device(), hidden.dtype is torch.bfloat16, stacked.weight.code is not None, stacked.fp8
     try:
         kernel = _kernel(stacked.blocks, *options, stacked.head, hidden.shape[0], shared)
     except BuildError as error:

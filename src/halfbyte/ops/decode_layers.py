@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..dispatch import op
-from .decode_attention import decode_attention
+from .decode_attention import decode_attention, store
 from .gemv4 import linear_blockwise4
 from .glu import glu
 from .norms import rms_norm
@@ -77,7 +77,7 @@ class DecoderLayer:
         gate_up: two.
         norm, post_norm: [width], before attention and before the gated unit.
         q_norm, k_norm: [D], of q and k before their rotation (Qwen 3); None for none.
-        keys, values: the cache [batch, Hk, S, D].
+        keys, values: the cache [batch, Hk, S, D], in the norms' dtype or float8_e4m3fn.
         window: slots that a token sees, its own among them; None for all.
     """
 
@@ -134,8 +134,8 @@ def decode_layers(hidden: Tensor, stack: Stack) -> Tensor:
             k = norm_rotate(k, layer.k_norm, cos, sin, stack.eps, False)
         else:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        layer.keys.index_copy_(2, stack.slot, k.to(layer.keys.dtype))
-        layer.values.index_copy_(2, stack.slot, v.to(layer.values.dtype))
+        store(layer.keys, stack.slot, k)
+        store(layer.values, stack.slot, v)
         out = decode_attention(q, layer.keys, layer.values, stack.padding, stack.slot, stack.scale, layer.window, None)
         hidden = hidden + layer.out(out.flatten(1))[0]
         gate, up = layer.gate_up(rms_norm(hidden, None, layer.post_norm, stack.eps, False)[0])

@@ -121,6 +121,12 @@ template <bool BFLOAT> u32 pair(float first, float second) {
     return rounded<BFLOAT>(first) | (u32)rounded<BFLOAT>(second) << 16;
 }
 
+float from_e4m3(u32 code) { return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; }
+u8 to_e4m3(float value) {
+    u32 bits = __float_as_uint(std::fmin(std::fabs(value), 448.0f) * 0x1p-120f);
+    return (bits + 0x7ffff + (bits >> 20 & 1)) >> 20 | (value < 0) << 7;
+}
+
 template <bool BFLOAT> u32 times(u32 a, u32 b) {
     return pair<BFLOAT>(number<BFLOAT>(a) * number<BFLOAT>(b), number<BFLOAT>(a >> 16) * number<BFLOAT>(b >> 16));
 }

@@ -5,8 +5,34 @@ attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own; all are
 
 constexpr u32 EACH = HEAD / 8, TEAMS = THREADS / 8, AHEAD = 2; /* slots that a team loads before it uses them */
 
+#if KV8 /* the cache is in E4M3, else in x's dtype */
+typedef u8 Cell;
+#else
+typedef u16 Cell;
+#endif
+
+constexpr u32 PER_WORD = 4 / sizeof(Cell);
+
+struct Cells { /* a lane's part of a slot */
+    alignas(16) u32 words[EACH / PER_WORD];
+
+    __device__ __forceinline__ void load(const Cell *from) {
+        if (sizeof words == 8)
+            *(uint2 *)words = *(const uint2 *)from;
+        else
+#pragma unroll
+            for (u32 i = 0; i < sizeof words / 16; i++)
+                ((uint4 *)words)[i] = ((const uint4 *)from)[i];
+    }
+
+    __device__ __forceinline__ float operator[](u32 i) const {
+        u32 bits = words[i / PER_WORD] >> i % PER_WORD * (8 * sizeof(Cell));
+        return KV8 ? from_e4m3(bits) : number<BF16>((u16)bits);
+    }
+};
+
 struct Attention {
-    u16 *keys, *values;           /* [batch, key heads, slots, HEAD] */
+    Cell *keys, *values;          /* [batch, key heads, slots, HEAD] */
     const u16 *q_norm, *k_norm;   /* [HEAD] each, or null */
     const u16 *cos, *sin;         /* [slots, HEAD], by position */
     const int *padding;           /* [batch]: the row's first slot */
@@ -20,7 +46,7 @@ struct Attention {
 
     /* Begin to bring the head's keys and values near, if it is the first that shares them; a long cache's first part. */
     __device__ __forceinline__ void foresee(u32 m, u32 head) const {
-        constexpr u32 LINE = 64;
+        constexpr u32 LINE = 128 / sizeof(Cell);
         u32 group = heads / key_heads, first = first_slot(m), lines = ((last - first) * HEAD + LINE - 1) / LINE;
         u64 begin = (((u64)m * key_heads + head / group) * slots + first) * HEAD;
         for (u32 i = threadIdx.x; head % group == 0 && i < min(lines, 8 * THREADS); i += THREADS) {
@@ -30,7 +56,7 @@ struct Attention {
     }
 
     /* Query (part 0), key or value as they come from their product, ready for use, by one warp. */
-    __device__ __forceinline__ void prepare(const u16 *qkv, u32 m, u32 head, u32 part, u32 lane, float *q, u16 *kv) const {
+    __device__ __forceinline__ void prepare(const u16 *qkv, u32 m, u32 head, u32 part, u32 lane, float *q, Cell *kv) const {
         constexpr u32 E = HEAD / 32;
         u32 group = heads / key_heads, key_head = head / group;
         u32 at = part == 0 ? head : part == 1 ? heads + key_head : heads + key_heads + key_head;
@@ -59,7 +85,7 @@ struct Attention {
                 x[j + E / 2] = second * number<BF16>(cos[i + HEAD / 2]) + first * number<BF16>(sin[i + HEAD / 2]);
             }
         }
-        u16 *cache = (part == 1 ? keys : values) + (((u64)m * key_heads + key_head) * slots + last) * HEAD;
+        Cell *cache = (part == 1 ? keys : values) + (((u64)m * key_heads + key_head) * slots + last) * HEAD;
 #pragma unroll
         for (u32 j = 0; j < E; j++) {
             u16 bits = (u16)pair<BF16>(x[j], 0.0f);
@@ -67,40 +93,37 @@ struct Attention {
             if (part == 0) {
                 q[i] = number<BF16>(bits) * scale * 1.44269504f; /* powers of two from here on */
             } else {
-                kv[(part - 1) * HEAD + i] = bits;
+                Cell cell = KV8 ? to_e4m3(number<BF16>(bits)) : bits;
+                kv[(part - 1) * HEAD + i] = cell;
                 if (head % group == 0)
-                    cache[i] = bits;
+                    cache[i] = cell;
             }
         }
     }
 
     /* Sum up slots first + team, first + team + TEAMS, ...: `acc` is a lane's part of the values, weighted. */
     __device__ __forceinline__ void scan(
-        u64 cache, u32 first, const float *q, const u16 *kv, float &top, float &total, float (&acc)[EACH]) const {
+        u64 cache, u32 first, const float *q, const Cell *kv, float &top, float &total, float (&acc)[EACH]) const {
         u32 team = threadIdx.x / 8, begin = threadIdx.x % 8 * EACH;
         float query[EACH];
 #pragma unroll
         for (u32 i = 0; i < EACH; i++)
             query[i] = q[begin + i];
         for (u32 base = first; base <= last; base += TEAMS * AHEAD) {
-            uint4 key[AHEAD][EACH / 8], value[AHEAD][EACH / 8];
+            Cells key[AHEAD], value[AHEAD];
 #pragma unroll
             for (u32 a = 0; a < AHEAD; a++) {
                 u32 slot = base + a * TEAMS + team;
                 bool old = slot < last; /* the newest may not be in the cache yet; those beyond do not count */
-                const u16 *k = old ? keys + cache + (u64)slot * HEAD : kv, *v = old ? values + cache + (u64)slot * HEAD : kv + HEAD;
-#pragma unroll
-                for (u32 i = 0; i < EACH / 8; i++) {
-                    key[a][i] = ((const uint4 *)(k + begin))[i];
-                    value[a][i] = ((const uint4 *)(v + begin))[i];
-                }
+                key[a].load((old ? keys + cache + (u64)slot * HEAD : kv) + begin);
+                value[a].load((old ? values + cache + (u64)slot * HEAD : kv + HEAD) + begin);
             }
 #pragma unroll
             for (u32 a = 0; a < AHEAD; a++) {
                 float score = 0;
 #pragma unroll
                 for (u32 i = 0; i < EACH; i++)
-                    score += query[i] * number<BF16>((u16)(((const u32 *)key[a])[i / 2] >> i % 2 * 16));
+                    score += query[i] * key[a][i];
 #pragma unroll
                 for (u32 mask = 4; mask; mask /= 2)
                     score += shuffle(score, mask);
@@ -110,7 +133,7 @@ struct Attention {
                 total = total * fade + weight, top = higher;
 #pragma unroll
                 for (u32 i = 0; i < EACH; i++)
-                    acc[i] = acc[i] * fade + weight * number<BF16>((u16)(((const u32 *)value[a])[i / 2] >> i % 2 * 16));
+                    acc[i] = acc[i] * fade + weight * value[a][i];
             }
         }
     }
@@ -119,7 +142,7 @@ struct Attention {
     __device__ __forceinline__ void attend(const u16 *qkv, u16 *out, u32 m, u32 head, float *room) const {
         u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         float *q = room, *parts = room + 2 * HEAD;
-        u16 *kv = (u16 *)(room + HEAD);
+        Cell *kv = (Cell *)(room + HEAD);
         for (u32 part = warp; part < 3; part += WARPS)
             prepare(qkv, m, head, part, lane, q, kv);
         __syncthreads();

@@ -37,7 +37,7 @@ struct Layer {
     Product products[4];
     const u16 *norms[2];         /* the weights of the norms that follow OUT and DOWN */
     const u16 *q_norm, *k_norm;
-    u16 *keys, *values;
+    Cell *keys, *values;
     u32 window, pad;
 };
 

@@ -61,6 +61,16 @@ template <bool BFLOAT> __device__ __forceinline__ float number(u16 bits) {
     return value;
 }
 
+/* E4M3, and the nearest E4M3 (±448 beyond it). */
+__device__ __forceinline__ float from_e4m3(u32 code) {
+    return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
+}
+__device__ __forceinline__ u8 to_e4m3(float value) {
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(0.0f), "f"(value));
+    return (u8)both;
+}
+
 /* Products of two pairs of numbers. */
 template <bool BFLOAT> __device__ __forceinline__ u32 times(u32 a, u32 b) {
     u32 both;
