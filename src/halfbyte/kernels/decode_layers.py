@@ -40,12 +40,10 @@ def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
 
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_float
-Linear = _struct(
-    "Linear", packed=_P, absmax=_P, second=_P, offset=_P, bias=_P, up=_P, rows=_I, begin=_I, rank=_I, pad=_I
-)
+Linear = _struct("Linear", packed=_P, absmax=_P, second=_P, bias=_P, up=_P, offset=_F, rows=_I, begin=_I, rank=_I)
 Product = _struct("Product", parts=Linear * 3, down=_P, mask=_P, columns=_I, tiles=_I, ranks=_I, pad=_I)
 Layer = _struct(
-    "Layer", products=Product * 4, norms=_P * 2, q_norm=_P, k_norm=_P, keys=_P, values=_P, window=_I, pad=_I
+    "Layer", products=Product * 4, norms=_P * 2, q_norm=_P, k_norm=_P, keys=_P, values=_P, window=_I, pad=_I * 3
 )
 Step = _struct(
     "Step", layers=_P, norm=_P, hidden=_P, normed=_P, qkv=_P, attended=_P, gated=_P, squares=_P, low=_P, counters=_P,
@@ -55,9 +53,7 @@ Step = _struct(
 
 
 def blocks_for(batch: int) -> Blocks:
-    """Two groups of eight warps have a tile of 16 rows each; more rows of x share a wider one."""
-    if batch <= 8:
-        return Blocks(1, 2, 8, 4)
+    """What `benchmarks.decode_layers` found best; many rows of x leave less room for copies."""
     return Blocks(2, 1, 8, 3 if batch <= 16 else 2)
 
 
@@ -110,7 +106,7 @@ class Stacked:
             qkv=room(batch, (stack.heads + 2 * key_heads) * self.head), attended=room(batch, stack.heads * self.head),
             gated=room(batch, first.gate_up.weights[0].rows),
             squares=room(batch, width // (16 * blocks.rt), dtype=torch.float32),
-            low=room(self.shares, batch, self.ranks, dtype=torch.float32), counters=room(2, dtype=torch.int32),
+            low=room(self.shares, batch, self.ranks, dtype=torch.int64), counters=room(2, dtype=torch.int32),
             cos=self._hold(stack.cos), sin=self._hold(stack.sin), padding=stack.padding.data_ptr(),
             slot=stack.slot.data_ptr(), count=len(layers), batch=batch, width=width, heads=stack.heads,
             key_heads=key_heads, slots=first.keys.shape[2], eps=stack.eps, scale=stack.scale,
@@ -120,7 +116,7 @@ class Stacked:
         batch, warps = self.step.batch, self.blocks.wr * self.blocks.wk
         ring = warps * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
         floats = room_floats(self.blocks, batch, self.head) + batch * (1 + self.ranks)
-        return TABLE_BYTES + ring + 4 * floats
+        return TABLE_BYTES + ring + 3 * ctypes.sizeof(Layer) + 4 * floats
 
     def _hold(self, tensor: Tensor) -> int:
         """The address of a tensor that stays."""
@@ -132,17 +128,18 @@ class Stacked:
         norms = (_P * 2)(layer.post_norm.data_ptr(), following.data_ptr())
         q_norm, k_norm = (None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
         caches = layer.keys.data_ptr(), layer.values.data_ptr()
-        return Layer((Product * 4)(*products), norms, q_norm, k_norm, *caches, layer.window or 0, 0)
+        return Layer((Product * 4)(*products), norms, q_norm, k_norm, *caches, layer.window or 0)
 
     def _product(self, linears: Projections) -> Any:
         parts = []
         for weight, up in zip(linears.weights, linears.ups, strict=True):
-            second, _, offset = weight.nested or (weight.absmax, None, weight.absmax)
-            addresses = [self._hold(tensor) for tensor in (weight.packed, weight.absmax, second, offset)]
+            second = weight.absmax if weight.nested is None else weight.nested[0]
+            offset = 0.0 if weight.nested is None else float(weight.nested[2])
+            addresses = [self._hold(tensor) for tensor in (weight.packed, weight.absmax, second)]
             bias = None if weight.bias is None else self._hold(weight.bias)
             begin, b = up or (0, None)
             up_address, rank = (None, 0) if b is None else (self._hold(b), b.shape[1])
-            parts.append(Linear(*addresses, bias, up_address, weight.rows, begin, rank, 0))
+            parts.append(Linear(*addresses, bias, up_address, offset, weight.rows, begin, rank))
         columns = columns_of(linears)
         tiles = sum(weight.rows for weight in linears.weights) // (16 * self.blocks.rt)
         ranks = 0 if linears.down is None else linears.down.shape[0]
@@ -154,7 +151,7 @@ class Stacked:
     def __call__(self, kernel: Kernel, hidden: Tensor) -> Tensor:
         self.hidden.copy_(hidden)
         with torch.cuda.device(hidden.device):
-            threads = 32 * self.blocks.wr * self.blocks.wk
+            threads = 32 * (self.blocks.wr * self.blocks.wk + 1)  # and a warp that keeps time
             kernel(multiprocessors_of(hidden.get_device()), threads, [self.step, self.weight], together=True)
         return self.hidden
 

@@ -72,6 +72,8 @@ void wait_for(const u32 *counter, u32 number) {
     while (*counter < number)
         meet(0, 0);
 }
+void tell(u32 *counter) { ++*counter; }
+template <int COUNT> void workers_arrive() { meet(current->number - current->thread.x, COUNT); }
 float rsqrtf(float value) { return 1 / std::sqrt(value); }
 
 template <int SIZE> void copy(u8 *to, const void *from, bool inside) {
@@ -90,8 +92,20 @@ template <int LATER> void wait() {
     }
 }
 
+void put_tagged(u64 *to, float value, u32 tag) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    *to = (u64)tag << 32 | bits;
+}
+float take_tagged(const u64 *from, u32 tag) {
+    while (*from >> 32 != tag)
+        meet(0, 0);
+    float value;
+    memcpy(&value, from, 4);
+    return value;
+}
+
 template <typename T, u32 AT> T look(u32 offset) { return *(const T *)(shared + AT + offset); }
-uint4 load_if(bool inside, const void *from) { return inside ? *(const uint4 *)from : uint4{~0u, ~0u, ~0u, ~0u}; }
 
 float __uint_as_float(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
 u32 __float_as_uint(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }

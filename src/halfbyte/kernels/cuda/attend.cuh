@@ -145,7 +145,7 @@ struct Attention {
         Cell *kv = (Cell *)(room + HEAD);
         for (u32 part = warp; part < 3; part += WARPS)
             prepare(qkv, m, head, part, lane, q, kv);
-        __syncthreads();
+        workers_arrive<THREADS>();
         float top = -1e30f, total = 0, acc[EACH] = {};
         scan(((u64)m * key_heads + head / (heads / key_heads)) * slots * HEAD, first_slot(m), q, kv, top, total, acc);
 #pragma unroll
@@ -164,7 +164,7 @@ struct Attention {
                 part[lane * EACH + i] = acc[i];
             part[HEAD] = top, part[HEAD + 1] = total;
         }
-        __syncthreads();
+        workers_arrive<THREADS>();
         for (u32 i = threadIdx.x; i < HEAD; i += THREADS) {
             float highest = parts[HEAD], sum = 0, weights = 0;
             for (u32 w = 1; w < WARPS; w++)
@@ -176,6 +176,6 @@ struct Attention {
             }
             out[i] = (u16)pair<BF16>(sum / weights, 0.0f);
         }
-        __syncthreads();
+        workers_arrive<THREADS>();
     }
 };

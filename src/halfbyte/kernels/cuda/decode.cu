@@ -20,10 +20,11 @@ enum { QKV, OUT, GATED, DOWN };
 
 struct Linear {
     const u8 *packed, *absmax;
-    const float *second, *offset;
-    const u16 *bias;            /* [rows] or null */
-    const u16 *up;              /* B [rows, rank] of the adapters, scaled */
-    u32 rows, begin, rank, pad; /* `begin`: of its part of u */
+    const float *second;
+    const u16 *bias;        /* [rows] or null */
+    const u16 *up;          /* B [rows, rank] of the adapters, scaled */
+    float offset;           /* of nested scales */
+    u32 rows, begin, rank;  /* `begin`: of its part of u */
 };
 
 struct Product {
@@ -38,7 +39,7 @@ struct Layer {
     const u16 *norms[2];         /* the weights of the norms that follow OUT and DOWN */
     const u16 *q_norm, *k_norm;
     Cell *keys, *values;
-    u32 window, pad;
+    u32 window, pad[3]; /* what follows a table is aligned to 16 bytes */
 };
 
 struct Step {
@@ -47,8 +48,8 @@ struct Step {
     u16 *hidden, *normed;        /* [batch, width]: the residual stream, and with the next norm's weight */
     u16 *qkv, *attended, *gated; /* [batch, ...]: what products and attention put */
     float *squares;              /* [batch, width / ROWS] */
-    float *low;                  /* u [shares of K, batch, ranks] */
-    u32 *counters;               /* zeros: blocks at barriers; tiles of u that are done */
+    u64 *low;                    /* u [shares of K, batch, ranks], tagged */
+    u32 *counters;               /* blocks that came to barriers, zero; earlier launches */
     const u16 *cos, *sin;
     const int *padding;
     const long long *slot;
@@ -72,19 +73,23 @@ __device__ __forceinline__ Place place(const Product &product, u32 kind, u32 til
     return {linear, row};
 }
 
+/* Three layers' tables in shared memory. */
+__device__ __forceinline__ Layer *tables() { return (Layer *)(shared + Weight::TABLE + WARPS * STAGES * Weight::SLOT); }
+
 /* A warp's copies, which run ahead over all products of all layers. */
 struct Copies {
     const Step &s;
     u32 first, first_tile, stride, lane;            /* constants of the warp */
-    u32 layer = 0, kind = 0, tile, step, filled = 0;
+    u32 layer = 0, kind = 0, tile, step, filled = 0, now = 0; /* `now`: the layer under way */
     const u8 *codes[2], *scales;                    /* of rows i and i + 8 in the tile, at this lane's piece; of row `lane` */
     const float *second;
     u32 block, columns, tiles;
 
     __device__ __forceinline__ Copies(const Step &s, u32 first, u32 first_tile, u32 stride, u32 lane)
-        : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), step(first) {
-        enter();
-    }
+        : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), step(first) {}
+
+    /* Layer l: this one and the next are in shared memory. */
+    __device__ __forceinline__ const Layer *at(u32 l) const { return l - now < 2 ? tables() + l % 3 : s.layers + l; }
 
     /* Go to the first product, from this one on, in which this warp has a tile, and look up where that is. */
     __device__ __forceinline__ void enter() {
@@ -92,7 +97,7 @@ struct Copies {
         for (;; tile = first_tile) {
             if (layer == s.count)
                 return;
-            product = s.layers[layer].products + kind;
+            product = at(layer)->products + kind;
             columns = product->columns, tiles = product->tiles;
             if (tile < tiles && first < columns / 256)
                 break;
@@ -141,41 +146,31 @@ struct Worker {
     Copies copies;
     u8 *ring;
     float *room, *factors, *u;     /* shared: sums; 1 / rms of each row; u [batch, ranks] */
-    u32 warp, lane, group, part, barriers = 0, lows = 0, odd = 0, stage = 0;
+    u32 warp, lane, group, part, tag, odd = 0, stage = 0;
 
     __device__ __forceinline__ Worker(const Step &s, Weight w)
         : s(s), w(w), copies(s, threadIdx.x / 32 % WK, threadIdx.x / 32 / WK * gridDim.x + blockIdx.x, gridDim.x * WR,
                              threadIdx.x % 32),
           warp(threadIdx.x / 32), lane(threadIdx.x % 32), group(warp / WK), part(warp % WK) {
         ring = shared + Weight::TABLE + warp * STAGES * Weight::SLOT;
-        room = (float *)(shared + Weight::TABLE + WARPS * STAGES * Weight::SLOT);
+        room = (float *)(tables() + 3);
         factors = room + ROOM;
         u = factors + s.batch;
+        tag = s.counters[1] * (4 * s.count);
     }
 
     __device__ __forceinline__ float *sums() const {
         return room + (group * 2 + odd) * WK * s.batch * ROWS;
     }
 
-    /* All blocks of the grid are here, and see what the others wrote. */
-    __device__ __forceinline__ void barrier() {
-        __syncthreads();
-        barriers += gridDim.x;
-        if (threadIdx.x == 0) {
-            count_up(s.counters);
-            wait_for(s.counters, barriers);
-        }
-        __syncthreads();
-    }
-
     /* Put h, this thread's new value of the residual stream, in row i of a tile (rows of 8 or 16 lanes: i is its lane's). */
-    __device__ __forceinline__ void join(const u16 *norm, u32 m, u32 tile, u32 i, float h, bool inside) const {
+    __device__ __forceinline__ void join(float norm, u32 m, u32 tile, u32 i, float h, bool inside) const {
         u16 bits = (u16)pair<BF16>(h, 0.0f);
         h = inside ? number<BF16>(bits) : 0.0f;
         u32 n = tile * ROWS + i;
         if (inside) {
             s.hidden[(u64)m * s.width + n] = bits;
-            s.normed[(u64)m * s.width + n] = (u16)pair<BF16>(h * number<BF16>(norm[n]), 0.0f);
+            s.normed[(u64)m * s.width + n] = (u16)pair<BF16>(h * norm, 0.0f);
         }
         float square = h * h;
 #pragma unroll
@@ -192,7 +187,7 @@ struct Worker {
                 u32 m = i / ROWS;
                 bool inside = m < s.batch;
                 float h = inside ? number<BF16>(s.hidden[(u64)m * s.width + tile * ROWS + i % ROWS]) : 0.0f;
-                join(s.norm, m, tile, i % ROWS, h, inside);
+                join(number<BF16>(s.norm[tile * ROWS + i % ROWS]), m, tile, i % ROWS, h, inside);
             }
     }
 
@@ -262,25 +257,19 @@ struct Worker {
             }
             gather(sum);
             for (u32 i = part * 32 + lane; i < s.batch * 16; i += 32 * WK)
-                s.low[(u64)(unit % shares * s.batch + i / 16) * product.ranks + rows + i % 16] = total(i / 16, i % 16);
+                put_tagged(s.low + (u64)(unit % shares * s.batch + i / 16) * product.ranks + rows + i % 16,
+                           total(i / 16, i % 16), tag);
             odd ^= 1;
-            group_arrives<32 * WK>(group);
-            if (part == 0 && lane == 0)
-                count_up(s.counters + 1);
         }
-        lows += units;
     }
 
     /* All of u comes to shared memory, zero where a row has another adapter. Groups of a block write the same. */
     __device__ __forceinline__ void take_low_rank(const Product &product) const {
         u32 shares = (product.columns / 256 + WK - 1) / WK, size = s.batch * product.ranks;
-        if (part == 0 && lane == 0)
-            wait_for(s.counters + 1, lows);
-        group_arrives<32 * WK>(group);
         for (u32 i = part * 32 + lane; i < size; i += 32 * WK) {
             float sum = 0;
             for (u32 share = 0; share < shares; share++)
-                sum += s.low[(u64)share * size + i];
+                sum += take_tagged(s.low + (u64)share * size + i, tag);
             u[i] = product.mask ? sum * number<BF16>(product.mask[i]) : sum;
         }
     }
@@ -304,8 +293,21 @@ struct Worker {
         return number<BF16>((u16)pair<BF16>(y, 0.0f)); /* as every product's result is */
     }
 
-    /* Put a tile. */
-    __device__ __forceinline__ void finish(const Layer &layer, const Product &product, u32 kind, u32 tile) const {
+    struct Residual {
+        float h, norm;
+    };
+
+    /* What value i of a tile of OUT or DOWN is added to, and the next norm's weight there. */
+    __device__ __forceinline__ Residual residual(const Layer &layer, u32 kind, u32 tile, u32 i) const {
+        u32 m = i / ROWS, n = tile * ROWS + i % ROWS;
+        if ((kind != OUT && kind != DOWN) || m >= s.batch)
+            return {0, 0};
+        return {number<BF16>(s.hidden[(u64)m * s.width + n]), number<BF16>(layer.norms[kind == DOWN][n])};
+    }
+
+    /* Put a tile. `old`: the residual of this thread's first value. */
+    __device__ __forceinline__ void finish(
+        const Layer &layer, const Product &product, u32 kind, u32 tile, Residual old) const {
         constexpr u32 HALF = ROWS / 2;
         u32 count = s.batch * (kind == GATED ? HALF : ROWS);
         for (u32 i = part * 32 + lane; i < (count + 31) / 32 * 32; i += 32 * WK) {
@@ -325,8 +327,9 @@ struct Worker {
                     s.qkv[(u64)m * (product.tiles * ROWS) + tile * ROWS + row] = (u16)pair<BF16>(y, 0.0f);
                 continue;
             }
-            u64 at = (u64)m * s.width + tile * ROWS + row;
-            join(layer.norms[kind == DOWN], m, tile, row, i < count ? y + number<BF16>(s.hidden[at]) : 0.0f, i < count);
+            if (i >= 32 * WK)
+                old = residual(layer, kind, tile, i);
+            join(old.norm, m, tile, row, y + old.h, i < count);
         }
     }
 
@@ -334,6 +337,7 @@ struct Worker {
     __device__ __forceinline__ void run(const Layer &layer, u32 kind) {
         const Product &product = layer.products[kind];
         const u16 *x = kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed;
+        tag++;
         if (kind == QKV || kind == GATED)
             measure();
         if (product.ranks)
@@ -345,7 +349,7 @@ struct Worker {
             if (NESTED)
 #pragma unroll
                 for (u32 half = 0; half < 2; half++)
-                    w.shift[half] = *place(product, kind, tile, 8 * half).linear->offset;
+                    w.shift[half] = place(product, kind, tile, 8 * half).linear->offset;
             if (product.ranks && part == 0 && lane < ROWS) {
                 Place p = place(product, kind, tile, lane);
                 prefetch(p.linear->up + (u64)p.row * p.linear->rank);
@@ -360,8 +364,9 @@ struct Worker {
             }
             if (product.ranks && tile == first_tile)
                 take_low_rank(product);
+            Residual old = residual(layer, kind, tile, part * 32 + lane); /* comes while the others are waited for */
             gather(sum);
-            finish(layer, product, kind, tile);
+            finish(layer, product, kind, tile, old);
             odd ^= 1;
         }
     }
@@ -378,26 +383,63 @@ struct Worker {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(Step s, Weight w) {
+/* All blocks of the grid are here, and see what the others wrote. */
+__device__ __forceinline__ void barrier() {
+    __syncthreads();
+    __syncthreads();
+}
+
+/* The other side of barriers is a warp that copies nothing: a fence waits for the copies of its own thread. It brings the
+   tables of layers, too. */
+__device__ __forceinline__ void keep_time(const Step &s) {
+    u32 lane = threadIdx.x % 32, count = 0;
+    for (u32 l = 0; l < s.count; l++)
+        for (u32 i = 0; i < 5; i++) {
+            __syncthreads();
+            if (lane == 0) {
+                tell(s.counters);
+                wait_for(s.counters, count += gridDim.x);
+            }
+            __syncwarp();
+            __syncthreads();
+            if (i == 0 && l + 2 < s.count) /* nobody is in the layer before this one any more */
+                for (u32 word = lane; word < sizeof(Layer) / 8; word += 32)
+                    ((u64 *)(tables() + (l + 2) % 3))[word] = ((const u64 *)(s.layers + l + 2))[word];
+        }
+    __syncthreads();
+    if (lane == 0 && count_up(s.counters) == count + gridDim.x - 1)
+        s.counters[0] = 0, s.counters[1]++; /* the last block: for the next launch */
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode(Step s, Weight w) {
+    for (u32 i = threadIdx.x; i < min(s.count, 2) * (sizeof(Layer) / 8); i += THREADS + 32)
+        ((u64 *)tables())[i] = ((const u64 *)s.layers)[i];
+    __syncthreads();
+    if (threadIdx.x >= THREADS) {
+        __syncthreads();
+        keep_time(s);
+        return;
+    }
     Worker worker(s, w);
+    worker.copies.enter();
     for (int i = 0; i < STAGES - 1; i++)
         worker.copies.next(worker.ring);
     w.build();
+    __syncthreads();
     worker.begin();
     for (u32 l = 0; l < s.count; l++) {
-        const Layer &layer = s.layers[l];
+        const Layer &layer = tables()[l % 3];
         for (u32 kind = QKV; kind <= DOWN; kind++) {
             if (kind == QKV)
                 worker.attend(layer, true);
-            worker.barrier();
+            barrier();
+            worker.copies.now = l;
             worker.run(layer, kind);
             if (kind == QKV) {
-                worker.barrier();
+                barrier();
                 worker.attend(layer, false);
             }
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0 && count_up(s.counters) == worker.barriers + gridDim.x - 1)
-        s.counters[0] = s.counters[1] = 0; /* the last block: for the next launch */
 }

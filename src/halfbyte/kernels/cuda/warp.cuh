@@ -29,14 +29,6 @@ template <typename T, u32 AT> __device__ __forceinline__ T look(u32 offset) {
     return *(T *)&bits;
 }
 
-/* 16 bytes of global memory if `inside`; else any. */
-__device__ __forceinline__ uint4 load_if(bool inside, const void *from) {
-    uint4 v;
-    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "r"((u32)inside));
-    return v;
-}
-
 /* What was begun since the last commit() is one group; wait until at most LATER groups are on their way. */
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> __device__ __forceinline__ void wait() {
@@ -111,17 +103,41 @@ __device__ __forceinline__ void prefetch(const void *pointer) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
 }
 
+/* A barrier of the first COUNT threads of a block. */
+template <int COUNT> __device__ __forceinline__ void workers_arrive() {
+    asm volatile("bar.sync 15, %0;" ::"n"(COUNT) : "memory");
+}
+
 /* Add one to a counter, after all that this thread has written or seen written; the count before. */
 __device__ __forceinline__ u32 count_up(u32 *counter) {
     u32 before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
+                 : "=r"(before) : "l"(counter) : "memory");
     return before;
+}
+
+/* The same for one who does not ask for the count. */
+__device__ __forceinline__ void tell(u32 *counter) {
+    asm volatile("fence.acq_rel.gpu;\nred.add.relaxed.gpu.global.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 /* Wait until a counter has reached a number: what others wrote before they counted can then be read. */
 __device__ __forceinline__ void wait_for(const u32 *counter, u32 number) {
     u32 now;
     do
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
     while (now < number);
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+/* A number with a tag, written and read as one, so that who waits for the tag needs no fence. */
+__device__ __forceinline__ void put_tagged(u64 *to, float value, u32 tag) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)tag << 32 | __float_as_uint(value)) : "memory");
+}
+__device__ __forceinline__ float take_tagged(const u64 *from, u32 tag) {
+    u64 both;
+    do
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
+    while (both >> 32 != tag);
+    return __uint_as_float((u32)both);
 }

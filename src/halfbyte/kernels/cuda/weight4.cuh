@@ -12,6 +12,10 @@ Constants: NESTED, and those of product.cuh. */
 
 #include "product.cuh"
 
+#ifndef LOOK
+#define LOOK 1
+#endif
+
 struct Weight {
     const u8 *packed, *absmax; /* [N, K/2]; [N, K/64], bytes if nested, else fp32 */
     const float *second, *code, *offset; /* [N·K/16384], [256], [], of nested scales */
@@ -24,7 +28,11 @@ struct Weight {
 
     /* What the table has for byte i of a word; `lane4` is lane · 4. */
     template <typename T, u32 AT> static __device__ __forceinline__ T look_up(u32 word, int i, u32 lane4) {
+#if LOOK
         return look<T, AT>(__byte_perm(word, lane4, 0x5504 | i << 4));
+#else
+        return *(const T *)(shared + AT + __byte_perm(word, lane4, 0x5504 | i << 4));
+#endif
     }
 
     /* Begin to copy one step of a tile's rows `row` ... into a slot. 16-byte pieces of a row change places by the row's
@@ -71,6 +79,7 @@ struct Weight {
     /* Add a step's products to `sum`. `x` is this lane's first value of row g of x in this step. */
     __device__ __forceinline__ void compute(Sums &sum, const u8 *slot, const u16 *x, u32 batch, u32 lane) const {
         u32 g = lane / 4, t = lane % 4, lane4 = lane * 4;
+        const uint4 none = make_uint4(0, 0, 0, 0);
 #pragma unroll(NT *RT < 8 ? 4 : 1)
         for (int b = 0; b < 4; b++) {
             u32 a[RT][4][4];
@@ -90,9 +99,9 @@ struct Weight {
                 }
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const u16 *from = x + (u64)(8 * n) * columns + b * 64;
-                bool inside = 8 * n + g < batch; /* others' sums, of what is in the registers, nobody reads */
-                uint4 x0 = load_if(inside, from), x1 = load_if(inside, from + 8);
+                const uint4 *from = (const uint4 *)(x + (u64)(8 * n) * columns + b * 64);
+                bool inside = 8 * n + g < batch;
+                uint4 x0 = inside ? from[0] : none, x1 = inside ? from[1] : none;
 #pragma unroll
                 for (int r = 0; r < RT; r++) {
                     float d[4] = {0, 0, 0, 0};
