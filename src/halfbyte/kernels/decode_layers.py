@@ -115,7 +115,7 @@ class Stacked:
     def shared_bytes(self) -> int:
         batch, warps = self.step.batch, self.blocks.wr * self.blocks.wk
         ring = warps * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
-        floats = room_floats(self.blocks, batch, self.head) + batch * (1 + self.ranks)
+        floats = room_floats(self.blocks, batch, self.head) + batch * (2 + self.ranks)
         return TABLE_BYTES + ring + 3 * ctypes.sizeof(Layer) + 4 * floats
 
     def _hold(self, tensor: Tensor) -> int:

@@ -35,7 +35,7 @@ struct Attention {
     Cell *keys, *values;          /* [batch, key heads, slots, HEAD] */
     const u16 *q_norm, *k_norm;   /* [HEAD] each, or null */
     const u16 *cos, *sin;         /* [slots, HEAD], by position */
-    const int *padding;           /* [batch]: the row's first slot */
+    const u32 *padding;           /* [batch]: the row's first slot */
     u32 heads, key_heads, slots, window, last;
     float eps, scale;
 

@@ -146,7 +146,8 @@ struct Worker {
     Copies copies;
     u8 *ring;
     float *room, *factors, *u;     /* shared: sums; 1 / rms of each row; u [batch, ranks] */
-    u32 warp, lane, group, part, tag, odd = 0, stage = 0;
+    u32 *starts;                   /* shared: the first slot of each row */
+    u32 warp, lane, group, part, tag, last, odd = 0, stage = 0;
 
     __device__ __forceinline__ Worker(const Step &s, Weight w)
         : s(s), w(w), copies(s, threadIdx.x / 32 % WK, threadIdx.x / 32 / WK * gridDim.x + blockIdx.x, gridDim.x * WR,
@@ -155,7 +156,11 @@ struct Worker {
         ring = shared + Weight::TABLE + warp * STAGES * Weight::SLOT;
         room = (float *)(tables() + 3);
         factors = room + ROOM;
-        u = factors + s.batch;
+        starts = (u32 *)(factors + s.batch);
+        u = (float *)(starts + s.batch);
+        last = *s.slot;
+        for (u32 m = threadIdx.x; m < s.batch; m += THREADS)
+            starts[m] = s.padding[m];
         tag = s.counters[1] * (4 * s.count);
     }
 
@@ -373,8 +378,8 @@ struct Worker {
 
     /* Attention of this block's heads; before their product, only what can be done ahead. */
     __device__ __forceinline__ void attend(const Layer &layer, bool ahead) const {
-        Attention a = {layer.keys, layer.values, layer.q_norm, layer.k_norm, s.cos, s.sin, s.padding, s.heads,
-                       s.key_heads, s.slots, layer.window, (u32)*s.slot, s.eps, s.scale};
+        Attention a = {layer.keys, layer.values, layer.q_norm, layer.k_norm, s.cos, s.sin, starts, s.heads,
+                       s.key_heads, s.slots, layer.window, last, s.eps, s.scale};
         for (u32 unit = blockIdx.x; unit < s.batch * s.heads; unit += gridDim.x)
             if (ahead)
                 a.foresee(unit / s.heads, unit % s.heads);
