@@ -16,6 +16,10 @@ anything else; who adds B u to a tile waits until all of u is counted as there. 
 
 #include "attend.cuh"
 
+#ifndef PIPE
+#define PIPE 1
+#endif
+
 enum { QKV, OUT, GATED, DOWN };
 
 struct Linear {
@@ -338,6 +342,12 @@ struct Worker {
         }
     }
 
+    __device__ __forceinline__ void load(Sixteen (&to)[4], const u16 *x) const {
+#pragma unroll
+        for (int b = 0; b < 4; b++)
+            to[b] = sixteen_of(x, w.columns, b, 0, s.batch, lane);
+    }
+
     /* One of the four products. */
     __device__ __forceinline__ void run(const Layer &layer, u32 kind) {
         const Product &product = layer.products[kind];
@@ -350,6 +360,9 @@ struct Worker {
         u32 steps = product.columns / 256, first_tile = group * gridDim.x + blockIdx.x;
         const u16 *x_lane = x + (u64)(lane / 4) * product.columns + lane % 4 * 16;
         w.columns = product.columns;
+        Sixteen now[4]; /* x of a step comes from afar: with one tile of rows there is room to have it a step early */
+        if (PIPE && NT == 1 && part < steps)
+            load(now, x_lane + part * 256);
         for (u32 tile = first_tile; tile < product.tiles; tile += gridDim.x * WR) {
             if (NESTED)
 #pragma unroll
@@ -364,7 +377,17 @@ struct Worker {
                 wait<STAGES - 2>();
                 __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
                 copies.next(ring);
-                w.compute(sum, ring + stage * Weight::SLOT, x_lane + step * 256, s.batch, lane);
+                const u8 *slot = ring + stage * Weight::SLOT;
+                if (PIPE && NT == 1) {
+                    Sixteen next[4];
+                    load(next, x_lane + (step + WK < steps ? step + WK : part) * 256);
+                    w.multiply_by([&](int b, int) { return now[b]; }, sum, slot, lane);
+#pragma unroll
+                    for (int b = 0; b < 4; b++)
+                        now[b] = next[b];
+                } else {
+                    w.compute(sum, slot, x_lane + step * 256, s.batch, lane);
+                }
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
             if (product.ranks && tile == first_tile)

@@ -16,6 +16,17 @@ Constants: NESTED, and those of product.cuh. */
 #define LOOK 1
 #endif
 
+struct Sixteen { /* a lane's columns of a block of x */
+    uint4 first, second;
+};
+
+/* Those of block b in a step, for tile n of rows of x; zeros for rows that are not there. */
+__device__ __forceinline__ Sixteen sixteen_of(const u16 *x, u32 columns, int b, int n, u32 batch, u32 lane) {
+    const uint4 *from = (const uint4 *)(x + (u64)(8 * n) * columns + b * 64), none = make_uint4(0, 0, 0, 0);
+    bool inside = 8 * n + lane / 4 < batch;
+    return {inside ? from[0] : none, inside ? from[1] : none};
+}
+
 struct Weight {
     const u8 *packed, *absmax; /* [N, K/2]; [N, K/64], bytes if nested, else fp32 */
     const float *second, *code, *offset; /* [N·K/16384], [256], [], of nested scales */
@@ -78,8 +89,12 @@ struct Weight {
 
     /* Add a step's products to `sum`. `x` is this lane's first value of row g of x in this step. */
     __device__ __forceinline__ void compute(Sums &sum, const u8 *slot, const u16 *x, u32 batch, u32 lane) const {
+        multiply_by([&](int b, int n) { return sixteen_of(x, columns, b, n, batch, lane); }, sum, slot, lane);
+    }
+
+    /* The same with x(block, tile of rows), a Sixteen. */
+    template <typename X> __device__ __forceinline__ void multiply_by(X x, Sums &sum, const u8 *slot, u32 lane) const {
         u32 g = lane / 4, t = lane % 4, lane4 = lane * 4;
-        const uint4 none = make_uint4(0, 0, 0, 0);
 #pragma unroll(NT *RT < 8 ? 4 : 1)
         for (int b = 0; b < 4; b++) {
             u32 a[RT][4][4];
@@ -99,9 +114,8 @@ struct Weight {
                 }
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const uint4 *from = (const uint4 *)(x + (u64)(8 * n) * columns + b * 64);
-                bool inside = 8 * n + g < batch;
-                uint4 x0 = inside ? from[0] : none, x1 = inside ? from[1] : none;
+                const Sixteen v = x(b, n);
+                const uint4 &x0 = v.first, &x1 = v.second;
 #pragma unroll
                 for (int r = 0; r < RT; r++) {
                     float d[4] = {0, 0, 0, 0};
