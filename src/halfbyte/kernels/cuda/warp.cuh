@@ -21,6 +21,7 @@ template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *fro
                      ::"r"(address(to)), "l"(from), "r"(size) : "memory");
 }
 
+#ifdef ORIGIN
 /* 4 bytes of shared memory at AT + offset, in one instruction: the compiler would add `shared` to the offset first. Where
    that begins is the device's (ORIGIN bytes are reserved), so that it can be part of the instruction. */
 template <typename T, u32 AT> __device__ __forceinline__ T look(u32 offset) {
@@ -28,6 +29,7 @@ template <typename T, u32 AT> __device__ __forceinline__ T look(u32 offset) {
     asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(bits) : "r"(offset), "n"(ORIGIN + AT));
     return *(T *)&bits;
 }
+#endif
 
 /* What was begun since the last commit() is one group; wait until at most LATER groups are on their way. */
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
