@@ -22,7 +22,8 @@ typedef unsigned long long u64;
 #define __launch_bounds__(...)
 #define threadIdx (current->thread)
 #define blockIdx (current->block)
-#define shared (memory[current->block.x].data())
+#define memory (memories[current->block.x])
+#define shared (memory.data())
 
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
@@ -43,7 +44,7 @@ struct Fiber {
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;   /* of the blocks that run */
-std::vector<std::vector<u8>> memory;          /* their shared memory */
+std::vector<std::vector<u8>> memories;        /* their shared memory */
 Fiber *current;
 ucontext_t scheduler;
 u32 threads_of_block;
@@ -196,7 +197,7 @@ void run_all() {
 /* Run `work` in blocks × threads threads, one block after the other or all together. */
 void launch(u32 blocks, u32 threads, u32 bytes, std::function<void()> work, bool together = false) {
     gridDim.x = blocks, threads_of_block = threads, body = work;
-    memory.assign(blocks, std::vector<u8>(bytes, 0xff));
+    memories.assign(blocks, std::vector<u8>(bytes, 0xff));
     for (u32 block = 0; block < blocks; block++) {
         if (!together)
             fibers.clear();
