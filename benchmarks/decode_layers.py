@@ -10,17 +10,14 @@ block shape.
 from __future__ import annotations
 
 import argparse
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, event_us, write_result
 from halfbyte.kernels import decode_layers
-from halfbyte.kernels.cuda import cubin
-from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks, origin_of
+from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks
 from halfbyte.ops.codebooks import dynamic_map
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 
@@ -88,7 +85,7 @@ def step_us(made: Stack, batch: int, width: int, blocks: Blocks) -> float | None
     shared = stacked.shared_bytes()
     if shared > SHARED_BYTES:
         return None
-    kernel = decode_layers._kernel(blocks, 0, True, True, False, SIZE, batch, shared)
+    kernel = decode_layers._kernel(0, shared, tuple(stacked.constants().items()))
     stacked(kernel, hidden)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -98,17 +95,12 @@ def step_us(made: Stack, batch: int, width: int, blocks: Blocks) -> float | None
 
 
 def shapes(batch: int, sweep: bool) -> list[Blocks]:
-    """What the kernel would take, or all that are worth a try, compiled."""
+    """What the kernel would take, or all that are worth a try."""
     if not sweep:
         return [decode_layers.blocks_for(batch)]
-    wide = [Blocks(rt, wr, wk, stages) for rt, wr, wk in ((1, 2, 8), (1, 1, 16), (1, 4, 4), (2, 1, 16), (2, 2, 8),
-            (1, 1, 8), (2, 1, 8), (2, 2, 4)) for stages in (2, 3, 4, 5)]  # fmt: skip
-    found = [each for each in wide if each.wr * each.wk * each.rt * (each.stages - 1) >= 24]
-    with ThreadPoolExecutor(16) as pool:  # NVRTC leaves Python's lock
-        origin = {"ORIGIN": origin_of(0)}
-        every = [decode_layers.constants_of(each, True, True, False, SIZE, batch) | origin for each in found]
-        list(pool.map(partial(cubin, "decode", torch.cuda.get_device_capability()), every))
-    return found
+    groups = (1, 2, 8), (1, 1, 8), (2, 1, 8), (2, 2, 4)
+    wide = [Blocks(*each, stages) for each in groups for stages in (2, 3, 4, 5)]
+    return [each for each in wide if each.wr * each.wk * each.rt * (each.stages - 1) >= 24]
 
 
 def main() -> None:

@@ -31,18 +31,9 @@ def runner(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
     def kernel(stacked):
-        batch, blocks = stacked.step.batch, stacked.blocks
-        constants = decode_layers.constants_of(
-            blocks,
-            stacked.hidden.dtype is torch.bfloat16,
-            stacked.weight.code is not None,
-            stacked.fp8,
-            stacked.head,
-            batch,
-        )
         source = cuda.source_of("decode", (EMULATION, Path(cuda.__file__).parent)) + RUN
         (tmp_path / "kernel.cpp").write_text(source)
-        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in constants.items())]
+        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in stacked.constants().items())]
         subprocess.run([COMPILER, *flags, str(tmp_path / "kernel.cpp"), "-o", str(tmp_path / "kernel.so")], check=True)
         run, size = ctypes.CDLL(str(tmp_path / "kernel.so")).run, stacked.shared_bytes()
         return lambda count, threads, values, together: run(count, threads, size, *map(ctypes.byref, values))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import torch
@@ -57,25 +58,22 @@ def blocks_for(batch: int) -> Blocks:
     return Blocks(2, 1, 8, 3 if batch <= 16 else 2)
 
 
-def room_floats(blocks: Blocks, batch: int, size: int) -> int:
+def queries_of(batch: int, size: int, group: int) -> int:
+    """Query heads of a block of attention at a time: so many that one turn is enough for most batches."""
+    wanted = 1 if batch <= 4 or size > 128 else 2 if batch <= 8 else 4
+    return math.gcd(wanted, group)
+
+
+def room_floats(blocks: Blocks, batch: int, size: int, queries: int) -> int:
     """Of shared memory: sums of products, twice, or what attention's warps exchange."""
     warps = blocks.wr * blocks.wk
-    return max(2 * warps * batch * 16 * blocks.rt, 2 * size + warps * (size + 2))
-
-
-def constants_of(blocks: Blocks, bf16: bool, nested: bool, fp8: bool, size: int, batch: int) -> dict[str, int]:
-    """What `cuda/decode.cu` is compiled with."""
-    constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
-    constants |= {"NT": power_of_2(ceil_div(batch, 8)), "BF16": int(bf16), "NESTED": int(nested), "HEAD": size}
-    return constants | {"KV8": int(fp8), "ROOM": room_floats(blocks, batch, size)}
+    return max(2 * warps * batch * 16 * blocks.rt, (queries + 1) * size + warps * queries * (size + 2))
 
 
 @functools.cache
-def _kernel(
-    blocks: Blocks, device: int, bf16: bool, nested: bool, fp8: bool, size: int, batch: int, shared: int
-) -> Kernel:
-    constants = constants_of(blocks, bf16, nested, fp8, size, batch) | {"ORIGIN": origin_of(device)}
-    return Kernel(cubin("decode", torch.cuda.get_device_capability(device), constants), "decode", shared)
+def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
+    given = dict(constants) | {"ORIGIN": origin_of(device)}
+    return Kernel(cubin("decode", torch.cuda.get_device_capability(device), given), "decode", shared)
 
 
 class Stacked:
@@ -95,6 +93,7 @@ class Stacked:
         self.weight.codebook = self._hold(codebook4(one.quant_type, hidden.device))
         self.weight.code = None if one.nested is None else self._hold(one.nested[1])
         self.fp8 = first.keys.dtype is torch.float8_e4m3fn
+        self.group = stack.heads // first.keys.shape[1]
         self.head, key_heads = first.keys.shape[3], first.keys.shape[1]
 
         def room(*shape: int, dtype: torch.dtype = hidden.dtype) -> int:
@@ -112,10 +111,24 @@ class Stacked:
             key_heads=key_heads, slots=first.keys.shape[2], eps=stack.eps, scale=stack.scale,
         )  # fmt: skip
 
+    def constants(self) -> dict[str, int]:
+        """What `cuda/decode.cu` is compiled with."""
+        batch = self.step.batch
+        queries = queries_of(batch, self.head, self.group)
+        return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
+            "NT": power_of_2(ceil_div(batch, 8)),
+            "BF16": int(self.hidden.dtype is torch.bfloat16),
+            "NESTED": int(self.weight.code is not None),
+            "KV8": int(self.fp8),
+            "HEAD": self.head,
+            "QUERIES": queries,
+            "ROOM": room_floats(self.blocks, batch, self.head, queries),
+        }
+
     def shared_bytes(self) -> int:
         batch, warps = self.step.batch, self.blocks.wr * self.blocks.wk
         ring = warps * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
-        floats = room_floats(self.blocks, batch, self.head) + batch * (2 + self.ranks)
+        floats = self.constants()["ROOM"] + batch * (2 + self.ranks)
         return TABLE_BYTES + ring + 3 * ctypes.sizeof(Layer) + 4 * floats
 
     def _hold(self, tensor: Tensor) -> int:
@@ -216,9 +229,8 @@ def compile_layers(hidden: Tensor, stack: Stack) -> Run | None:
     shared = stacked.shared_bytes()
     if shared > SHARED_BYTES:  # adapters of many ranks in all
         return None
-    options = hidden.get_device(), hidden.dtype is torch.bfloat16, stacked.weight.code is not None, stacked.fp8
     try:
-        kernel = _kernel(stacked.blocks, *options, stacked.head, hidden.shape[0], shared)
+        kernel = _kernel(hidden.get_device(), shared, tuple(stacked.constants().items()))
     except BuildError as error:
         notice("decode-cuda", f"{error}; a token's step runs as several kernels a layer instead, more slowly")
         return None

@@ -98,11 +98,12 @@ void put_tagged(u64 *to, float value, u32 tag) {
     memcpy(&bits, &value, 4);
     *to = (u64)tag << 32 | bits;
 }
-float take_tagged(const u64 *from, u32 tag) {
-    while (*from >> 32 != tag)
+u64 peek(const u64 *from) { return *from; }
+float take_tagged(const u64 *from, u32 tag, u64 both) {
+    for (; both >> 32 != tag; both = *from)
         meet(0, 0);
     float value;
-    memcpy(&value, from, 4);
+    memcpy(&value, &both, 4);
     return value;
 }
 

@@ -143,6 +143,12 @@ struct Copies {
     }
 };
 
+/* All blocks of the grid are here, and see what the others wrote. */
+__device__ __forceinline__ void barrier() {
+    __syncthreads();
+    __syncthreads();
+}
+
 /* What a warp is and has; all functions are called by all warps. */
 struct Worker {
     const Step &s;
@@ -248,7 +254,9 @@ struct Worker {
             float sum[1][NT][4] = {};
             const u16 *a = product.down + (u64)(rows + g) * product.columns + step * 256 + t * 16;
             const u16 *from = x + (u64)g * product.columns + step * 256 + t * 16;
-            for (u32 b = 0; b < 4 && step < steps; b++, a += 64, from += 64) {
+            if (step < steps)
+#pragma unroll(NT > 1 ? 1 : 4)
+            for (u32 b = 0; b < 4; b++, a += 64, from += 64) {
                 const uint4 *upper = (const uint4 *)a, *lower = (const uint4 *)(a + 8 * (u64)product.columns);
                 uint4 a0 = upper[0], a1 = upper[1], b0 = lower[0], b1 = lower[1];
                 u32 left[4][4] = {{a0.x, b0.x, a0.y, b0.y}, {a0.z, b0.z, a0.w, b0.w},
@@ -272,13 +280,33 @@ struct Worker {
         }
     }
 
+    /* Begin to bring the rows of A that this warp is going to need near. */
+    __device__ __forceinline__ void foresee(const Product &product) const {
+        u32 steps = product.columns / 256, shares = (steps + WK - 1) / WK, groups = gridDim.x * WR;
+        for (u32 unit = groups - 1 - (group * gridDim.x + blockIdx.x); unit < product.ranks / 16 * shares; unit += groups) {
+            u32 step = unit % shares * WK + part;
+            const u16 *a = product.down + (u64)(unit / shares * 16) * product.columns + step * 256;
+            for (u32 i = lane; i < 64 && step < steps; i += 32) /* 16 rows of four lines */
+                prefetch(a + (u64)(i / 4) * product.columns + i % 4 * 64);
+        }
+    }
+
     /* All of u comes to shared memory, zero where a row has another adapter. Groups of a block write the same. */
     __device__ __forceinline__ void take_low_rank(const Product &product) const {
         u32 shares = (product.columns / 256 + WK - 1) / WK, size = s.batch * product.ranks;
         for (u32 i = part * 32 + lane; i < size; i += 32 * WK) {
             float sum = 0;
-            for (u32 share = 0; share < shares; share++)
-                sum += take_tagged(s.low + (u64)share * size + i, tag);
+            for (u32 share = 0; share < shares; share += 4) {
+                u64 four[4] = {};
+#pragma unroll
+                for (u32 j = 0; j < 4; j++)
+                    if (share + j < shares)
+                        four[j] = peek(s.low + (u64)(share + j) * size + i);
+#pragma unroll
+                for (u32 j = 0; j < 4; j++)
+                    if (share + j < shares)
+                        sum += take_tagged(s.low + (u64)(share + j) * size + i, tag, four[j]);
+            }
             u[i] = product.mask ? sum * number<BF16>(product.mask[i]) : sum;
         }
     }
@@ -397,25 +425,36 @@ struct Worker {
             finish(layer, product, kind, tile, old);
             odd ^= 1;
         }
+        if (kind != DOWN)
+            foresee(layer.products[kind + 1]);
+        else if (copies.now + 1 < s.count)
+            foresee(copies.at(copies.now + 1)->products[QKV]);
     }
 
-    /* Attention of this block's heads; before their product, only what can be done ahead. */
-    __device__ __forceinline__ void attend(const Layer &layer, bool ahead) const {
-        Attention a = {layer.keys, layer.values, layer.q_norm, layer.k_norm, s.cos, s.sin, starts, s.heads,
-                       s.key_heads, s.slots, layer.window, last, s.eps, s.scale};
-        for (u32 unit = blockIdx.x; unit < s.batch * s.heads; unit += gridDim.x)
-            if (ahead)
-                a.foresee(unit / s.heads, unit % s.heads);
-            else
-                a.attend(s.qkv, s.attended + (u64)unit * HEAD, unit / s.heads, unit % s.heads, room);
+    __device__ __forceinline__ Attention attention(const Layer &layer) const {
+        return {layer.keys, layer.values, layer.q_norm, layer.k_norm, s.cos, s.sin, starts, s.heads, s.key_heads, s.slots,
+                layer.window, last, s.eps, s.scale};
+    }
+
+    /* q, k and v, then attention, whose cache is brought near first. */
+    __device__ __forceinline__ void attend(const Layer &layer) {
+        const Attention a = attention(layer);
+        u32 units = s.batch * s.heads / QUERIES, unit = blockIdx.x;
+        for (u32 each = unit; each < units; each += gridDim.x)
+            a.foresee(each);
+        barrier();
+        run(layer, QKV);
+        Chunk chunk;
+        if (unit < units)
+            a.fetch(chunk, unit, a.first_slot(unit));
+        barrier();
+        for (; unit < units; unit += gridDim.x) {
+            if (unit != blockIdx.x)
+                a.fetch(chunk, unit, a.first_slot(unit));
+            a.attend(s.qkv, s.attended + (u64)unit * QUERIES * HEAD, unit, chunk, room);
+        }
     }
 };
-
-/* All blocks of the grid are here, and see what the others wrote. */
-__device__ __forceinline__ void barrier() {
-    __syncthreads();
-    __syncthreads();
-}
 
 /* The other side of barriers is a warp that copies nothing: a fence waits for the copies of its own thread. It brings the
    tables of layers, too. */
@@ -457,16 +496,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode(Step s, Wei
     worker.begin();
     for (u32 l = 0; l < s.count; l++) {
         const Layer &layer = tables()[l % 3];
-        for (u32 kind = QKV; kind <= DOWN; kind++) {
-            if (kind == QKV)
-                worker.attend(layer, true);
+        worker.copies.now = l;
+        worker.attend(layer);
+        for (u32 kind = OUT; kind <= DOWN; kind++) {
             barrier();
-            worker.copies.now = l;
             worker.run(layer, kind);
-            if (kind == QKV) {
-                barrier();
-                worker.attend(layer, false);
-            }
         }
     }
     __syncthreads();

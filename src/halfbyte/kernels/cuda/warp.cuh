@@ -136,10 +136,13 @@ __device__ __forceinline__ void wait_for(const u32 *counter, u32 number) {
 __device__ __forceinline__ void put_tagged(u64 *to, float value, u32 tag) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)tag << 32 | __float_as_uint(value)) : "memory");
 }
-__device__ __forceinline__ float take_tagged(const u64 *from, u32 tag) {
+__device__ __forceinline__ u64 peek(const u64 *from) {
     u64 both;
-    do
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
-    while (both >> 32 != tag);
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
+    return both;
+}
+__device__ __forceinline__ float take_tagged(const u64 *from, u32 tag, u64 both) { /* `both`: what peek() gave */
+    while (both >> 32 != tag)
+        both = peek(from);
     return __uint_as_float((u32)both);
 }
