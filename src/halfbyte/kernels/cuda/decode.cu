@@ -381,16 +381,16 @@ struct Worker {
         const Product &product = layer.products[kind];
         const u16 *x = kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed;
         tag++;
-        if (kind == QKV || kind == GATED)
-            measure();
-        if (product.ranks)
-            low_rank(product, x);
         u32 steps = product.columns / 256, first_tile = group * gridDim.x + blockIdx.x;
         const u16 *x_lane = x + (u64)(lane / 4) * product.columns + lane % 4 * 16;
         w.columns = product.columns;
         Sixteen now[4]; /* x of a step comes from afar: with one tile of rows there is room to have it a step early */
         if (PIPE && NT == 1 && part < steps)
             load(now, x_lane + part * 256);
+        if (kind == QKV || kind == GATED)
+            measure();
+        if (product.ranks)
+            low_rank(product, x);
         for (u32 tile = first_tile; tile < product.tiles; tile += gridDim.x * WR) {
             if (NESTED)
 #pragma unroll
