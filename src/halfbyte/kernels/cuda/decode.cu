@@ -311,14 +311,42 @@ struct Worker {
         }
     }
 
-    /* Row i of a tile for row m of x, complete. */
-    __device__ __forceinline__ float value(const Product &product, u32 kind, u32 tile, u32 m, u32 i) const {
+    struct Early {         /* what a value needs from afar: it comes while the group is waited for */
+        float h, norm;     /* of OUT and DOWN: what it is added to, and the next norm's weight there */
+        uint4 up[2];       /* of products with one part a tile: its row of B, the first 16 ranks */
+    };
+
+    /* Of value i of a tile. */
+    __device__ __forceinline__ Early early(
+        const Layer &layer, const Product &product, u32 kind, u32 tile, u32 i) const {
+        Early e = {};
+        u32 m = i / ROWS, n = tile * ROWS + i % ROWS;
+        if (kind == GATED || m >= s.batch)
+            return e;
+        if (product.ranks) {
+            Place p = place(product, kind, tile, i % ROWS);
+            const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
+            if (p.linear->rank > 0)
+                e.up[0] = up[0];
+            if (p.linear->rank > 8)
+                e.up[1] = up[1];
+        }
+        if (kind == OUT || kind == DOWN) {
+            e.h = number<BF16>(s.hidden[(u64)m * s.width + n]);
+            e.norm = number<BF16>(layer.norms[kind == DOWN][n]);
+        }
+        return e;
+    }
+
+    /* Row i of a tile for row m of x, complete; `e` where there is one. */
+    __device__ __forceinline__ float value(
+        const Product &product, u32 kind, u32 tile, u32 m, u32 i, const Early *e) const {
         Place p = place(product, kind, tile, i);
         float y = total(m, i);
         const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
         const float *down = u + m * product.ranks + p.linear->begin;
         for (u32 r = 0; r < p.linear->rank; r += 8, down += 8) {
-            uint4 eight = up[r / 8];
+            uint4 eight = !e || r > 8 ? up[r / 8] : r ? e->up[1] : e->up[0];
             u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
             for (u32 j = 0; j < 8; j++)
@@ -330,43 +358,32 @@ struct Worker {
         return number<BF16>((u16)pair<BF16>(y, 0.0f)); /* as every product's result is */
     }
 
-    struct Residual {
-        float h, norm;
-    };
-
-    /* What value i of a tile of OUT or DOWN is added to, and the next norm's weight there. */
-    __device__ __forceinline__ Residual residual(const Layer &layer, u32 kind, u32 tile, u32 i) const {
-        u32 m = i / ROWS, n = tile * ROWS + i % ROWS;
-        if ((kind != OUT && kind != DOWN) || m >= s.batch)
-            return {0, 0};
-        return {number<BF16>(s.hidden[(u64)m * s.width + n]), number<BF16>(layer.norms[kind == DOWN][n])};
-    }
-
-    /* Put a tile. `old`: the residual of this thread's first value. */
+    /* Put a tile. `e`: for this thread's first value. */
     __device__ __forceinline__ void finish(
-        const Layer &layer, const Product &product, u32 kind, u32 tile, Residual old) const {
+        const Layer &layer, const Product &product, u32 kind, u32 tile, Early e) const {
         constexpr u32 HALF = ROWS / 2;
         u32 count = s.batch * (kind == GATED ? HALF : ROWS);
         for (u32 i = part * 32 + lane; i < (count + 31) / 32 * 32; i += 32 * WK) {
             if (kind == GATED) {
                 u32 m = i / HALF, row = i % HALF / 8 * 16 + i % 8;
                 if (i < count) {
-                    float gate = value(product, kind, tile, m, row), up = value(product, kind, tile, m, row + 8);
+                    float gate = value(product, kind, tile, m, row, nullptr);
+                    float up = value(product, kind, tile, m, row + 8, nullptr);
                     u64 at = (u64)m * (product.tiles * HALF) + tile * HALF + i % HALF;
                     s.gated[at] = (u16)pair<BF16>(gate / (1 + expf(-gate)) * up, 0.0f);
                 }
                 continue;
             }
             u32 m = i / ROWS, row = i % ROWS;
-            float y = i < count ? value(product, kind, tile, m, row) : 0.0f;
+            if (i >= 32 * WK)
+                e = early(layer, product, kind, tile, i);
+            float y = i < count ? value(product, kind, tile, m, row, &e) : 0.0f;
             if (kind == QKV) {
                 if (i < count)
                     s.qkv[(u64)m * (product.tiles * ROWS) + tile * ROWS + row] = (u16)pair<BF16>(y, 0.0f);
                 continue;
             }
-            if (i >= 32 * WK)
-                old = residual(layer, kind, tile, i);
-            join(old.norm, m, tile, row, y + old.h, i < count);
+            join(e.norm, m, tile, row, y + e.h, i < count);
         }
     }
 
@@ -418,11 +435,11 @@ struct Worker {
                 }
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
+            Early e = early(layer, product, kind, tile, part * 32 + lane);
             if (product.ranks && tile == first_tile)
                 take_low_rank(product);
-            Residual old = residual(layer, kind, tile, part * 32 + lane); /* comes while the others are waited for */
             gather(sum);
-            finish(layer, product, kind, tile, old);
+            finish(layer, product, kind, tile, e);
             odd ^= 1;
         }
         if (kind != DOWN)
