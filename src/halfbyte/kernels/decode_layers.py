@@ -36,7 +36,7 @@ HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
 
 
 def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
-    """A struct of `decode.cu`."""
+    """A struct of `cuda/copies.cuh`."""
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
