@@ -6,7 +6,7 @@ comes from the cache is on its way before it is needed: old slots do not wait fo
 
 Constants: HEAD, QUERIES, KV8. */
 
-constexpr u32 EACH = HEAD / 8, TEAMS = THREADS / 8, AHEAD = QUERIES * HEAD > 128 ? 2 : 4;
+constexpr u32 EACH = HEAD / 8, TEAMS = THREADS / 8, AHEAD = 2;
 
 #if KV8 /* the cache is in E4M3, else in x's dtype */
 typedef u8 Cell;
@@ -196,10 +196,9 @@ struct Attention {
             prepare(qkv, unit, part, lane, q, kv);
         workers_arrive<THREADS>();
         Query queries[QUERIES];
-        u32 start = first_slot(unit);
-        for (u32 base = start; base <= last; base += TEAMS * AHEAD) {
-            if (base > start)
-                fetch(chunk, unit, base);
+        for (u32 base = first_slot(unit); base <= last; base += TEAMS * AHEAD) {
+            Chunk next;
+            fetch(next, unit, base + TEAMS * AHEAD);
 #pragma unroll
             for (u32 a = 0; a < AHEAD; a++)
                 if (base + a * TEAMS + threadIdx.x / 8 == last) /* the newest, which may not be in the cache yet */
@@ -207,6 +206,7 @@ struct Attention {
 #pragma unroll
             for (u32 j = 0; j < QUERIES; j++)
                 queries[j].add(chunk, q + j * HEAD + begin, base, last);
+            chunk = next;
         }
 #pragma unroll
         for (u32 j = 0; j < QUERIES; j++) {
