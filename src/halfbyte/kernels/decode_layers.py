@@ -1,6 +1,6 @@
 """`cuda/decode.cu`: all decoder layers of one token's step in one launch.
 
-It takes a Hopper GPU or newer, up to 32 rows of 16 bits, and 4-bit weights in blocks of 64.
+It takes a Hopper GPU or newer, up to 16 rows of 16 bits (32 with adapters), and 4-bit weights in blocks of 64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .gemv4_cuda import (
 )
 from .launch import ceil_div, power_of_2
 
-BATCH = 32
+BATCH, ADAPTED_BATCH = 16, 32  # rows at most: beyond, separate products are faster; adapters cost these more
 HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
 
 
@@ -176,13 +176,13 @@ def columns_of(linears: Projections) -> int:
 
 def takes(hidden: Tensor, stack: Stack) -> bool:
     """True if the kernel can run these layers."""
-    batch = hidden.shape[0]
+    batch, adapted = hidden.shape[0], any(layer.qkv.down is not None for layer in stack.layers)
     if not (
         hidden.device.type == "cuda"
         and torch.version.hip is None
         and torch.cuda.get_device_capability(hidden.device) >= CAPABILITY
         and hidden.dtype in (torch.bfloat16, torch.float16)
-        and 1 <= batch <= BATCH
+        and 1 <= batch <= (ADAPTED_BATCH if adapted else BATCH)
     ):
         return False
     return fits(hidden, stack, 16 * blocks_for(batch).rt)
