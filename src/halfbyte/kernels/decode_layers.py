@@ -174,9 +174,13 @@ def columns_of(linears: Projections) -> int:
     return weight.packed.numel() * 2 // weight.rows
 
 
+def linears_of(stack: Stack) -> list[Projections]:
+    return [each for layer in stack.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+
 def takes(hidden: Tensor, stack: Stack) -> bool:
     """True if the kernel can run these layers."""
-    batch, adapted = hidden.shape[0], any(layer.qkv.down is not None for layer in stack.layers)
+    batch, adapted = hidden.shape[0], any(each.down is not None for each in linears_of(stack))
     if not (
         hidden.device.type == "cuda"
         and torch.version.hip is None
@@ -192,7 +196,7 @@ def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
     """True if tiles of so many rows divide every product, and all weights are alike."""
     first, width = stack.layers[0], hidden.shape[1]
     size = first.keys.shape[3]
-    linears = [each for layer in stack.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    linears = linears_of(stack)
     weights = [weight for each in linears for weight in each.weights]
     nested = [weight.nested for weight in weights]
     codes = [each[1] for each in nested if each is not None]
