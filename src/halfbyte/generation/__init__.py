@@ -1,6 +1,7 @@
 """Generating text: a static key-value cache, one token a step, adapters applied without merging."""
 
+from .kept import forget
 from .run import generate, stream
 from .sampling import Sampling
 
-__all__ = ["Sampling", "generate", "stream"]
+__all__ = ["Sampling", "forget", "generate", "stream"]

@@ -16,7 +16,8 @@ from ..errors import ModelError
 from ..models.blocks import epsilon
 from ..models.families import ACTIVATIONS, Family, family_of
 from ..models.projections import hooked
-from ..ops.decode_attention import decode_attention
+from ..ops.decode_attention import decode_attention, store
+from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
@@ -78,8 +79,32 @@ class StaticEngine:
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.steps, self.logits = 0, torch.empty(0)
+        self.slots, self.steps, self.logits = slots, 0, torch.empty(0)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.one_launch = self._one_launch(batch)
+
+    @torch.inference_mode()
+    def renew(self) -> bool:
+        """Make ready for new prompts, with the adapters as they are now; False if the model must be read anew.
+
+        Raises:
+            Unknown: as above.
+        """
+        linears = [each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return all(each.renew(self.dtype) for each in [self.head, *linears])
+
+    def _one_launch(self, batch: int) -> Run | None:
+        """A token's way through all layers as one kernel, where there is one and the family is of Llama's kind."""
+        family, attention = self.family, self.layers[0].module.self_attn
+        if family.norm_offset or family.sandwich or family.fused or family.softcap or self.activation != "silu":
+            return None
+        layers = [found for layer in self.layers if (found := _decoder_layer(layer, family)) is not None]
+        epsilons = {epsilon(norm) for layer in self.layers for norm in _norms(layer.module, family)}
+        if len(layers) < len(self.layers) or len(epsilons) > 1 or len(self.ropes) > 1:
+            return None
+        shared = epsilons.pop(), attention.scaling, *self.ropes[self.layers[0].rope], self.padding, self.slot
+        hidden = torch.empty(batch, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        return one_launch(hidden, Stack(layers, self.config.num_attention_heads, *shared))
 
     def _layer(self, layer: Any, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype) -> Layer:
         attention, mlp, fused = layer.self_attn, layer.mlp, self.family.fused
@@ -140,6 +165,9 @@ class StaticEngine:
 
     def _step(self) -> Tensor:
         self.slot.add_(1)
+        if self.one_launch is not None:
+            hidden = self.one_launch(self.embed(self.tokens).to(self.dtype)).unsqueeze(1)
+            return self._logits(self._norm(self.norm, hidden)[0])
         positions = (self.slot - self.padding).unsqueeze(1)
         return self._logits(self._forward(self.tokens.unsqueeze(1), positions, self.slot, None))
 
@@ -190,8 +218,8 @@ class StaticEngine:
             q, k = qk_norm_rope(q, k, *weights, cos, sin, epsilon(attention.q_norm), self.family.norm_offset)
         else:
             rope_(q, k, cos, sin, False)
-        _store(layer.keys, slots, k)
-        _store(layer.values, slots, v)
+        store(layer.keys, slots, k)
+        store(layer.values, slots, v)
         cap = attention.attn_logit_softcapping if self.family.softcap else None
         if masks is None:
             out = decode_attention(
@@ -202,12 +230,22 @@ class StaticEngine:
         return layer.out(out.transpose(1, 2).flatten(2))[0]
 
 
-def _store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
-    """new [B, H, T, D] into slots [T] of the cache [B, H, S, D]."""
-    if cache.dtype is FP8:  # copied as bytes: no device indexes it
-        limit = torch.finfo(FP8).max
-        cache, new = cache.view(torch.uint8), new.clamp(-limit, limit).to(FP8).view(torch.uint8)
-    cache.index_copy_(2, slots, new)
+def _norms(layer: Any, family: Family) -> list[Any]:
+    """The norms of a layer of Llama's kind: before attention, before the gated unit, of q and of k."""
+    own = [layer.self_attn.q_norm, layer.self_attn.k_norm] if family.qk_norm else []
+    return [layer.input_layernorm, layer.post_attention_layernorm, *own]
+
+
+def _decoder_layer(layer: Layer, family: Family) -> DecoderLayer | None:
+    """A layer as `ops.decode_layers` takes it; None unless its weights are 4-bit."""
+    found = [linears.projections() for linears in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    norms = [norm.weight.detach() for norm in _norms(layer.module, family)]
+    q_norm, k_norm = norms[2:] or (None, None)
+    qkv, out, gate_up, down = found
+    if qkv is None or out is None or gate_up is None or down is None:
+        return None
+    caches = layer.keys, layer.values
+    return DecoderLayer(qkv, out, gate_up, down, norms[0], norms[1], q_norm, k_norm, *caches, layer.window)
 
 
 def _prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -12,8 +12,12 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from ..formats import Blockwise4
 from ..models.projections import hooked
+from ..ops.decode_layers import Projections, Weight4
 from ..tensor import QuantizedTensor
+
+Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [r, K], B [N, r], scaling
 
 
 class Unknown(Exception):
@@ -26,8 +30,8 @@ def _plain(module: Any) -> nn.Linear:
     return module
 
 
-def _factors(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, dict[str, tuple[Tensor, Tensor, float]]]:
-    """The frozen linear, and (A [r, K], B [N, r], scaling) of each adapter that it has among `names`."""
+def _factors(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, Factors]:
+    """The frozen linear, and the factors of each adapter that it has among `names`."""
     if not isinstance(module, BaseTunerLayer):
         return _plain(module), {}
     base = _plain(module.base_layer)
@@ -55,6 +59,20 @@ def _product(linear: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor
     return partial(F.linear, weight=weight.detach().to(dtype), bias=bias)
 
 
+def _weight4(linear: nn.Linear, dtype: torch.dtype) -> Weight4 | None:
+    """A linear whose weight is 4-bit, as `ops.decode_layers` takes it."""
+    weight: Any = linear.weight
+    if not isinstance(weight, QuantizedTensor) or not isinstance(weight.format, Blockwise4):
+        return None
+    parts, format_ = weight.parts, weight.format
+    bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+    scales = parts["absmax"], format_.nested_parts(parts), format_.blocksize, format_.quant_type
+    return Weight4(parts["packed"], *scales, linear.out_features, bias)
+
+
+RANKS, ALL_RANKS = 8, 16  # what ranks of a linear, and of linears of one input, are filled up to: see ops.decode_layers
+
+
 class Linears:
     """Linears of one input, with the low-rank terms of every adapter in use.
 
@@ -68,24 +86,59 @@ class Linears:
     """
 
     def __init__(self, modules: Sequence[nn.Module], adapters: Sequence[str | None], dtype: torch.dtype):
-        names = sorted({name for name in adapters if name is not None})
-        read = [_factors(module, names) for module in modules]
+        self.modules, self.names = modules, sorted({name for name in adapters if name is not None})
+        read = self._read()
+        self.places = _places(read, dtype)
         self.products = [_product(base, dtype) for base, _ in read]
-        a: list[Tensor] = []
-        owners: list[str] = []
-        self.b: list[tuple[int, int, Tensor] | None] = []
-        for _, factors in read:
+        self.weights = [_weight4(base, dtype) for base, _ in read]
+        owners: list[str | None] = []  # the adapter of each row of A
+        self.b: list[tuple[int, Tensor] | None] = []
+        for base, factors in read:
             begin = len(owners)
             for name, (down, _, _) in factors.items():
-                a.append(down.detach().to(dtype))
                 owners += [name] * len(down)
-            up = [(b.detach() * scaling).to(dtype) for _, b, scaling in factors.values()]
-            self.b.append((begin, len(owners), torch.cat(up, 1)) if up else None)
-        self.a = torch.cat(a) if a else None
+            if factors:
+                owners += [None] * (-(len(owners) - begin) % RANKS)
+                shape = base.out_features, len(owners) - begin
+                self.b.append((begin, torch.zeros(shape, dtype=dtype, device=_device(base))))
+            else:
+                self.b.append(None)
+        self.a: Tensor | None = None
         self.mask: Tensor | None = None
-        if a and len(set(adapters)) > 1:  # rows differ in their adapters
-            rows = [[owner == adapter for owner in owners] for adapter in adapters]
-            self.mask = torch.tensor(rows, dtype=dtype, device=a[0].device).unsqueeze(1)
+        if owners:
+            owners += [None] * (-len(owners) % ALL_RANKS)
+            base = read[0][0]
+            self.a = torch.zeros(len(owners), base.in_features, dtype=dtype, device=_device(base))
+            if len(set(adapters)) > 1:  # rows differ in their adapters
+                rows = [[owner is not None and owner == adapter for owner in owners] for adapter in adapters]
+                self.mask = torch.tensor(rows, dtype=dtype, device=self.a.device).unsqueeze(1)
+        self._fill(read)
+
+    def _read(self) -> list[tuple[nn.Linear, Factors]]:
+        return [_factors(module, self.names) for module in self.modules]
+
+    def _fill(self, read: list[tuple[nn.Linear, Factors]]) -> None:
+        """The adapters' values as they are now."""
+        for (_, factors), term in zip(read, self.b, strict=True):
+            if self.a is not None and term is not None:
+                begin, b = term
+                column = 0
+                for down, up, scaling in factors.values():
+                    self.a[begin + column : begin + column + len(down)].copy_(down)
+                    b[:, column : column + len(down)].copy_(up * scaling)
+                    column += len(down)
+
+    def renew(self, dtype: torch.dtype) -> bool:
+        """Take the adapters' values as they are now; False if these linears must be read anew.
+
+        Raises:
+            Unknown: a module has come to compute something else.
+        """
+        read = self._read()
+        if _places(read, dtype) != self.places:
+            return False
+        self._fill(read)
+        return True
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """[B, T, Nᵢ] each for x [B, T, K]."""
@@ -96,9 +149,35 @@ class Linears:
             u = (u if self.mask is None else u * self.mask).flatten(0, 1)
             for y, term in zip(out, self.b, strict=True):
                 if term is not None:
-                    begin, end, b = term
-                    y.addmm_(u[:, begin:end], b.t())
+                    begin, b = term
+                    y.addmm_(u[:, begin : begin + b.shape[1]], b.t())
         return [y.unflatten(0, x.shape[:2]) for y in out]
+
+    def projections(self) -> Projections | None:
+        """These linears as `ops.decode_layers` takes them; None unless all weights are 4-bit."""
+        weights = [weight for weight in self.weights if weight is not None]
+        if len(weights) < len(self.weights):
+            return None
+        return Projections(weights, self.a, self.b, None if self.mask is None else self.mask[:, 0])
+
+
+def _device(linear: nn.Linear) -> torch.device:
+    return linear.weight.device
+
+
+def _places(read: list[tuple[nn.Linear, Factors]], dtype: torch.dtype) -> list[Any]:
+    """Where all tensors are, and what else must not change for what was read to hold."""
+    places: list[Any] = []
+    for base, factors in read:
+        weight: Any = base.weight
+        tensors = weight.parts.values() if isinstance(weight, QuantizedTensor) else [weight]
+        places += [tensor.data_ptr() for tensor in tensors]
+        for tensor in (weight, base.bias):  # copied where the dtypes differ
+            if tensor is not None and not isinstance(tensor, QuantizedTensor):
+                copied = tensor.dtype is not dtype and not tensor.is_inference()
+                places += [tensor.data_ptr(), tensor._version if copied else 0]
+        places += [(name, down.shape) for name, (down, _, _) in factors.items()]
+    return places
 
 
 def adapter_names(model: Any) -> list[str]:

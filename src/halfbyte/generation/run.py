@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, ModelError
-from ..notices import notice
-from .engine import FP8, Engine, StaticEngine, StockEngine
-from .linears import Unknown, adapter_names
+from .kept import CACHES, engine_for
+from .linears import adapter_names
 from .sampling import Sampling
 
-ROUND = 64  # the cache's size is a multiple of this
-CACHES = {"auto": None, "fp8": FP8}
 ACTIVE = "active"  # stands for the adapter that is active in the model
 
 
@@ -83,32 +80,20 @@ def stream(
     _check(model, prompts, max_new_tokens, kv_cache)
     adapters = _adapters(model, adapter, len(prompts))
     ends = _stops(model) if stops is None else set(stops)
-    slots = -(-(longest + max_new_tokens) // ROUND) * ROUND
-    engine = _engine(model, adapters, slots, kv_cache)
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
     generator = sampling.generator(device)
-    drawn = sampling.draw(engine.prefill(padded, padding), generator)
-    waiting = [True] * len(prompts)
-    for left in reversed(range(max_new_tokens)):
-        tokens = drawn.tolist()
-        yield [token if waits else None for token, waits in zip(tokens, waiting, strict=True)]
-        waiting = [waits and token not in ends for token, waits in zip(tokens, waiting, strict=True)]
-        if not left or not any(waiting):
-            return
-        drawn = sampling.draw(engine.step(drawn), generator)
-
-
-def _engine(model: Any, adapters: Sequence[str | None], slots: int, kv_cache: str) -> Engine:
-    try:
-        with torch.inference_mode():
-            return StaticEngine(model, adapters, slots, CACHES[kv_cache])
-    except Unknown as reason:
-        notice(f"generation: {reason}", f"generating with transformers' own forward, more slowly: {reason}")
-        if kv_cache != "auto":
-            raise ModelError(f"kv_cache: {kv_cache}, but {reason}", "use kv_cache: auto") from reason
-        return StockEngine(model, adapters)
+    with engine_for(model, adapters, longest + max_new_tokens, kv_cache) as engine:
+        drawn = sampling.draw(engine.prefill(padded, padding), generator)
+        waiting = [True] * len(prompts)
+        for left in reversed(range(max_new_tokens)):
+            tokens = drawn.tolist()
+            yield [token if waits else None for token, waits in zip(tokens, waiting, strict=True)]
+            waiting = [waits and token not in ends for token, waits in zip(tokens, waiting, strict=True)]
+            if not left or not any(waiting):
+                return
+            drawn = sampling.draw(engine.step(drawn), generator)
 
 
 def _check(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, kv_cache: str) -> None:

@@ -21,6 +21,7 @@ BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; c
 CAPABILITY = (9, 0)
 TABLE_BYTES = 65536
 SHARED_BYTES = 232448  # of a block at most
+RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
 
 Nested = tuple[Tensor, Tensor, Tensor] | None
 
@@ -40,12 +41,14 @@ class Blocks(NamedTuple):
 
 
 class Weight(ctypes.Structure):
-    """The struct of this name in `gemv4.cu`."""
+    """The struct of this name in `cuda/weight4.cuh`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")] + [
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
-    ]
+        ("shift", ctypes.c_float * 2),  # the kernel's own
+    )
 
 
 def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
@@ -61,6 +64,15 @@ def multiprocessors_of(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def origin_of(device: int) -> int:
+    """Bytes of a block's shared memory that are not the kernel's, and come first."""
+    reserved = ctypes.c_int()
+    if ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(reserved), RESERVED_SHARED_BYTES, device):
+        raise BuildError("the driver does not say where shared memory begins")
+    return reserved.value
+
+
 def row_bytes(nested: bool) -> int:
     """Of a slot of the ring: codes and scales of a row."""
     return 128 + (8 if nested else 16)
@@ -69,7 +81,7 @@ def row_bytes(nested: bool) -> int:
 def image(name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, **constants: int) -> bytes:
     """`cuda/<name>.cu` compiled for `tiles` tiles of 8 rows of x."""
     shared = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
-    return cubin(name, torch.cuda.get_device_capability(device), shared | constants)
+    return cubin(name, torch.cuda.get_device_capability(device), shared | constants | {"ORIGIN": origin_of(device)})
 
 
 @functools.cache

@@ -12,6 +12,14 @@ from torch import Tensor
 from ..dispatch import op
 
 
+def store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
+    """new [B, H, T, D] into slots [T] of a cache [B, H, S, D]; values beyond ±448 are clamped for float8_e4m3fn."""
+    if cache.dtype is torch.float8_e4m3fn:  # copied as bytes: no device indexes it
+        limit = torch.finfo(cache.dtype).max
+        cache, new = cache.view(torch.uint8), new.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
+    cache.index_copy_(2, slots, new)
+
+
 @op(twins="decode_attention")
 def decode_attention(
     q: Tensor,

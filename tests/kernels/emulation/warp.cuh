@@ -1,6 +1,7 @@
 /* The functions of halfbyte/kernels/cuda/warp.cuh on a CPU: a thread is a fiber that runs until it meets a barrier, and
 asynchronous copies happen as late as the kernel allows, so that a wait or a barrier that is missing shows. */
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +22,7 @@ typedef unsigned long long u64;
 #define __launch_bounds__(...)
 #define threadIdx (current->thread)
 #define blockIdx (current->block)
+#define memory (memories[current->block.x])
 #define shared (memory.data())
 
 struct alignas(8) uint2 { u32 x, y; };
@@ -33,15 +35,16 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(1 << 17);
     Index thread, block;
-    u32 number;                   /* of the thread */
+    u32 number;                   /* of the thread, among those of all blocks that run together */
     u32 first = 0, count = 0;     /* fibers of the barrier it waits at; none if count is 0 */
     bool done = false;
     std::vector<std::vector<Copy>> groups{1};
     u32 a[4], b[2];               /* what multiply() takes from other lanes */
+    float value;                  /* and shuffle() */
 };
 
-std::vector<std::unique_ptr<Fiber>> fibers;   /* of a block */
-std::vector<u8> memory;                       /* its shared memory */
+std::vector<std::unique_ptr<Fiber>> fibers;   /* of the blocks that run */
+std::vector<std::vector<u8>> memories;        /* their shared memory */
 Fiber *current;
 ucontext_t scheduler;
 u32 threads_of_block;
@@ -52,9 +55,27 @@ void meet(u32 first, u32 count) {
     swapcontext(&current->context, &scheduler);
 }
 void __syncwarp() { meet(current->number / 32 * 32, 32); }
-void __syncthreads() { meet(0, threads_of_block); }
-template <int COUNT> void group_arrives(u32 group) { meet(group * COUNT, COUNT); }
+void __syncthreads() { meet(current->number - current->thread.x, threads_of_block); }
+template <int COUNT> void group_arrives(u32 group) { meet(current->number - current->thread.x + group * COUNT, COUNT); }
 void begin_after_others() {}
+
+float shuffle(float value, u32 mask) {
+    current->value = value;
+    __syncwarp();
+    float other = fibers[current->number ^ mask]->value;
+    __syncwarp();
+    return other;
+}
+void prefetch(const void *) {}
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+u32 count_up(u32 *counter) { return (*counter)++; }
+void wait_for(const u32 *counter, u32 number) {
+    while (*counter < number)
+        meet(0, 0);
+}
+void tell(u32 *counter) { ++*counter; }
+template <int COUNT> void workers_arrive() { meet(current->number - current->thread.x, COUNT); }
+float rsqrtf(float value) { return 1 / std::sqrt(value); }
 
 template <int SIZE> void copy(u8 *to, const void *from, bool inside) {
     if ((uintptr_t)from % SIZE || (uintptr_t)to % SIZE)
@@ -71,6 +92,22 @@ template <int LATER> void wait() {
         groups.erase(groups.begin());
     }
 }
+
+void put_tagged(u64 *to, float value, u32 tag) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    *to = (u64)tag << 32 | bits;
+}
+u64 peek(const u64 *from) { return *from; }
+float take_tagged(const u64 *from, u32 tag, u64 both) {
+    for (; both >> 32 != tag; both = *from)
+        meet(0, 0);
+    float value;
+    memcpy(&value, &both, 4);
+    return value;
+}
+
+template <typename T, u32 AT> T look(u32 offset) { return *(const T *)(shared + AT + offset); }
 
 float __uint_as_float(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
 u32 __float_as_uint(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }
@@ -100,6 +137,12 @@ template <bool BFLOAT> u32 pair(float first, float second) {
     return rounded<BFLOAT>(first) | (u32)rounded<BFLOAT>(second) << 16;
 }
 
+float from_e4m3(u32 code) { return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; }
+u8 to_e4m3(float value) {
+    u32 bits = __float_as_uint(std::fmin(std::fabs(value), 448.0f) * 0x1p-120f);
+    return (bits + 0x7ffff + (bits >> 20 & 1)) >> 20 | (value < 0) << 7;
+}
+
 template <bool BFLOAT> u32 times(u32 a, u32 b) {
     return pair<BFLOAT>(number<BFLOAT>(a) * number<BFLOAT>(b), number<BFLOAT>(a >> 16) * number<BFLOAT>(b >> 16));
 }
@@ -126,8 +169,8 @@ void enter() {
     swapcontext(&current->context, &scheduler);
 }
 
-void run_block(u32 threads) {
-    for (u32 left = threads; left;) {
+void run_all() {
+    for (size_t left = fibers.size(); left;) {
         bool moved = false;
         for (auto &fiber : fibers) {
             bool ready = !fiber->done;
@@ -152,20 +195,23 @@ void run_block(u32 threads) {
     }
 }
 
-/* Run `work` in blocks × threads threads, one block after the other. */
-void launch(u32 blocks, u32 threads, u32 bytes, std::function<void()> work) {
+/* Run `work` in blocks × threads threads, one block after the other or all together. */
+void launch(u32 blocks, u32 threads, u32 bytes, std::function<void()> work, bool together = false) {
     gridDim.x = blocks, threads_of_block = threads, body = work;
+    memories.assign(blocks, std::vector<u8>(bytes, 0xff));
     for (u32 block = 0; block < blocks; block++) {
-        fibers.clear();
-        memory.assign(bytes, 0xff);
+        if (!together)
+            fibers.clear();
         for (u32 i = 0; i < threads; i++) {
             fibers.push_back(std::make_unique<Fiber>());
             Fiber &f = *fibers.back();
-            f.thread.x = f.number = i, f.block.x = block;
+            f.thread.x = i, f.number = fibers.size() - 1, f.block.x = block;
             getcontext(&f.context);
             f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
             makecontext(&f.context, enter, 0);
         }
-        run_block(threads);
+        if (!together || block + 1 == blocks)
+            run_all();
     }
+    fibers.clear();
 }

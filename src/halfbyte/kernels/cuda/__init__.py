@@ -20,8 +20,8 @@ import torch
 from ..native import BuildError, cache_folder
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
-HEADERS = ("product.cuh", "warp.cuh")
+COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
+HEADERS = ("copies.cuh", "attend.cuh", "weight4.cuh", "product.cuh", "warp.cuh")
 
 
 class _Attribute(ctypes.Structure):
@@ -60,16 +60,18 @@ class Kernel:
         except RuntimeError as error:  # e.g. a driver that is older than NVRTC
             raise BuildError(f"the kernel does not load: {error}") from error
 
-    def __call__(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+    def __call__(self, blocks: int, threads: int, arguments: Sequence[Any], together: bool = False) -> None:
         """Launch on torch's current stream; `arguments` are ctypes values of the C parameters' types.
 
         The kernel may begin while the one before it on the stream still runs, if that one lets it
         (griddepcontrol.launch_dependents): it must wait (griddepcontrol.wait) before it reads or writes what others do.
+        With `together` it begins after that one instead, and all its blocks run at once, so that they may wait for each
+        other.
         """
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
-        overlap = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(overlap), 1)
+        how = _Attribute(id=COOPERATIVE if together else PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(how), 1)
         self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     def _check(self, status: int) -> None:

@@ -21,6 +21,16 @@ template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *fro
                      ::"r"(address(to)), "l"(from), "r"(size) : "memory");
 }
 
+#ifdef ORIGIN
+/* 4 bytes of shared memory at AT + offset, in one instruction: the compiler would add `shared` to the offset first. Where
+   that begins is the device's (ORIGIN bytes are reserved), so that it can be part of the instruction. */
+template <typename T, u32 AT> __device__ __forceinline__ T look(u32 offset) {
+    u32 bits;
+    asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(bits) : "r"(offset), "n"(ORIGIN + AT));
+    return *(T *)&bits;
+}
+#endif
+
 /* What was begun since the last commit() is one group; wait until at most LATER groups are on their way. */
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> __device__ __forceinline__ void wait() {
@@ -43,6 +53,16 @@ template <bool BFLOAT> __device__ __forceinline__ float number(u16 bits) {
         return __uint_as_float((u32)bits << 16);
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
+}
+
+/* E4M3, and the nearest E4M3 (±448 beyond it). */
+__device__ __forceinline__ float from_e4m3(u32 code) {
+    return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
+}
+__device__ __forceinline__ u8 to_e4m3(float value) {
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(0.0f), "f"(value));
+    return (u8)both;
 }
 
 /* Products of two pairs of numbers. */
@@ -75,4 +95,54 @@ template <int COUNT> __device__ __forceinline__ void group_arrives(u32 group) {
 /* Let the next kernel of the stream begin (it waits here in turn), and wait until the one before is done. */
 __device__ __forceinline__ void begin_after_others() {
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+}
+
+/* This value of the lane whose number differs in the bits of `mask`. */
+__device__ __forceinline__ float shuffle(float value, u32 mask) { return __shfl_xor_sync(0xffffffff, value, mask); }
+
+/* Begin to bring the 128 bytes around an address to the second-level cache. */
+__device__ __forceinline__ void prefetch(const void *pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
+}
+
+/* A barrier of the first COUNT threads of a block. */
+template <int COUNT> __device__ __forceinline__ void workers_arrive() {
+    asm volatile("bar.sync 15, %0;" ::"n"(COUNT) : "memory");
+}
+
+/* Add one to a counter, after all that this thread has written or seen written; the count before. */
+__device__ __forceinline__ u32 count_up(u32 *counter) {
+    u32 before;
+    asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
+                 : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+/* The same for one who does not ask for the count. */
+__device__ __forceinline__ void tell(u32 *counter) {
+    asm volatile("fence.acq_rel.gpu;\nred.add.relaxed.gpu.global.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+/* Wait until a counter has reached a number: what others wrote before they counted can then be read. */
+__device__ __forceinline__ void wait_for(const u32 *counter, u32 number) {
+    u32 now;
+    do
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    while (now < number);
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+/* A number with a tag, written and read as one, so that who waits for the tag needs no fence. */
+__device__ __forceinline__ void put_tagged(u64 *to, float value, u32 tag) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)tag << 32 | __float_as_uint(value)) : "memory");
+}
+__device__ __forceinline__ u64 peek(const u64 *from) {
+    u64 both;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
+    return both;
+}
+__device__ __forceinline__ float take_tagged(const u64 *from, u32 tag, u64 both) { /* `both`: what peek() gave */
+    while (both >> 32 != tag)
+        both = peek(from);
+    return __uint_as_float((u32)both);
 }

@@ -1,0 +1,124 @@
+/* The tables that decode.cu goes by, and the copies of weights, which run ahead of it over all products. */
+
+enum { QKV, OUT, GATED, DOWN };
+
+struct Linear {
+    const u8 *packed, *absmax;
+    const float *second;
+    const u16 *bias;        /* [rows] or null */
+    const u16 *up;          /* B [rows, rank] of the adapters, scaled */
+    float offset;           /* of nested scales */
+    u32 rows, begin, rank;  /* `begin`: of its part of u */
+};
+
+struct Product {
+    Linear parts[3];
+    const u16 *down;             /* A [ranks, columns] of the adapters */
+    const u16 *mask;             /* [batch, ranks] or null: which row has which adapter */
+    u32 columns, tiles, ranks, pad;
+};
+
+struct Layer {
+    Product products[4];
+    const u16 *norms[2];         /* the weights of the norms that follow OUT and DOWN */
+    const u16 *q_norm, *k_norm;
+    Cell *keys, *values;
+    u32 window, pad[3]; /* what follows a table is aligned to 16 bytes */
+};
+
+struct Step {
+    const Layer *layers;
+    const u16 *norm;             /* the first layer's */
+    u16 *hidden, *normed;        /* [batch, width]: the residual stream, and with the next norm's weight */
+    u16 *qkv, *attended, *gated; /* [batch, ...]: what products and attention put */
+    float *squares;              /* [batch, width / ROWS] */
+    u64 *low;                    /* u [shares of K, batch, ranks], tagged */
+    u32 *counters;               /* blocks that came to barriers, zero; earlier launches */
+    const u16 *cos, *sin;
+    const int *padding;
+    const long long *slot;
+    u32 count, batch, width, heads, key_heads, slots;
+    float eps, scale;
+};
+
+/* Where a row of a tile is. */
+struct Place {
+    const Linear *linear;
+    u32 row;
+};
+
+__device__ __forceinline__ Place place(const Product &product, u32 kind, u32 tile, u32 i) {
+    if (kind == GATED)
+        return {product.parts + i / 8 % 2, tile * (ROWS / 2) + i / 16 * 8 + i % 8};
+    const Linear *linear = product.parts;
+    u32 row = tile * ROWS + i;
+    for (; row >= linear->rows; linear++)
+        row -= linear->rows;
+    return {linear, row};
+}
+
+/* Three layers' tables in shared memory. */
+__device__ __forceinline__ Layer *tables() { return (Layer *)(shared + Weight::TABLE + WARPS * STAGES * Weight::SLOT); }
+
+/* A warp's copies, which run ahead over all products of all layers. */
+struct Copies {
+    const Step &s;
+    u32 first, first_tile, stride, lane;            /* constants of the warp */
+    u32 layer = 0, kind = 0, tile, step, filled = 0, now = 0; /* `now`: the layer under way */
+    const u8 *codes[2], *scales;                    /* of rows i and i + 8 in the tile, at this lane's piece; of row `lane` */
+    const float *second;
+    u32 block, columns, tiles;
+
+    __device__ __forceinline__ Copies(const Step &s, u32 first, u32 first_tile, u32 stride, u32 lane)
+        : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), step(first) {}
+
+    /* Layer l: this one and the next are in shared memory. */
+    __device__ __forceinline__ const Layer *at(u32 l) const { return l - now < 2 ? tables() + l % 3 : s.layers + l; }
+
+    /* Go to the first product, from this one on, in which this warp has a tile, and look up where that is. */
+    __device__ __forceinline__ void enter() {
+        const Product *product;
+        for (;; tile = first_tile) {
+            if (layer == s.count)
+                return;
+            product = at(layer)->products + kind;
+            columns = product->columns, tiles = product->tiles;
+            if (tile < tiles && first < columns / 256)
+                break;
+            layer += kind == DOWN, kind = (kind + 1) % 4;
+        }
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            Place p = place(*product, kind, tile, 8 * half + lane / 8);
+            codes[half] = p.linear->packed + (u64)p.row * (columns / 2) + lane % 8 * 16;
+        }
+        if (lane < ROWS) {
+            Place p = place(*product, kind, tile, lane);
+            scales = p.linear->absmax, second = p.linear->second, block = p.row * (columns / 64);
+        }
+    }
+
+    /* Begin to copy the next step into the ring. As in Weight::fetch, 16-byte pieces change places. */
+    __device__ __forceinline__ void next(u8 *ring) {
+        if (layer < s.count) {
+            u8 *slot = ring + filled * Weight::SLOT;
+            u32 at = lane / 8, piece = lane % 8, row = columns / 2, apart = kind == GATED ? 8 : 16;
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i += 4) {
+                const u8 *from = codes[i / 8 % 2] + (u64)(i / 16 * apart + i % 8) * row + step * 128;
+                copy<16>(slot + (i + at) * 128 + (piece ^ at << 1) * 16, from, true);
+            }
+            if (lane < ROWS) {
+                u32 now = block + step * 4;
+                copy<Weight::SCALE>(slot + Weight::CODES + lane * Weight::SCALE, scales + (u64)now * (Weight::SCALE / 4), true);
+                if (NESTED)
+                    copy<4>(slot + Weight::CODES + ROWS * 4 + lane * 4, second + now / 256, true);
+            }
+            step += WK;
+            if (step >= columns / 256)
+                step = first, tile += stride, enter();
+        }
+        filled = filled + 1 == STAGES ? 0 : filled + 1;
+        commit();
+    }
+};

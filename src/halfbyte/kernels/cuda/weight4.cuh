@@ -1,0 +1,133 @@
+/* NF4 and FP4 weights in blocks of 64, nested scales or fp32 ones, as products take them; see product.cuh.
+
+A packed byte is two weights, neighbours along K. The table has for each of the 256 bytes both values, in x's dtype, as one
+4-byte word; it has 32 such copies, one for each lane, so that lanes never wait for each other. An entry takes 256 bytes:
+32 words of weights, then 32 words of the nested scale's value for the same byte. So an address is entry · 256 + lane · 4,
+which one PRMT puts together: two weights cost one PRMT and one LDS, and what LDS gives is an operand as it stands.
+
+Of a block, which has one scale for a row, a lane has the 16 columns that begin at 16 t: 8 bytes of W and 32 of x, in
+their order in memory. fp32 sums of a block are scaled and added up in fp32.
+
+Constants: NESTED, and those of product.cuh. */
+
+#include "product.cuh"
+
+#ifndef LOOK
+#define LOOK 1
+#endif
+
+struct Sixteen { /* a lane's columns of a block of x */
+    uint4 first, second;
+};
+
+/* Those of block b in a step, for tile n of rows of x; zeros for rows that are not there. */
+__device__ __forceinline__ Sixteen sixteen_of(const u16 *x, u32 columns, int b, int n, u32 batch, u32 lane) {
+    const uint4 *from = (const uint4 *)(x + (u64)(8 * n) * columns + b * 64), none = make_uint4(0, 0, 0, 0);
+    bool inside = 8 * n + lane / 4 < batch;
+    return {inside ? from[0] : none, inside ? from[1] : none};
+}
+
+struct Weight {
+    const u8 *packed, *absmax; /* [N, K/2]; [N, K/64], bytes if nested, else fp32 */
+    const float *second, *code, *offset; /* [N·K/16384], [256], [], of nested scales */
+    const float *codebook; /* [16] */
+    u32 rows, columns;     /* N, K */
+    float shift[2];        /* what is added to nested scales, of rows g and of rows g + 8 */
+
+    static constexpr u32 TABLE = 65536, CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16, NEIGHBOURS = 16;
+    static constexpr u32 SLOT = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
+
+    /* What the table has for byte i of a word; `lane4` is lane · 4. */
+    template <typename T, u32 AT> static __device__ __forceinline__ T look_up(u32 word, int i, u32 lane4) {
+#if LOOK
+        return look<T, AT>(__byte_perm(word, lane4, 0x5504 | i << 4));
+#else
+        return *(const T *)(shared + AT + __byte_perm(word, lane4, 0x5504 | i << 4));
+#endif
+    }
+
+    /* Begin to copy one step of a tile's rows `row` ... into a slot. 16-byte pieces of a row change places by the row's
+       number modulo 4, so that reading 8 bytes of each of 4 rows takes every bank once. */
+    __device__ __forceinline__ void fetch(u8 *slot, u32 row, u32 step, u32 lane) const {
+        u32 at = lane / 8, piece = lane % 8;
+#pragma unroll
+        for (u32 i = 0; i < ROWS; i += 4) {
+            u32 r = row + i + at;
+            const u8 *from = packed + (u64)r * (columns / 2) + step * 128 + piece * 16;
+            copy<16>(slot + (i + at) * 128 + (piece ^ (at & 3) << 1) * 16, r < rows ? from : packed, r < rows);
+        }
+#pragma unroll
+        for (u32 i = lane; i < ROWS; i += 32) {
+            u64 block = (u64)(row + i) * (columns / 64) + step * 4;
+            bool inside = row + i < rows;
+            block = inside ? block : 0;
+            copy<SCALE>(slot + CODES + i * SCALE, absmax + block * (SCALE / 4), inside);
+            if (NESTED)
+                copy<4>(slot + CODES + ROWS * 4 + i * 4, second + block / 256, inside);
+        }
+    }
+
+    __device__ __forceinline__ void build() const {
+        for (u32 i = threadIdx.x; i < TABLE / 16; i += THREADS) { /* 8 pieces of weights, 8 of scales to an entry */
+            u32 entry = i / 16, word = 0;
+            if (i % 16 < 8)
+                word = pair<BF16>(codebook[entry >> 4], codebook[entry & 15]);
+            else if (NESTED)
+                word = __float_as_uint(code[entry]);
+            ((uint4 *)shared)[i] = make_uint4(word, word, word, word);
+        }
+    }
+
+    /* The scale of block b of row `row` of the slot. */
+    __device__ __forceinline__ float scale_of(const u8 *slot, u32 row, int b, u32 lane4, float shift) const {
+        if (!NESTED)
+            return *(const float *)(slot + CODES + row * 16 + b * 4);
+        u32 four = *(const u32 *)(slot + CODES + row * 4);
+        float second = *(const float *)(slot + CODES + ROWS * 4 + row * 4);
+        return look_up<float, 128>(four, b, lane4) * second + shift;
+    }
+
+    /* Add a step's products to `sum`. `x` is this lane's first value of row g of x in this step. */
+    __device__ __forceinline__ void compute(Sums &sum, const u8 *slot, const u16 *x, u32 batch, u32 lane) const {
+        multiply_by([&](int b, int n) { return sixteen_of(x, columns, b, n, batch, lane); }, sum, slot, lane);
+    }
+
+    /* The same with x(block, tile of rows), a Sixteen. */
+    template <typename X> __device__ __forceinline__ void multiply_by(X x, Sums &sum, const u8 *slot, u32 lane) const {
+        u32 g = lane / 4, t = lane % 4, lane4 = lane * 4;
+#pragma unroll(NT *RT < 8 ? 4 : 1)
+        for (int b = 0; b < 4; b++) {
+            u32 a[RT][4][4];
+            float scale[RT][2];
+            const u8 *codes = slot + g * 128 + ((b ^ g & 3) << 5) + t * 8;
+#pragma unroll
+            for (int r = 0; r < RT; r++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) { /* rows g, then g + 8 */
+                    scale[r][half] = scale_of(slot, 16 * r + g + 8 * half, b, lane4, shift[half]);
+                    uint2 word = *(const uint2 *)(codes + r * 2048 + half * 1024);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        a[r][i / 2][half + i % 2 * 2] = look_up<u32, 0>(word.x, i, lane4);
+                        a[r][2 + i / 2][half + i % 2 * 2] = look_up<u32, 0>(word.y, i, lane4);
+                    }
+                }
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const Sixteen v = x(b, n);
+                const uint4 &x0 = v.first, &x1 = v.second;
+#pragma unroll
+                for (int r = 0; r < RT; r++) {
+                    float d[4] = {0, 0, 0, 0};
+                    multiply<BF16>(d, a[r][0], x0.x, x0.y);
+                    multiply<BF16>(d, a[r][1], x0.z, x0.w);
+                    multiply<BF16>(d, a[r][2], x1.x, x1.y);
+                    multiply<BF16>(d, a[r][3], x1.z, x1.w);
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        sum[r][n][i] += scale[r][i / 2] * d[i];
+                }
+            }
+        }
+    }
+};

@@ -1,0 +1,241 @@
+"""`cuda/decode.cu`: all decoder layers of one token's step in one launch.
+
+It takes a Hopper GPU or newer, up to 16 rows of 16 bits (32 with adapters), and 4-bit weights in blocks of 64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..notices import notice
+from ..ops.codebooks import codebook4
+from ..ops.decode_layers import DecoderLayer, Projections, Run, Stack, one_launch
+from .cuda import BuildError, Kernel, cubin
+from .gemv4_cuda import (
+    BLOCKSIZE,
+    CAPABILITY,
+    SHARED_BYTES,
+    STEP,
+    TABLE_BYTES,
+    Blocks,
+    Weight,
+    multiprocessors_of,
+    origin_of,
+    row_bytes,
+)
+from .launch import ceil_div, power_of_2
+
+BATCH, ADAPTED_BATCH = 16, 32  # rows at most: beyond, separate products are faster; adapters cost these more
+HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
+
+
+def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
+    """A struct of `cuda/copies.cuh`."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_float
+Linear = _struct("Linear", packed=_P, absmax=_P, second=_P, bias=_P, up=_P, offset=_F, rows=_I, begin=_I, rank=_I)
+Product = _struct("Product", parts=Linear * 3, down=_P, mask=_P, columns=_I, tiles=_I, ranks=_I, pad=_I)
+Layer = _struct(
+    "Layer", products=Product * 4, norms=_P * 2, q_norm=_P, k_norm=_P, keys=_P, values=_P, window=_I, pad=_I * 3
+)
+Step = _struct(
+    "Step", layers=_P, norm=_P, hidden=_P, normed=_P, qkv=_P, attended=_P, gated=_P, squares=_P, low=_P, counters=_P,
+    cos=_P, sin=_P, padding=_P, slot=_P, count=_I, batch=_I, width=_I, heads=_I, key_heads=_I, slots=_I, eps=_F,
+    scale=_F,
+)  # fmt: skip
+
+
+def blocks_for(batch: int) -> Blocks:
+    """What `benchmarks.decode_layers` found best; many rows of x leave less room for copies."""
+    return Blocks(2, 1, 8, 3 if batch <= 16 else 2)
+
+
+def queries_of(batch: int, size: int, group: int) -> int:
+    """Query heads of a block of attention at a time: so many that one turn is enough for most batches."""
+    wanted = 1 if batch <= 4 or size > 128 else 2 if batch <= 8 else 4
+    return math.gcd(wanted, group)
+
+
+def room_floats(blocks: Blocks, batch: int, size: int, queries: int) -> int:
+    """Of shared memory: sums of products, twice, or what attention's warps exchange."""
+    warps = blocks.wr * blocks.wk
+    return max(2 * warps * batch * 16 * blocks.rt, (queries + 1) * size + warps * queries * (size + 2))
+
+
+@functools.cache
+def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
+    given = dict(constants) | {"ORIGIN": origin_of(device)}
+    return Kernel(cubin("decode", torch.cuda.get_device_capability(device), given), "decode", shared)
+
+
+class Stacked:
+    """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange."""
+
+    def __init__(self, hidden: Tensor, stack: Stack, blocks: Blocks):
+        self.stack, self.blocks, self.held = stack, blocks, [hidden]
+        self.hidden = torch.empty_like(hidden)
+        layers = stack.layers
+        self.ranks = self.shares = 0
+        following = [layer.norm for layer in layers[1:]] + [layers[0].norm]
+        table = (Layer * len(layers))(*[self._layer(*pair) for pair in zip(layers, following, strict=True)])
+        batch, width = hidden.shape
+        first = layers[0]
+        self.weight = Weight(0, 0, 0, 0, 0, 0)
+        one = first.out.weights[0]
+        self.weight.codebook = self._hold(codebook4(one.quant_type, hidden.device))
+        self.weight.code = None if one.nested is None else self._hold(one.nested[1])
+        self.fp8 = first.keys.dtype is torch.float8_e4m3fn
+        self.group = stack.heads // first.keys.shape[1]
+        self.head, key_heads = first.keys.shape[3], first.keys.shape[1]
+
+        def room(*shape: int, dtype: torch.dtype = hidden.dtype) -> int:
+            return self._hold(torch.zeros(shape, dtype=dtype, device=hidden.device))
+
+        self.step = Step(
+            layers=self._hold(torch.frombuffer(bytearray(table), dtype=torch.uint8).to(hidden.device)),
+            norm=first.norm.data_ptr(), hidden=self.hidden.data_ptr(), normed=room(batch, width),
+            qkv=room(batch, (stack.heads + 2 * key_heads) * self.head), attended=room(batch, stack.heads * self.head),
+            gated=room(batch, first.gate_up.weights[0].rows),
+            squares=room(batch, width // (16 * blocks.rt), dtype=torch.float32),
+            low=room(self.shares, batch, self.ranks, dtype=torch.int64), counters=room(2, dtype=torch.int32),
+            cos=self._hold(stack.cos), sin=self._hold(stack.sin), padding=stack.padding.data_ptr(),
+            slot=stack.slot.data_ptr(), count=len(layers), batch=batch, width=width, heads=stack.heads,
+            key_heads=key_heads, slots=first.keys.shape[2], eps=stack.eps, scale=stack.scale,
+        )  # fmt: skip
+
+    def constants(self) -> dict[str, int]:
+        """What `cuda/decode.cu` is compiled with."""
+        batch = self.step.batch
+        queries = queries_of(batch, self.head, self.group)
+        return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
+            "NT": power_of_2(ceil_div(batch, 8)),
+            "BF16": int(self.hidden.dtype is torch.bfloat16),
+            "NESTED": int(self.weight.code is not None),
+            "KV8": int(self.fp8),
+            "HEAD": self.head,
+            "QUERIES": queries,
+            "ROOM": room_floats(self.blocks, batch, self.head, queries),
+        }
+
+    def shared_bytes(self) -> int:
+        batch, warps = self.step.batch, self.blocks.wr * self.blocks.wk
+        ring = warps * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
+        floats = self.constants()["ROOM"] + batch * (2 + self.ranks)
+        return TABLE_BYTES + ring + 3 * ctypes.sizeof(Layer) + 4 * floats
+
+    def _hold(self, tensor: Tensor) -> int:
+        """The address of a tensor that stays."""
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def _layer(self, layer: DecoderLayer, following: Tensor) -> Any:
+        products = [self._product(linears) for linears in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        norms = (_P * 2)(layer.post_norm.data_ptr(), following.data_ptr())
+        q_norm, k_norm = (None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
+        caches = layer.keys.data_ptr(), layer.values.data_ptr()
+        return Layer((Product * 4)(*products), norms, q_norm, k_norm, *caches, layer.window or 0)
+
+    def _product(self, linears: Projections) -> Any:
+        parts = []
+        for weight, up in zip(linears.weights, linears.ups, strict=True):
+            second = weight.absmax if weight.nested is None else weight.nested[0]
+            offset = 0.0 if weight.nested is None else float(weight.nested[2])
+            addresses = [self._hold(tensor) for tensor in (weight.packed, weight.absmax, second)]
+            bias = None if weight.bias is None else self._hold(weight.bias)
+            begin, b = up or (0, None)
+            up_address, rank = (None, 0) if b is None else (self._hold(b), b.shape[1])
+            parts.append(Linear(*addresses, bias, up_address, offset, weight.rows, begin, rank))
+        columns = columns_of(linears)
+        tiles = sum(weight.rows for weight in linears.weights) // (16 * self.blocks.rt)
+        ranks = 0 if linears.down is None else linears.down.shape[0]
+        self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // STEP, self.blocks.wk))
+        mask = None if linears.mask is None else linears.mask.contiguous()
+        below = [None if tensor is None else self._hold(tensor) for tensor in (linears.down, mask)]
+        return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)
+
+    def __call__(self, kernel: Kernel, hidden: Tensor) -> Tensor:
+        self.hidden.copy_(hidden)
+        with torch.cuda.device(hidden.device):
+            threads = 32 * (self.blocks.wr * self.blocks.wk + 1)  # and a warp that keeps time
+            kernel(multiprocessors_of(hidden.get_device()), threads, [self.step, self.weight], together=True)
+        return self.hidden
+
+
+def columns_of(linears: Projections) -> int:
+    weight = linears.weights[0]
+    return weight.packed.numel() * 2 // weight.rows
+
+
+def linears_of(stack: Stack) -> list[Projections]:
+    return [each for layer in stack.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+
+def takes(hidden: Tensor, stack: Stack) -> bool:
+    """True if the kernel can run these layers."""
+    batch, adapted = hidden.shape[0], any(each.down is not None for each in linears_of(stack))
+    if not (
+        hidden.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(hidden.device) >= CAPABILITY
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and 1 <= batch <= (ADAPTED_BATCH if adapted else BATCH)
+    ):
+        return False
+    return fits(hidden, stack, 16 * blocks_for(batch).rt)
+
+
+def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
+    """True if tiles of so many rows divide every product, and all weights are alike."""
+    first, width = stack.layers[0], hidden.shape[1]
+    size = first.keys.shape[3]
+    linears = linears_of(stack)
+    weights = [weight for each in linears for weight in each.weights]
+    nested = [weight.nested for weight in weights]
+    codes = [each[1] for each in nested if each is not None]
+    plain = [stack.cos, stack.sin]
+    for each in linears:
+        plain += [tensor for tensor in (each.down, *[up[1] for up in each.ups if up]) if tensor is not None]
+    for layer in stack.layers:
+        plain += [layer.norm, layer.post_norm]
+        plain += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+    caches = [cache for layer in stack.layers for cache in (layer.keys, layer.values)]
+    return (
+        len({(weight.quant_type, weight.blocksize) for weight in weights}) == 1
+        and weights[0].blocksize == BLOCKSIZE
+        and len(codes) in (0, len(weights))
+        and (not codes or bool((torch.stack(codes) == codes[0]).all()))
+        and all(weight.rows % tile == 0 and weight.packed.data_ptr() % 16 == 0 for weight in weights)
+        and all(columns_of(each) % STEP == 0 for each in linears)
+        and all(weight.rows * columns_of(each) < 2**36 for each in linears for weight in each.weights)
+        and all(each.down is None or each.down.shape[0] % 16 == 0 for each in linears)
+        and all(up is None or (up[0] % 8, up[1].shape[1] % 8) == (0, 0) for each in linears for up in each.ups)
+        and (size in HEADS and stack.cos.shape[1] == size and width % STEP == 0)
+        and all(tensor.dtype is hidden.dtype and tensor.is_contiguous() for tensor in plain)
+        and all(cache.dtype is caches[0].dtype and cache.is_contiguous() for cache in caches)
+        and caches[0].dtype in (hidden.dtype, torch.float8_e4m3fn)
+        and all(tensor.device == hidden.device for tensor in [*plain, *[weight.packed for weight in weights]])
+    )
+
+
+@one_launch.twin("cuda", "xpu")
+def compile_layers(hidden: Tensor, stack: Stack) -> Run | None:
+    if not takes(hidden, stack):
+        return None
+    stacked = Stacked(hidden, stack, blocks_for(hidden.shape[0]))
+    shared = stacked.shared_bytes()
+    if shared > SHARED_BYTES:  # adapters of many ranks in all
+        return None
+    try:
+        kernel = _kernel(hidden.get_device(), shared, tuple(stacked.constants().items()))
+    except BuildError as error:
+        notice("decode-cuda", f"{error}; a token's step runs as several kernels a layer instead, more slowly")
+        return None
+    return functools.partial(stacked, kernel)

@@ -1,0 +1,111 @@
+"""What generation keeps from call to call, and when it must not be used."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from patch_models import tiny
+
+from halfbyte import generation, notices
+from halfbyte.generation import kept
+from halfbyte.generation.engine import StaticEngine
+
+PROMPTS = [[5, 9, 17, 33], [7, 64]]
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Sizes of the engines that are made."""
+    sizes = []
+
+    class Counted(StaticEngine):
+        def __init__(self, model, adapters, slots, cache_dtype):
+            sizes.append(slots)
+            super().__init__(model, adapters, slots, cache_dtype)
+
+    monkeypatch.setattr(kept, "StaticEngine", Counted)
+    return sizes
+
+
+def greedy(model, prompts=PROMPTS, new=8, **keys):
+    return generation.generate(model, prompts, max_new_tokens=new, stops=[], **keys)
+
+
+def fresh(model, *args, **keys):
+    generation.forget(model)
+    return greedy(model, *args, **keys)
+
+
+def test_a_second_call_uses_the_first_ones_engine(built):
+    model = tiny("Llama").eval()
+    first, longer = greedy(model), greedy(model, [[8, 9, 3, 4, 5, 6], [1]])
+    assert (len(built), greedy(model)) == (1, first)
+    assert longer == fresh(model, [[8, 9, 3, 4, 5, 6], [1]])
+    greedy(model, adapter=None)
+    greedy(model, PROMPTS[:1])
+    assert len(built) == 4  # the base, and one row, have their own
+
+
+def test_a_longer_chat_gets_twice_the_room(built):
+    model = tiny("Llama").eval()
+    for length in (10, 60, 100, 300):
+        greedy(model, [[3 + i % 80 for i in range(length)]])
+    assert built == [64, 128, 320]
+
+
+def test_adapters_that_were_trained_on_are_read_again(built):
+    model = tiny("Llama").eval()
+    before = greedy(model, new=20)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.5)  # without a trace in its version
+    after = greedy(model, new=20)
+    assert len(built) == 1
+    assert after == fresh(model, new=20) != before
+
+
+def test_other_weights_are_read_anew(built):
+    model = tiny("Llama").eval()
+    greedy(model)
+    mlp = model.get_base_model().model.layers[0].mlp.down_proj.base_layer
+    mlp.weight = torch.nn.Parameter(mlp.weight.detach() * 3)
+    assert greedy(model) == fresh(model)
+    assert len(built) == 3
+    model.merge_adapter()
+    greedy(model)
+    assert len(built) == 3
+    assert "an adapter is merged" in str(notices.said())
+
+
+def test_streams_side_by_side_have_engines_of_their_own(built):
+    model = tiny("Llama").eval()
+    expected = [greedy(model), greedy(model, [[90, 3], [44, 12, 8]])]
+    streams = [generation.stream(model, ids, max_new_tokens=8, stops=[]) for ids in (PROMPTS, [[90, 3], [44, 12, 8]])]
+    found = [[[], []], [[], []]]
+    for _ in range(8):
+        for rows, each in zip(found, streams, strict=True):
+            for row, token in zip(rows, next(each), strict=True):
+                row.append(token)
+    assert (found, len(built)) == (expected, 2)
+
+
+def test_a_stream_that_is_left_early_keeps_its_engine_and_an_error_does_not(built):
+    model = tiny("Llama").eval()
+    expected = greedy(model)
+    next(tokens := generation.stream(model, PROMPTS, max_new_tokens=8, stops=[]))
+    tokens.close()
+    assert (greedy(model), len(built)) == (expected, 1)
+    with pytest.raises(ZeroDivisionError):
+        greedy(model, on_token=lambda row, token: 1 / 0)
+    assert greedy(model) == expected
+
+
+def test_engines_go_with_their_model():
+    model = tiny("Llama").eval()
+    greedy(model)
+    gone = weakref.ref(model)
+    assert model in kept._kept
+    del model
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,76 @@
+"""The kernel of all decoder layers without a GPU: its own code, compiled for the CPU against emulated warps."""
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import decode_cases
+import pytest
+import torch
+
+pytest.importorskip("triton")  # whose launcher's arithmetic gemv4_cuda shares
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+EMULATION = Path(__file__).parent / "emulation"
+
+RUN = """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Step *s, Weight *w) {
+    launch(blocks, threads, bytes, [&] { decode(*s, *w); }, true);
+}
+"""
+
+
+@pytest.fixture
+def runner(monkeypatch, tmp_path):
+    """Makes what runs a stack here, on three multiprocessors, in blocks of a given shape."""
+    from halfbyte.kernels import cuda, decode_layers
+
+    monkeypatch.setattr(decode_layers, "multiprocessors_of", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    def kernel(stacked):
+        source = cuda.source_of("decode", (EMULATION, Path(cuda.__file__).parent)) + RUN
+        (tmp_path / "kernel.cpp").write_text(source)
+        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in stacked.constants().items())]
+        subprocess.run([COMPILER, *flags, str(tmp_path / "kernel.cpp"), "-o", str(tmp_path / "kernel.so")], check=True)
+        run, size = ctypes.CDLL(str(tmp_path / "kernel.so")).run, stacked.shared_bytes()
+        return lambda count, threads, values, together: run(count, threads, size, *map(ctypes.byref, values))
+
+    def of(blocks):
+        def run_of(hidden, stack):
+            shape = decode_layers.Blocks(*blocks)
+            assert decode_layers.fits(hidden, stack, 16 * shape.rt)
+            stacked = decode_layers.Stacked(hidden, stack, shape)
+            built = kernel(stacked)
+            return lambda x: stacked(built, x)
+
+        return run_of
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("blocks", "batch", "dtype", "keys"),
+    [
+        ((1, 1, 2, 3), 1, torch.bfloat16, {"lora": True}),
+        ((1, 2, 1, 2), 3, torch.float16, {"lora": True, "masked": True, "bias": True, "nested": False}),
+        ((2, 1, 2, 2), 9, torch.bfloat16, {"lora": True, "qk_norm": True, "window": 7, "layers": 1, "fp8": True}),
+    ],
+    ids=str,
+)
+def test_layers(runner, blocks, batch, dtype, keys):
+    decode_cases.check(runner(blocks), *decode_cases.stack(batch, dtype, **keys))
+
+
+def test_steps_follow_each_other(runner):
+    """The counters are as they were; the cache has the keys of the step before."""
+    hidden, made = decode_cases.stack(2, torch.float16, layers=1)
+    ours, theirs = decode_cases.copied(made), decode_cases.copied(made)
+    run = runner((1, 1, 2, 2))(hidden, ours)
+    for _ in range(2):
+        found = run(hidden)
+        expected = decode_cases.decode_layers(hidden, theirs)
+        assert (found - expected).norm() <= 5e-3 * expected.norm()
+        made.slot.add_(1)
