@@ -56,6 +56,15 @@ void __syncthreads() { meet(0, threads_of_block); }
 template <int COUNT> void group_arrives(u32 group) { meet(group * COUNT, COUNT); }
 void begin_after_others() {}
 
+void keep(u32 &) {}
+constexpr u32 RESERVED = 1024; /* bytes of shared memory before a block's own */
+u32 address(const void *pointer) { return RESERVED + (u32)((const u8 *)pointer - memory.data()); }
+template <typename T> T from_shared(u32 address) {
+    T value;
+    memcpy(&value, &memory.at(address - RESERVED), sizeof value);
+    return value;
+}
+
 template <int SIZE> void copy(u8 *to, const void *from, bool inside) {
     if ((uintptr_t)from % SIZE || (uintptr_t)to % SIZE)
         fprintf(stderr, "a copy is not aligned\n"), abort();
@@ -102,6 +111,11 @@ template <bool BFLOAT> u32 pair(float first, float second) {
 
 template <bool BFLOAT> u32 times(u32 a, u32 b) {
     return pair<BFLOAT>(number<BFLOAT>(a) * number<BFLOAT>(b), number<BFLOAT>(a >> 16) * number<BFLOAT>(b >> 16));
+}
+
+template <bool BFLOAT> u32 fused(u32 a, u32 b, u32 c) {
+    float first = number<BFLOAT>(a) * number<BFLOAT>(b) + number<BFLOAT>(c);
+    return pair<BFLOAT>(first, number<BFLOAT>(a >> 16) * number<BFLOAT>(b >> 16) + number<BFLOAT>(c >> 16));
 }
 
 /* Fragments as the PTX manual has them for mma.m16n8k16: a lane g * 4 + t holds of A rows g (a0, a2) and g + 8 (a1, a3),

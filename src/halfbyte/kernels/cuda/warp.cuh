@@ -10,6 +10,22 @@ extern __shared__ __align__(1024) u8 shared[];
 
 __device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+/* The compiler may not compute this value again where it is used. */
+__device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
+
+/* 4 or 8 bytes of shared memory that change no more. */
+template <typename T> __device__ __forceinline__ T from_shared(u32 address);
+template <> __device__ __forceinline__ u32 from_shared<u32>(u32 address) {
+    u32 word;
+    asm("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+    return word;
+}
+template <> __device__ __forceinline__ uint2 from_shared<uint2>(u32 address) {
+    uint2 words;
+    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address));
+    return words;
+}
+
 /* Begin to copy SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. */
 template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *from, bool inside) {
     u32 size = inside ? SIZE : 0;
@@ -52,6 +68,16 @@ template <bool BFLOAT> __device__ __forceinline__ u32 times(u32 a, u32 b) {
         asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
     else
         asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+}
+
+/* a b + c of pairs of numbers, rounded once. */
+template <bool BFLOAT> __device__ __forceinline__ u32 fused(u32 a, u32 b, u32 c) {
+    u32 both;
+    if (BFLOAT)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
+    else
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
     return both;
 }
 
