@@ -1,4 +1,4 @@
-"""`cuda/planes.cu`: products of up to 16 rows with weights in bit planes; elsewhere dequantize, then the device's GEMM."""
+"""`cuda/planes.cu`: products of up to 16 rows with weights in bit planes, else by dequantizing."""
 
 from __future__ import annotations
 
