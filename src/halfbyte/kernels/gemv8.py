@@ -1,13 +1,13 @@
 """Triton twins of `halfbyte.ops.gemv8`: two kernels that read 8-bit weights once, chosen by the rows of x.
 
-A code becomes a number by one conversion, exact in 16 bits too, so what bounds both is reading the weight: a program has
-to have enough bytes on their way. Scales of rows and tensors multiply sums, those of tiles the sums of 128 columns.
+A code becomes a number by one conversion, exact in 16 bits too, so what bounds both is reading the weight: enough bytes
+have to be on their way. Scales of rows and tensors multiply sums, those of tiles the numbers or sums of 128 columns.
 
 `_gemv`, up to `GEMV_ROWS` rows of x: no tensor cores, sums in fp32. A program has a few rows of W; its threads split K,
 16 bytes of each row to a thread, with their values of x in registers for all these rows.
 
-`_small`, up to `SMALL_ROWS`: tensor cores, W as the left operand. Programs split K too, so that wide tiles, which read x
-less often, fill the device; their fp32 sums are added in a fixed order by `_add`. More rows: dequantize, then a GEMM.
+`_small`, up to `SMALL_ROWS`: tensor cores, W as the left operand. Programs split K too, so that wide tiles, which read
+x less often, fill the device; `_add` adds their fp32 sums in a fixed order. More rows: dequantize, then a GEMM.
 """
 
 from __future__ import annotations
@@ -68,17 +68,31 @@ def _number(codes, INT8: tl.constexpr):
 
 @triton.jit
 def _row_scale(scale_ptr, row, rows, SCALING: tl.constexpr, INT8: tl.constexpr):
-    """What the sums of `row` are multiplied by: fp32 [rows], or a number."""
+    """fp32, like `row`: what its sums are multiplied by; tiles have no scale of a row."""
+    scale = tl.full(row.shape, 1.0, tl.float32)
     if SCALING == "row":
         scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)
-        return scale * INVERSE_127 if INT8 else scale
-    return tl.load(scale_ptr) if SCALING == "tensor" else 1.0
+    if SCALING == "tensor":
+        scale *= tl.load(scale_ptr)
+    if INT8:
+        scale *= INVERSE_127
+    return scale
 
 
 @triton.jit
-def _add_products(acc, w, x_ptr, col, width, scale, TILED: tl.constexpr):
-    x = tl.load(x_ptr + col, mask=col < width, other=0.0).to(tl.float32)
-    return acc + w * x[None, :] * scale if TILED else acc + w * x[None, :]
+def _tile_scales(scale_ptr, row, rows, start, width, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """fp32 [rows, COLUMNS], from column `start` on, each tile's read once a row."""
+    tile = start // TILE + tl.arange(0, COLUMNS // TILE)
+    first = row // TILE * tl.cdiv(width, TILE)
+    inside = (row[:, None] < rows) & (tile[None, :] * TILE < width)
+    scales = tl.load(scale_ptr + first[:, None] + tile[None, :], mask=inside, other=0.0)
+    scales = tl.broadcast_to(scales[:, :, None], (row.shape[0], COLUMNS // TILE, TILE))
+    return tl.reshape(scales, (row.shape[0], COLUMNS))
+
+
+@triton.jit
+def _add_products(acc, w, x_ptr, col, width):
+    return acc + w * tl.load(x_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -97,28 +111,21 @@ def _gemv(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = codes_ptr + row.to(tl.int64)[:, None] * width
-    TILED: tl.constexpr = SCALING == "tile"
-    scale = 1.0
     acc0 = tl.zeros((ROWS, COLUMNS), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     for start in range(0, width, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         mask = (row[:, None] < rows) & (col[None, :] < width)
         w = _number(tl.load(at + col[None, :], mask=mask, other=0), INT8).to(tl.float32)
-        if TILED:
-            tile = start // TILE + tl.arange(0, COLUMNS // TILE)
-            inside = (row[:, None] < rows) & (tile[None, :] * TILE < width)
-            first = row[:, None] // TILE * tl.cdiv(width, TILE)
-            scales = tl.load(scale_ptr + first + tile[None, :], mask=inside, other=0.0)
-            scales = tl.broadcast_to(scales[:, :, None], (ROWS, COLUMNS // TILE, TILE))
-            scale = tl.reshape(scales, (ROWS, COLUMNS))
-        acc0 = _add_products(acc0, w, x_ptr, col, width, scale, TILED)
+        if SCALING == "tile":
+            w *= _tile_scales(scale_ptr, row, rows, start, width, COLUMNS, TILE)
+        acc0 = _add_products(acc0, w, x_ptr, col, width)
         if M > 1:
-            acc1 = _add_products(acc1, w, x_ptr + width, col, width, scale, TILED)
+            acc1 = _add_products(acc1, w, x_ptr + width, col, width)
         if M > 2:
-            acc2 = _add_products(acc2, w, x_ptr + 2 * width, col, width, scale, TILED)
+            acc2 = _add_products(acc2, w, x_ptr + 2 * width, col, width)
         if M > 3:
-            acc3 = _add_products(acc3, w, x_ptr + 3 * width, col, width, scale, TILED)
+            acc3 = _add_products(acc3, w, x_ptr + 3 * width, col, width)
     of_row = _row_scale(scale_ptr, row, rows, SCALING, INT8)
     _finish(acc0, of_row, bias_ptr, out_ptr, row, rows, BIAS)
     if M > 1:
@@ -152,8 +159,7 @@ def _small(
             acc += tl.dot(w, x) * scale
         else:
             acc = tl.dot(w, x, acc)
-    of_row = _row_scale(scale_ptr, row, rows, SCALING, INT8)
-    acc *= of_row[:, None] if SCALING == "row" else of_row
+    acc *= _row_scale(scale_ptr, row, rows, SCALING, INT8)[:, None]
     out = part_ptr + (split * batch + m[None, :]) * rows + row[:, None]
     tl.store(out, acc, mask=(row[:, None] < rows) & (m[None, :] < batch))
 
@@ -172,9 +178,7 @@ def _add(part_ptr, bias_ptr, out_ptr, rows, numel, splits, BIAS: tl.constexpr, A
 _gemv_launcher, _small_launcher, _add_launcher = Launcher(_gemv), Launcher(_small), Launcher(_add)
 
 
-def gemv(
-    x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemvBlocks
-) -> Tensor:
+def gemv(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemvBlocks) -> Tensor:
     """The product for up to `GEMV_ROWS` rows; int8 codes have their rows' absmax as scales."""
     (batch, width), rows = x.shape, codes.shape[0]
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
