@@ -48,8 +48,9 @@ class SmallBlocks(NamedTuple):
 
 
 def gemv_blocks(columns: int, batch: int) -> GemvBlocks:
+    """A warp has 512 columns of all rows: as many sums as registers hold."""
     wide = min(max(power_of_2(columns), 128), 2048 if batch == 1 else 1024)
-    return GemvBlocks(4, wide, max(wide // 512, 1))
+    return GemvBlocks(4 if batch == 1 else 2, wide, max(wide // 512, 1))
 
 
 def small_blocks(rows: int, batch: int) -> SmallBlocks:
@@ -62,8 +63,10 @@ def small_blocks(rows: int, batch: int) -> SmallBlocks:
 def _number(codes, INT8: tl.constexpr):
     """fp16 values of E4M3 codes, or fp32 values of int8 ones; both exact."""
     if INT8:
-        return codes.to(tl.float32)
-    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        number = codes.to(tl.float32)
+    else:
+        number = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return number
 
 
 @triton.jit
