@@ -56,7 +56,8 @@ void __syncthreads() { meet(0, threads_of_block); }
 template <int COUNT> void group_arrives(u32 group) { meet(group * COUNT, COUNT); }
 void begin_after_others() {}
 
-void keep(u32 &) {}
+template <typename T> void keep(T &) {}
+uint4 from_global(const void *pointer) { return *(const uint4 *)pointer; }
 constexpr u32 RESERVED = 1024; /* bytes of shared memory before a block's own */
 u32 address(const void *pointer) { return RESERVED + (u32)((const u8 *)pointer - memory.data()); }
 template <typename T> T from_shared(u32 address) {

@@ -229,7 +229,7 @@ compute(const Planes &w, Sums &sum, const u8 *slot, const u16 *x, u32 batch, u32
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                v[n][j] = 8 * n + g < batch ? *(const uint4 *)(x + (u64)(8 * n) * w.columns + u * 128 + j * 8) : none;
+                v[n][j] = 8 * n + g < batch ? from_global(x + (u64)(8 * n) * w.columns + u * 128 + j * 8) : none;
 #pragma unroll
         for (int r = 0; r < RT; r++) {
             Block block[2];
@@ -316,11 +316,13 @@ planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor, u
     for (u32 tile = first_tile; tile < tiles; tile += stride) {
         u32 row = first_row(w, tile);
         Sums sum = {};
-        for (u32 step = first; step < steps; step += WK) {
+        const u16 *x_step = x_lane + first * 256;
+        for (u32 step = first; step < steps; step += WK, x_step += WK * 256) {
+            keep(x_step);
             wait<STAGES - 2>();
             __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
             fetch_next();
-            compute(w, sum, shared + ring + stage * SLOT, x_lane + step * 256, batch, lane, place, (row & steps) + step);
+            compute(w, sum, shared + ring + stage * SLOT, x_step, batch, lane, place, (row & steps) + step);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         /* Sums change places from tile to tile: those of the last one may still be read. */

@@ -12,6 +12,14 @@ __device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta
 
 /* The compiler may not compute this value again where it is used. */
 __device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void keep(const u16 *&pointer) { asm volatile("" : "+l"(pointer)); }
+
+/* 16 bytes of global memory. */
+__device__ __forceinline__ uint4 from_global(const void *pointer) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+    return v;
+}
 
 /* 4 or 8 bytes of shared memory that change no more. */
 template <typename T> __device__ __forceinline__ T from_shared(u32 address);
