@@ -1,53 +1,45 @@
-"""The CUDA kernel of small products in bit planes without a GPU: its own code, on emulated warps."""
-
-import contextlib
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
+"""The CUDA kernels of bit planes without a GPU: their own code, on emulated warps."""
 
 import pytest
 import torch
+from emulated import emulate, needs_compiler
 from gemv_planes_cases import SPECS, check, weight_of
+from plane_cases import check_dequantize
 
-pytest.importorskip("triton")  # whose launcher's arithmetic it shares
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-EMULATION = Path(__file__).parent / "emulation"
-RUN = """
+pytest.importorskip("triton")  # whose launcher's arithmetic they share
+pytestmark = needs_compiler
+PRODUCT = """
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x, const u16 **bias, u16 **out,
                     const float **factor, u32 *batch) {
     launch(blocks, threads, bytes, [&] { planes(*w, *x, *bias, *out, *factor, *batch); });
+}
+"""
+VALUES = """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, const u32 **packed, const u8 **scales, const float **factor,
+                    const float **codebook, u16 **out, u32 *count) {
+    launch(blocks, threads, bytes, [&] { dequantize_planes(*packed, *scales, *factor, *codebook, *out, *count); });
 }
 """
 
 
 @pytest.fixture
 def planes(monkeypatch, tmp_path):
-    """`gemv_planes` whose kernel runs here, on three multiprocessors."""
-    from halfbyte.kernels import cuda as folder
     from halfbyte.kernels import gemv_planes
 
-    source = folder.source_of("planes", (EMULATION, Path(folder.__file__).parent)) + RUN
-    (tmp_path / "kernel.cpp").write_text(source)
+    return emulate(gemv_planes, monkeypatch, tmp_path, PRODUCT)
 
-    class Emulated:
-        def __init__(self, constants, name, bytes_):
-            built = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
-            flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in constants.items())]
-            subprocess.run([COMPILER, *flags, str(tmp_path / "kernel.cpp"), "-o", str(built)], check=True)
-            self.run, self.bytes = ctypes.CDLL(str(built)).run, bytes_
 
-        def __call__(self, blocks, threads, arguments):
-            self.run(blocks, threads, self.bytes, *[ctypes.byref(argument) for argument in arguments])
+@pytest.mark.parametrize("spec", ["kbit:2:nf", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf"])
+def test_values(monkeypatch, tmp_path, spec):
+    """Several rounds of some warps; blocks that end within a warp's."""
+    from halfbyte.kernels import bitplane_cuda
 
-    monkeypatch.setattr(gemv_planes, "_kernel", gemv_planes._kernel.__wrapped__)
-    monkeypatch.setattr(gemv_planes, "Kernel", Emulated)
-    monkeypatch.setattr(gemv_planes, "cubin", lambda name, capability, constants: constants)
-    monkeypatch.setattr(gemv_planes, "multiprocessors_of", lambda device: 3)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return gemv_planes
+    def kernel(packed, scales, zeros, *rest):
+        return emulate(bitplane_cuda, monkeypatch, tmp_path, VALUES).dequantize(packed, scales, *rest)
+
+    monkeypatch.setattr(bitplane_cuda, "RESIDENT", 1)
+    dtype = torch.bfloat16 if spec == "kbit:4:fitted" else torch.float16
+    check_dequantize([spec], [dtype], [(3, 64), (59, 1024)], kernel=kernel)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -69,5 +61,3 @@ def test_block_shapes_fit_a_multiprocessor(planes):
             for bits, group in ((2, 0), (3, 0), (4, 0), (5, 0), (2, 32), (3, 32), (4, 32), (8, 32)):
                 blocks = planes.blocks_for(bits, rows, batch, 132)
                 assert blocks.shared_bytes(bits, group, batch) <= 232448
-    for bits in (2, 3, 4):  # the next product's blocks fit beside
-        assert planes.blocks_for(bits, 4096, 1, 132).shared_bytes(bits, 0, 1) <= planes.HALF

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.bitplane import BLOCK, dequantize_bitplane, quantize_bitplane
+from .bitplane_cuda import try_dequantize
 from .launch import Launcher, ceil_div
 
 GROUPS = 512  # runs of eight values a program decodes
@@ -112,6 +113,10 @@ def dequantize(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
+    if zeros is None:
+        found = try_dequantize(packed, scales, factor, codebook, rows, width, dtype)
+        if found is not None:
+            return found
     out = torch.empty(rows, width, dtype=dtype, device=packed.device)
     groups = scales.numel() * (BLOCK // 8)
     if groups:

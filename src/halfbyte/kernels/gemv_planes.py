@@ -16,9 +16,7 @@ from .gemv4_cuda import multiprocessors_of, takes
 from .launch import ceil_div, power_of_2
 
 RESERVED = 1024  # bytes of shared memory before a block's own
-HALF = 115712  # bytes of shared memory of each of two blocks
-# Of a block: warps, and slots of each one's ring. With no more than HALF the next product's blocks fit beside it.
-WARPS = {2: (16, 4), 3: (16, 3), 4: (8, 4), 5: (16, 3), 8: (8, 3)}
+WARPS = {2: (16, 4), 3: (16, 4), 4: (16, 3), 5: (16, 3), 8: (8, 3)}  # of a block, and slots of each one's ring
 _refused = False
 
 
@@ -65,7 +63,6 @@ def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, bits: int, grou
     bytes_ = blocks.shared_bytes(bits, group, batch)
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
     constants |= {"BITS": bits, "GROUP": group, "NT": ceil_div(batch, 8), "BF16": int(bf16)}
-    constants["RESIDENT"] = 2 if bytes_ <= HALF else 1
     return Kernel(cubin("planes", torch.cuda.get_device_capability(device), constants), "planes", bytes_)
 
 

@@ -58,6 +58,7 @@ void begin_after_others() {}
 
 template <typename T> void keep(T &) {}
 uint4 from_global(const void *pointer) { return *(const uint4 *)pointer; }
+void store(void *pointer, uint4 value) { *(uint4 *)pointer = value; }
 constexpr u32 RESERVED = 1024; /* bytes of shared memory before a block's own */
 u32 address(const void *pointer) { return RESERVED + (u32)((const u8 *)pointer - memory.data()); }
 template <typename T> T from_shared(u32 address) {

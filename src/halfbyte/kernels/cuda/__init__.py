@@ -21,7 +21,7 @@ from ..native import BuildError, cache_folder
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
-HEADERS = ("product.cuh", "warp.cuh")
+HEADERS = ("product.cuh", "planes.cuh", "warp.cuh")
 
 
 class _Attribute(ctypes.Structure):

@@ -9,15 +9,14 @@ lanes never wait for each other; at 2 bits, where an entry is 8 bytes, and at 5,
 
 A block is WR groups of WK warps with the table in common. A group has a tile of 16·RT rows at a time, and its warps take
 turns over the steps; their sums are added in a fixed order. Each warp's copies run ahead, in a ring of STAGES slots of its
-own, past the end of a tile too. Two blocks fit a multiprocessor where registers and shared memory allow: the next product
-fills its table and rings while this one runs. All that is read before begin_after_others() are weights.
+own, past the end of a tile too. x comes half a step ahead. All that is read before begin_after_others() are weights.
 
 Constants: BITS (2, 3, 4, 5 with E4M4 scales a block; 2, 3, 4, 8 with GROUP), GROUP (weights that share HQQ's scale and zero;
-0: E4M4), RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16), RESIDENT (blocks that shall fit). */
+0: E4M4), RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16). */
 
-#include "warp.cuh"
+#include "planes.cuh"
 
-constexpr u32 ROWS = 16 * RT, WARPS = WR * WK, THREADS = 32 * WARPS, PIECES = 2 * BITS;
+constexpr u32 ROWS = 16 * RT, WARPS = WR * WK, THREADS = 32 * WARPS, PIECES = 2 * BITS, AHEAD = 3; /* look-ups on their way */
 constexpr u32 ROW = BITS == 8 ? 272 : 32 * BITS, SKEW = BITS % 2 ? 16 : 0; /* bytes from row to row of a slot, more after 4 */
 constexpr u32 HALVES = GROUP == 0 ? 4 : GROUP == 32 ? 8 : GROUP == 64 ? 4 : 2; /* pairs of bytes copied for a row's scales */
 constexpr u32 SCALES = HALVES * (GROUP ? 4 : 2);                               /* bytes of scales, then of zeros, of a row */
@@ -102,19 +101,10 @@ struct Source {
     }
 };
 
-/* Numbers of an entry's columns 2i and 2i + 1: a plane has COUNT neighbouring bits of the index, and k = 5's last two are
-above the byte's. */
+/* Numbers of an entry's columns 2i and 2i + 1. */
 template <int COUNT> __device__ __forceinline__ u32 entry(const float *codebook, u32 index, int i) {
-    float value[2];
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-        u32 code = 0;
-#pragma unroll
-        for (int plane = 0; plane < (BITS == 8 ? 4 : BITS); plane++)
-            code |= (index >> (plane * COUNT + 2 * i + c) & 1) << plane;
-        value[c] = GROUP ? (float)code : codebook[code];
-    }
-    return pair<BF16>(value[0], value[1]);
+    u32 first = code_of<COUNT>(index, 2 * i), second = code_of<COUNT>(index, 2 * i + 1);
+    return GROUP ? pair<BF16>((float)first, (float)second) : pair<BF16>(codebook[first], codebook[second]);
 }
 
 __device__ __forceinline__ void build(u8 *table, const float *codebook) {
@@ -137,21 +127,6 @@ template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, 
     if (WHOLE)
         return from_shared<T>(__byte_perm(word, place, 0x7604 | i << 4));
     return from_shared<T>((i ? word >> (8 * i - 7) : word << 7) & 0x7f80 | place);
-}
-
-/* Two words of which each has the bits of `mask` of one and of the other. */
-__device__ __forceinline__ void exchange(u32 &low, u32 &high, int shift, u32 mask) {
-    u32 first = low;
-    low = first & mask | high << shift & ~mask;
-    high = first >> shift & mask | high & ~mask;
-}
-
-/* Four planes of 32 columns; then byte j of p[r] has the bits of columns 8j + 2r and 8j + 2r + 1. */
-__device__ __forceinline__ void exchange_pairs(u32 (&p)[4]) {
-    exchange(p[0], p[1], 2, 0x33333333);
-    exchange(p[2], p[3], 2, 0x33333333);
-    exchange(p[0], p[2], 4, 0x0f0f0f0f);
-    exchange(p[1], p[3], 4, 0x0f0f0f0f);
 }
 
 /* A lane's 32 weights of one row. */
@@ -185,8 +160,8 @@ struct Block {
             for (int r = 0; r < 4; r++)
                 high[r] = fifth << (6 - 2 * r) & 0xc0c0c0c0 | copies;
         }
-        if (GROUP == 0) { /* E4M4: its bits are those of fp32 with another bias, subnormal ones too */
-            float value = __uint_as_float((u32)tail[b] << 19) * 0x1p116f;
+        if (GROUP == 0) {
+            float value = e4m4(tail[b]);
             scale = pair<BF16>(value, value);
         } else {
             u32 at = GROUP == 256 ? odd : b * 32 / GROUP;
@@ -217,39 +192,52 @@ struct Block {
     }
 };
 
-/* Add a step's products to `sum`. `x` is this lane's first value of row g of x in this step. */
-__device__ __forceinline__ void
-compute(const Planes &w, Sums &sum, const u8 *slot, const u16 *x, u32 batch, u32 lane, u32 place, u32 odd) {
-    u32 g = lane / 4;
-    const uint4 none = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int u = 0; u < 2; u++) {
-        uint4 v[NT][4];
+/* A lane's values of x for 128 columns: of row g of each tile of 8 rows, the 32 from `x` on. */
+struct Inputs {
+    uint4 v[NT][4];
+
+    __device__ __forceinline__ void load(const u16 *x, u32 columns, u32 batch, u32 lane) {
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                v[n][j] = 8 * n + g < batch ? from_global(x + (u64)(8 * n) * w.columns + u * 128 + j * 8) : none;
-#pragma unroll
-        for (int r = 0; r < RT; r++) {
-            Block block[2];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                u32 row = 16 * r + g + 8 * half;
-                block[half].load(slot, row, u, lane, odd & 1 ^ row & w.columns / 256 & 1);
+            for (int j = 0; j < 4; j++) {
+                v[n][j] = make_uint4(0, 0, 0, 0);
+                if (8 * n + lane / 4 < batch)
+                    v[n][j] = from_global(x + (u64)(8 * n) * columns + j * 8);
             }
-            uint2 now[2], then[2] = {block[0].decode(0, 0, place), block[1].decode(0, 0, place)};
+    }
+};
+
+/* Add the products of half a step, u, to `sum`, of which every second one has a part. */
+__device__ __forceinline__ void
+compute(Sums (&sum)[2], const u8 *slot, const Inputs &x, u32 u, u32 columns, u32 lane, u32 place, u32 odd) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) { /* what is looked up next is on its way while this is multiplied */
-                now[0] = then[0], now[1] = then[1];
-                if (i < 7)
-                    then[0] = block[0].decode((i + 1) / 2, (i + 1) % 2, place), then[1] = block[1].decode((i + 1) / 2, (i + 1) % 2, place);
-                u32 a[4] = {block[0].scaled(now[0].x), block[1].scaled(now[1].x), block[0].scaled(now[0].y), block[1].scaled(now[1].y)};
+    for (int r = 0; r < RT; r++) {
+        Block block[2];
 #pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const uint4 &b = v[n][i / 2];
-                    multiply<BF16>(sum[r][n], a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
-                }
+        for (int half = 0; half < 2; half++) {
+            u32 row = 16 * r + lane / 4 + 8 * half;
+            block[half].load(slot, row, u, lane, odd & 1 ^ row & columns / 256 & 1);
+        }
+        uint2 found[8][2];
+        auto look_up = [&](int i) {
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                found[i][half] = block[half].decode(i / 2, i % 2, place);
+        };
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            look_up(i);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (i + AHEAD < 8)
+                look_up(i + AHEAD);
+            const Block &low = block[0], &high = block[1];
+            u32 a[4] = {low.scaled(found[i][0].x), high.scaled(found[i][1].x), low.scaled(found[i][0].y), high.scaled(found[i][1].y)};
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const uint4 &b = x.v[n][i / 2];
+                multiply<BF16>(sum[i % 2][r][n], a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
             }
         }
     }
@@ -257,7 +245,7 @@ compute(const Planes &w, Sums &sum, const u8 *slot, const u16 *x, u32 batch, u32
 
 /* Put a group's sums [warp, row of x, row of the tile] in shared memory, then y: `factor` times their sum. */
 __device__ __forceinline__ void finish(
-    const Sums &sum, float *sums, u16 *out, const u16 *bias, float factor, u32 row, u32 rows, u32 batch, u32 warp,
+    const Sums (&sum)[2], float *sums, u16 *out, const u16 *bias, float factor, u32 row, u32 rows, u32 batch, u32 warp,
     u32 lane) {
     u32 group = warp / WK, part = warp % WK;
 #pragma unroll
@@ -268,7 +256,7 @@ __device__ __forceinline__ void finish(
             for (int i = 0; i < 4; i++) {
                 u32 m = 8 * n + lane % 4 * 2 + i % 2;
                 if (m < batch)
-                    sums[(part * batch + m) * ROWS + 16 * r + i / 2 * 8 + lane / 4] = sum[r][n][i];
+                    sums[(part * batch + m) * ROWS + 16 * r + i / 2 * 8 + lane / 4] = sum[0][r][n][i] + sum[1][r][n][i];
             }
     group_arrives<32 * WK>(group);
     for (u32 i = part * 32 + lane; i < batch * ROWS; i += 32 * WK) {
@@ -282,7 +270,7 @@ __device__ __forceinline__ void finish(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor, u32 batch) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
     u32 tiles = (w.rows + ROWS - 1) / ROWS, steps = w.columns / 256;
@@ -311,22 +299,29 @@ planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor, u
     __syncthreads();
     begin_after_others();
 
-    u32 stage = 0, odd = 0;
+    u32 stage = 0, turn = 0, x_step = first < steps ? first * 256 : 0;
     const u16 *x_lane = x + (u64)(lane / 4) * w.columns + lane % 4 * 32;
+    Inputs now, later; /* of the half step that is multiplied, and on their way for the one after */
+    now.load(x_lane + x_step, w.columns, batch, lane);
     for (u32 tile = first_tile; tile < tiles; tile += stride) {
         u32 row = first_row(w, tile);
-        Sums sum = {};
-        const u16 *x_step = x_lane + first * 256;
-        for (u32 step = first; step < steps; step += WK, x_step += WK * 256) {
-            keep(x_step);
+        Sums sum[2] = {};
+        for (u32 step = first; step < steps; step += WK) {
             wait<STAGES - 2>();
             __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
             fetch_next();
-            compute(w, sum, shared + ring + stage * SLOT, x_step, batch, lane, place, (row & steps) + step);
+            const u8 *slot = shared + ring + stage * SLOT;
+            u32 odd = (row & steps) + step;
+            later.load(x_lane + x_step + 128, w.columns, batch, lane);
+            compute(sum, slot, now, 0, w.columns, lane, place, odd);
+            x_step = step + WK < steps ? x_step + WK * 256 : first * 256;
+            keep(x_step);
+            now.load(x_lane + x_step, w.columns, batch, lane);
+            compute(sum, slot, later, 1, w.columns, lane, place, odd);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         /* Sums change places from tile to tile: those of the last one may still be read. */
-        finish(sum, sums + odd * WK * batch * ROWS, out, bias, scale, row, w.rows, batch, warp, lane);
-        odd ^= 1;
+        finish(sum, sums + turn * WK * batch * ROWS, out, bias, scale, row, w.rows, batch, warp, lane);
+        turn ^= 1;
     }
 }

@@ -12,7 +12,6 @@ __device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta
 
 /* The compiler may not compute this value again where it is used. */
 __device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
-__device__ __forceinline__ void keep(const u16 *&pointer) { asm volatile("" : "+l"(pointer)); }
 
 /* 16 bytes of global memory. */
 __device__ __forceinline__ uint4 from_global(const void *pointer) {
@@ -21,7 +20,12 @@ __device__ __forceinline__ uint4 from_global(const void *pointer) {
     return v;
 }
 
-/* 4 or 8 bytes of shared memory that change no more. */
+/* 16 bytes to global memory, which nobody reads soon. */
+__device__ __forceinline__ void store(void *pointer, uint4 v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+/* 4, 8 or 16 bytes of shared memory that change no more. */
 template <typename T> __device__ __forceinline__ T from_shared(u32 address);
 template <> __device__ __forceinline__ u32 from_shared<u32>(u32 address) {
     u32 word;
@@ -32,6 +36,12 @@ template <> __device__ __forceinline__ uint2 from_shared<uint2>(u32 address) {
     uint2 words;
     asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address));
     return words;
+}
+
+template <> __device__ __forceinline__ uint4 from_shared<uint4>(u32 address) {
+    uint4 v;
+    asm("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
 }
 
 /* Begin to copy SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. */
