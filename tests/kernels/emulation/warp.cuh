@@ -57,6 +57,7 @@ template <int COUNT> void group_arrives(u32 group) { meet(group * COUNT, COUNT);
 void begin_after_others() {}
 
 template <typename T> void keep(T &) {}
+u32 choose(u32 mask, u32 yes, u32 no) { return yes & mask | no & ~mask; }
 uint4 from_global(const void *pointer) { return *(const uint4 *)pointer; }
 void store(void *pointer, uint4 value) { *(uint4 *)pointer = value; }
 constexpr u32 RESERVED = 1024; /* bytes of shared memory before a block's own */

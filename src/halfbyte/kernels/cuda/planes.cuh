@@ -5,8 +5,8 @@
 /* Two words of which each has the bits of `mask` of one and of the other. */
 __device__ __forceinline__ void exchange(u32 &low, u32 &high, int shift, u32 mask) {
     u32 first = low;
-    low = first & mask | high << shift & ~mask;
-    high = first >> shift & mask | high & ~mask;
+    low = choose(mask, first, high << shift);
+    high = choose(mask, first >> shift, high);
 }
 
 /* Four planes of 32 columns; then byte j of p[r] has the bits of columns 8j + 2r and 8j + 2r + 1. */

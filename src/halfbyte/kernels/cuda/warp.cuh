@@ -13,6 +13,13 @@ __device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta
 /* The compiler may not compute this value again where it is used. */
 __device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
 
+/* The bits of `yes` where `mask` has ones, else of `no`: one instruction, which the compiler does not always find. */
+__device__ __forceinline__ u32 choose(u32 mask, u32 yes, u32 no) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(yes), "r"(no), "r"(mask));
+    return bits;
+}
+
 /* 16 bytes of global memory. */
 __device__ __forceinline__ uint4 from_global(const void *pointer) {
     uint4 v;
