@@ -43,10 +43,9 @@ class Blocks(NamedTuple):
         rows, warps = 16 * self.rt, self.wr * self.wk
         scales = 8 if not group else 4 * max(256 // group, 2)
         slot = rows * (272 if bits == 8 else 32 * bits) + (rows // 4 * 16 if bits % 2 else 0) + rows * scales
-        align, table = (65536, {3: 16384, 5: 65536}[bits]) if bits % 2 else (32768, 32768)
-        front = -RESERVED % align
-        before = front // (self.stages * slot)
-        return front + table + max(warps - before, 0) * self.stages * slot + 2 * warps * batch * rows * 4
+        front, table = -RESERVED % 65536, 16384 if bits == 3 else 65536
+        behind = max(warps - front // (self.stages * slot), 0)
+        return front + table + behind * self.stages * slot + 2 * warps * batch * rows * 4
 
 
 def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks:

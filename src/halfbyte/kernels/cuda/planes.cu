@@ -21,9 +21,8 @@ constexpr u32 ROW = BITS == 8 ? 272 : 32 * BITS, SKEW = BITS % 2 ? 16 : 0; /* by
 constexpr u32 HALVES = GROUP == 0 ? 4 : GROUP == 32 ? 8 : GROUP == 64 ? 4 : 2; /* pairs of bytes copied for a row's scales */
 constexpr u32 SCALES = HALVES * (GROUP ? 4 : 2);                               /* bytes of scales, then of zeros, of a row */
 constexpr u32 CODES = ROWS * ROW + ROWS / 4 * SKEW, SLOT = CODES + ROWS * SCALES, RING = STAGES * SLOT;
-/* The table: bytes from entry to entry, of all, and what its address divides by, so that an index needs no addition. */
-constexpr bool WHOLE = BITS % 2; /* an index is a byte of the address; else it begins at bit 7 */
-constexpr u32 STRIDE = WHOLE ? 256 : 128, TABLE = BITS == 3 ? 16384 : BITS == 5 ? 65536 : 32768, ALIGN = WHOLE ? 65536 : 32768;
+/* Bytes of the table, and what its address divides by: an index is a byte of the address, which one PRMT puts together. */
+constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, ALIGN = 65536;
 
 struct Planes {
     const u8 *packed;          /* [N, K/32, BITS] words */
@@ -110,7 +109,7 @@ template <int COUNT> __device__ __forceinline__ u32 entry(const float *codebook,
 __device__ __forceinline__ void build(u8 *table, const float *codebook) {
     constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256, COPIES = BITS == 5 ? 4 : 8; /* of 16 bytes */
     for (u32 i = threadIdx.x; i < ENTRIES * COPIES; i += THREADS) {
-        u32 index = i / COPIES, at = index * STRIDE;
+        u32 index = i / COPIES, at = index << 8;
         if (BITS == 5)
             at = (index & 255) << 8 | (index >> 8) << 6;
         u32 first = entry<BITS == 2 ? 4 : 2>(codebook, index, 0);
@@ -124,9 +123,7 @@ plane's bits byte i of `fifth` has this pair's, and the lane's place below. */
 template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, int i, u32 place) {
     if (BITS == 5)
         return from_shared<T>(__byte_perm(fifth, word, 0x40 + i * 0x11) & 0xffff | place);
-    if (WHOLE)
-        return from_shared<T>(__byte_perm(word, place, 0x7604 | i << 4));
-    return from_shared<T>((i ? word >> (8 * i - 7) : word << 7) & 0x7f80 | place);
+    return from_shared<T>(__byte_perm(word, place, 0x7604 | i << 4));
 }
 
 /* A lane's 32 weights of one row. */
