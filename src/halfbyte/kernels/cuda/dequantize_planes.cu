@@ -1,29 +1,27 @@
-/* Values of k-bit weights in bit planes, in 16 bits and bit-equal to ops.bitplane: codebook[code] · scale in fp32, rounded.
+/* Values of k-bit weights in bit planes, in 16 bits and bit-equal to ops.bitplane: codebook[code] · scale in fp32,
+rounded.
 
-A warp takes 32 blocks of 32 weights at a time. A lane has 8 columns, part = lane % 4, of the four blocks j · 8 + lane / 4: of
-each word the byte `part`, put together from four words. When their bits are exchanged, byte j of a word is an index of the
-table for columns of block j, and an entry is those columns' fp32 numbers: four at 2 bits, else two. What a lane decodes of
-a block is one 16-byte store, and the warp's stores are 512 bytes in a row. Copies of an entry fill 128 bytes (at 5 bits 64),
-so that the lanes that are served together find one each (at 5 bits every second).
+A warp takes 32 blocks of 32 weights at a time. A lane has 8 columns, part = lane % 4, of the four blocks j · 8 + lane
+/ 4: of each word the byte `part`, put together from four words. When their bits are exchanged, byte j of a word is an
+index of the table for columns of block j, and an entry is those columns' fp32 numbers: four at 2 bits, else two. What
+a lane decodes of a block is one 16-byte store, and the warp's stores are 512 bytes in a row. Copies of an entry fill
+128 bytes (at 5 bits 64), so that the lanes that are served together find one each (at 5 bits every second).
 
 Constants: BITS (2 to 5), BF16 (else fp16), THREADS. */
 
 #include "planes.cuh"
 
-constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256, STRIDE = BITS == 5 ? 64 : 128, SIZE = BITS == 2 ? 16 : 8;
+constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256;
+constexpr u32 STRIDE = BITS == 5 ? 64 : 128, SIZE = BITS == 2 ? 16 : 8; /* bytes of an entry's copies, and of each */
 
 __device__ __forceinline__ void build(const float *codebook) {
     for (u32 i = threadIdx.x; i < ENTRIES * STRIDE / 16; i += THREADS) {
         u32 index = i / (STRIDE / 16), at = BITS == 5 ? (index & 255) << 8 | index >> 8 << 6 : index * STRIDE;
-        uint4 entry;
-        if (BITS == 2) {
-            entry.x = __float_as_uint(codebook[code_of<4>(index, 0)]), entry.y = __float_as_uint(codebook[code_of<4>(index, 1)]);
-            entry.z = __float_as_uint(codebook[code_of<4>(index, 2)]), entry.w = __float_as_uint(codebook[code_of<4>(index, 3)]);
-        } else {
-            entry.x = entry.z = __float_as_uint(codebook[code_of<2>(index, 0)]);
-            entry.y = entry.w = __float_as_uint(codebook[code_of<2>(index, 1)]);
-        }
-        *(uint4 *)(shared + at + i % (STRIDE / 16) * 16) = entry;
+        u32 value[4]; /* four columns, or two of them twice */
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            value[c] = __float_as_uint(codebook[BITS == 2 ? code_of<4>(index, c) : code_of<2>(index, c % 2)]);
+        *(uint4 *)(shared + at + i % (STRIDE / 16) * 16) = make_uint4(value[0], value[1], value[2], value[3]);
     }
 }
 
@@ -96,7 +94,8 @@ decode(const Four &four, u16 *out, u32 block, u32 blocks, float factor, u32 plac
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-dequantize_planes(const u32 *packed, const u8 *scales, const float *factor, const float *codebook, u16 *out, u32 blocks) {
+dequantize_planes(
+    const u32 *packed, const u8 *scales, const float *factor, const float *codebook, u16 *out, u32 blocks) {
     u32 lane = threadIdx.x % 32, place = address(shared) + lane % (STRIDE / SIZE) * SIZE;
     u32 stride = gridDim.x * THREADS, block = blockIdx.x * THREADS + threadIdx.x / 32 * 32 + lane / 4;
     build(codebook);

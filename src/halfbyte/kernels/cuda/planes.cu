@@ -1,27 +1,32 @@
 /* y = x Wᵀ + b for up to 16 rows of x and weights in bit planes (ops.bitplane, ops.hqq), on tensor cores.
 
 A code becomes a number by a table in shared memory. A step is 256 columns of 16·RT rows of W. With mma.m16n8k16, W on
-the left, g = lane / 4 and t = lane % 4, a lane has rows g and g + 8 of W and, of 128 columns, the block of 32 that is t-th:
-BITS words of a row. The order of K may be any, so the words are only exchanged until a byte has the bits of columns that
-are neighbours (of 4 columns at 2 bits, else of 2), and x comes as it lies in memory. The table's index is that byte as it
-is, and an entry is those columns' numbers in x's dtype: operands as they stand. Each lane has an entry of its own, so that
-lanes never wait for each other; at 2 bits, where an entry is 8 bytes, and at 5, for 1024 entries of 4, two lanes share.
+the left, g = lane / 4 and t = lane % 4, a lane has rows g and g + 8 of W and, of 128 columns, the block of 32 that is
+t-th: BITS words of a row. The order of K may be any, so the words are only exchanged until a byte has the bits of
+columns that are neighbours (of 4 columns at 2 bits, else of 2), and x comes as it lies in memory. The table's index
+is that byte as it is, and an entry is those columns' numbers in x's dtype: operands as they stand. Each lane has an
+entry of its own, so that lanes never wait for each other; at 2 bits, where an entry is 8 bytes, and at 5, for 1024
+entries of 4, two lanes share.
 
-A block is WR groups of WK warps with the table in common. A group has a tile of 16·RT rows at a time, and its warps take
-turns over the steps; their sums are added in a fixed order. Each warp's copies run ahead, in a ring of STAGES slots of its
-own, past the end of a tile too. x comes half a step ahead. All that is read before begin_after_others() are weights.
+A block is WR groups of WK warps with the table in common. A group has a tile of 16·RT rows at a time, and its warps
+take turns over the steps; their sums are added in a fixed order. Each warp's copies run ahead, in a ring of STAGES
+slots of its own, past the end of a tile too. x comes half a step ahead. All that is read before begin_after_others()
+are weights.
 
-Constants: BITS (2, 3, 4, 5 with E4M4 scales a block; 2, 3, 4, 8 with GROUP), GROUP (weights that share HQQ's scale and zero;
-0: E4M4), RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16). */
+Constants: BITS (2, 3, 4, 5 with E4M4 scales a block; 2, 3, 4, 8 with GROUP), GROUP (weights that share HQQ's scale
+and zero; 0: E4M4), RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16). */
 
 #include "planes.cuh"
 
-constexpr u32 ROWS = 16 * RT, WARPS = WR * WK, THREADS = 32 * WARPS, PIECES = 2 * BITS, AHEAD = 3; /* look-ups on their way */
-constexpr u32 ROW = BITS == 8 ? 272 : 32 * BITS, SKEW = BITS % 2 ? 16 : 0; /* bytes from row to row of a slot, more after 4 */
-constexpr u32 HALVES = GROUP == 0 ? 4 : GROUP == 32 ? 8 : GROUP == 64 ? 4 : 2; /* pairs of bytes copied for a row's scales */
-constexpr u32 SCALES = HALVES * (GROUP ? 4 : 2);                               /* bytes of scales, then of zeros, of a row */
+constexpr u32 ROWS = 16 * RT, WARPS = WR * WK, THREADS = 32 * WARPS, PIECES = 2 * BITS;
+constexpr int AHEAD = 3; /* look-ups that are on their way */
+/* Of a slot: bytes from row to row, and more after 4 rows; pairs of bytes copied for a row's scales; bytes of its scales and,
+behind them, zeros. */
+constexpr u32 ROW = BITS == 8 ? 272 : 32 * BITS, SKEW = BITS % 2 ? 16 : 0;
+constexpr u32 HALVES = GROUP == 0 ? 4 : GROUP == 32 ? 8 : GROUP == 64 ? 4 : 2;
+constexpr u32 SCALES = HALVES * (GROUP ? 4 : 2);
 constexpr u32 CODES = ROWS * ROW + ROWS / 4 * SKEW, SLOT = CODES + ROWS * SCALES, RING = STAGES * SLOT;
-/* Bytes of the table, and what its address divides by: an index is a byte of the address, which one PRMT puts together. */
+/* Bytes of the table, and what divides its address: an index is a byte of an address, which one PRMT puts together. */
 constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, ALIGN = 65536;
 
 struct Planes {
@@ -38,7 +43,7 @@ __device__ __forceinline__ u32 first_row(const Planes &w, u32 tile) {
     return tile * ROWS + ROWS <= w.rows ? tile * ROWS : w.rows - ROWS;
 }
 
-/* Where byte `at` of a row lies in a slot: reading a block of each of 8 rows takes every bank once (at 8 bits twice). */
+/* Where byte `at` of a row lies in a slot: a block of each of 8 rows is in every bank once (at 8 bits twice). */
 __device__ __forceinline__ u32 place(u32 row, u32 at) {
     return row * ROW + row / 4 * SKEW + (BITS == 2 ? at ^ (row & 2) << 4 : BITS == 4 ? at ^ (row & 1) << 6 : at);
 }
@@ -48,9 +53,10 @@ struct Source {
     const Planes &w;
     const u8 *codes, *scales; /* of the next step, the warp's and this lane's */
     u32 tile, step, row, lane;
-    u32 from[BITS * RT], to[BITS * RT]; /* a lane's pieces; with an even number of bits the others follow from the first */
+    u32 from[BITS * RT], to[BITS * RT]; /* a lane's pieces; if BITS is even, they follow from the first */
 
-    __device__ __forceinline__ Source(const Planes &w, u32 tile, u32 step, u32 lane) : w(w), tile(tile), step(step), lane(lane) {
+    __device__ __forceinline__ Source(const Planes &w, u32 tile, u32 step, u32 lane)
+        : w(w), tile(tile), step(step), lane(lane) {
 #pragma unroll
         for (u32 i = 0; i < (BITS % 2 ? BITS * RT : 1); i++) {
             u32 piece = lane + 32 * i, r = piece / PIECES, at = piece % PIECES * 16;
@@ -69,12 +75,13 @@ struct Source {
 
     /* Begin to copy the next step to a slot. */
     __device__ __forceinline__ void fetch(u8 *slot) {
+        constexpr u32 APART = 32 / PIECES; /* rows from piece to piece of a lane */
 #pragma unroll
         for (u32 i = 0; i < BITS * RT; i++)
             if (BITS % 2)
                 copy<16>(slot + to[i], codes + from[i], true);
             else
-                copy<16>(slot + to[0] + i * ROW * 32 / PIECES, codes + from[0] + i * (32 / PIECES) * (w.columns / 8 * BITS), true);
+                copy<16>(slot + to[0] + i * APART * ROW, codes + from[0] + i * APART * (w.columns / 8 * BITS), true);
         u8 *tail = slot + CODES;
         if constexpr (GROUP == 0) {
 #pragma unroll
@@ -118,8 +125,8 @@ __device__ __forceinline__ void build(u8 *table, const float *codebook) {
     }
 }
 
-/* The entry of byte i of `word`. `place` is the lane's address in the first entry, but where two lanes share: of the fifth
-plane's bits byte i of `fifth` has this pair's, and the lane's place below. */
+/* The entry of byte i of `word`. `place` is the lane's address in the first entry; at 5 bits the table's, and byte i of
+`fifth` has this pair's two bits of the fifth plane, and below them the lane's place. */
 template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, int i, u32 place) {
     if (BITS == 5)
         return from_shared<T>(__byte_perm(fifth, word, 0x40 + i * 0x11) & 0xffff | place);
@@ -128,7 +135,7 @@ template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, 
 
 /* A lane's 32 weights of one row. */
 struct Block {
-    u32 low[4], high[4]; /* planes 0 to 3; planes 4 to 7, or for r = 0 to 3 the fifth's bits of low[r], as look_up wants */
+    u32 low[4], high[4]; /* planes 0 to 3; planes 4 to 7, or what look_up wants of the fifth for low[r] */
     u32 scale, zero;     /* pairs of one number in x's dtype: zero · scale */
 
     __device__ __forceinline__ void load(const u8 *slot, u32 row, u32 u, u32 lane, u32 odd) {
@@ -230,7 +237,8 @@ compute(Sums (&sum)[2], const u8 *slot, const Inputs &x, u32 u, u32 columns, u32
             if (i + AHEAD < 8)
                 look_up(i + AHEAD);
             const Block &low = block[0], &high = block[1];
-            u32 a[4] = {low.scaled(found[i][0].x), high.scaled(found[i][1].x), low.scaled(found[i][0].y), high.scaled(found[i][1].y)};
+            const uint2 &first = found[i][0], &second = found[i][1];
+            u32 a[4] = {low.scaled(first.x), high.scaled(second.x), low.scaled(first.y), high.scaled(second.y)};
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 const uint4 &b = x.v[n][i / 2];
@@ -276,7 +284,8 @@ planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor, u
     u32 front = -address(shared) % ALIGN, before = front / RING;
     u32 ring = warp < before ? warp * RING : front + TABLE + (warp - before) * RING;
     keep(ring);
-    float *sums = (float *)(shared + front + TABLE + (WARPS > before ? WARPS - before : 0) * RING) + group * 2 * WK * batch * ROWS;
+    u32 behind = front + TABLE + (WARPS > before ? WARPS - before : 0) * RING;
+    float *sums = (float *)(shared + behind) + group * 2 * WK * batch * ROWS;
     u32 place = address(shared) + front + (BITS == 5 ? 0 : BITS == 2 ? lane % 16 * 8 : lane * 4);
 
     Source source(w, first < steps ? first_tile : tiles, first, lane);

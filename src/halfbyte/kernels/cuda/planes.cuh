@@ -17,8 +17,7 @@ __device__ __forceinline__ void exchange_pairs(u32 (&p)[4]) {
     exchange(p[1], p[3], 4, 0x0f0f0f0f);
 }
 
-/* The code of a column of the entry `index`, where a plane has the bits of COUNT columns side by side; of 5 bits the last
-plane's two are above a byte. */
+/* The code of a column of the entry `index`, in which a plane has the bits of COUNT columns side by side. */
 template <int COUNT> __device__ __forceinline__ u32 code_of(u32 index, int column) {
     u32 code = 0;
 #pragma unroll

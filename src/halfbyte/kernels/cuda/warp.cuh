@@ -23,13 +23,15 @@ __device__ __forceinline__ u32 choose(u32 mask, u32 yes, u32 no) {
 /* 16 bytes of global memory. */
 __device__ __forceinline__ uint4 from_global(const void *pointer) {
     uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
     return v;
 }
 
 /* 16 bytes to global memory, which nobody reads soon. */
 __device__ __forceinline__ void store(void *pointer, uint4 v) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 /* 4, 8 or 16 bytes of shared memory that change no more. */
