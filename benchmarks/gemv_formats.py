@@ -42,9 +42,9 @@ def error_of(format_: Format, parts: dict, shape: tuple[int, int], x: Tensor) ->
 def sweep(format_: KBit, weights: list[dict], shape: tuple[int, int], x: Tensor) -> list[tuple[float, tuple]]:
     """(µs, blocks) of block shapes, best first."""
     times = []
-    for warps, wr, stages in itertools.product((8, 12, 16), (1, 2, 4, 8), (2, 3, 4, 6)):
-        blocks = gemv_planes.Blocks(1, wr, warps // wr, stages)
-        if warps % wr or blocks.shared_bytes(format_.k, 0, x.shape[0]) > 232448:
+    for rt, warps, wr, stages in itertools.product((1, 2), (8, 12, 16), (1, 2, 4, 8), (2, 3)):
+        blocks = gemv_planes.Blocks(rt, wr, warps // wr, stages)
+        if rt * warps > 16 or warps % wr or blocks.shared_bytes(format_.k, 0, x.shape[0]) > 232448:
             continue
         calls = []
         for parts in weights:
@@ -80,7 +80,7 @@ def main() -> None:
                        "of_copy": size / us / 1e6 / copy, "error": error_of(format_, weights[0], shape, x)}  # fmt: skip
                 print(f"  {spec:10} M={batch:<2} {us:6.1f} µs, {row['of_copy']:.0%} of copy, "
                       f"{dense[batch] / us:.2f}x cuBLAS; error {row['error']:.1e}", flush=True)  # fmt: skip
-                if given.sweep and isinstance(format_, KBit) and batch <= 8:
+                if given.sweep and isinstance(format_, KBit) and batch <= 16:
                     row["sweep"] = sweep(format_, weights, shape, x)
                     print("    " + ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:6]), flush=True)
                 result["rows"].append(row)

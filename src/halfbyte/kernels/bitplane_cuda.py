@@ -18,9 +18,9 @@ from .cuda import BuildError, Kernel, cubin
 from .gemv4_cuda import CAPABILITY, multiprocessors_of
 from .launch import ceil_div
 
-THREADS, RESIDENT = 512, 2  # of a block; blocks of a multiprocessor
+THREADS = 1024  # of a block, one for a multiprocessor
 FEWEST_BLOCKS = 2**17  # of 32 weights: below 4M weights Triton's kernel, which starts faster, is as fast
-TABLE_BYTES = {2: 32768, 3: 8192, 4: 32768, 5: 65536}
+TABLE_BYTES = {2: 32768, 3: 8192, 4: 32768, 5: 131072}
 _refused = False
 
 
@@ -56,7 +56,7 @@ def dequantize(
     out = torch.empty(rows, width, dtype=dtype, device=packed.device)
     with torch.cuda.device(device):
         kernel = _kernel(codebook.numel().bit_length() - 1, device, dtype is torch.bfloat16)
-        grid = min(ceil_div(blocks, THREADS), RESIDENT * multiprocessors_of(device))
+        grid = min(ceil_div(blocks, THREADS), multiprocessors_of(device))
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed, scales, factor, codebook, out)]
         kernel(grid, THREADS, [*pointers, ctypes.c_uint32(blocks)])
     return out

@@ -16,7 +16,6 @@ from .gemv4_cuda import multiprocessors_of, takes
 from .launch import ceil_div, power_of_2
 
 RESERVED = 1024  # bytes of shared memory before a block's own
-WARPS = {2: (16, 4), 3: (16, 4), 4: (16, 3), 5: (16, 3), 8: (8, 3)}  # of a block, and slots of each one's ring
 _refused = False
 
 
@@ -49,11 +48,14 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks:
-    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
-    warps, stages = WARPS[bits] if batch <= 8 else (8, 2 if bits > 4 else 3)
+    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most.
+
+    Two slots a ring are enough, and more would take the first-level cache, from which x comes.
+    """
+    warps = 16 if batch <= 8 and bits < 8 else 8
     rt = 1 if batch <= 8 or bits == 8 or rows < 32 else 2
     groups = min(power_of_2(ceil_div(ceil_div(rows, 16 * rt), multiprocessors)), 8 // rt)
-    return Blocks(rt, groups, warps // groups, stages)
+    return Blocks(rt, groups, warps // groups, 2)
 
 
 @functools.cache

@@ -4,24 +4,23 @@ rounded.
 A warp takes 32 blocks of 32 weights at a time. A lane has 8 columns, part = lane % 4, of the four blocks j · 8 + lane
 / 4: of each word the byte `part`, put together from four words. When their bits are exchanged, byte j of a word is an
 index of the table for columns of block j, and an entry is those columns' fp32 numbers: four at 2 bits, else two. What
-a lane decodes of a block is one 16-byte store, and the warp's stores are 512 bytes in a row. Copies of an entry fill
-128 bytes (at 5 bits 64), so that the lanes that are served together find one each (at 5 bits every second).
+a lane decodes of a block is one 16-byte store, and the warp's stores are 512 bytes in a row. An entry has copies for
+128 bytes, one for each of the lanes that are served together.
 
 Constants: BITS (2 to 5), BF16 (else fp16), THREADS. */
 
 #include "planes.cuh"
 
 constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256;
-constexpr u32 STRIDE = BITS == 5 ? 64 : 128, SIZE = BITS == 2 ? 16 : 8; /* bytes of an entry's copies, and of each */
+constexpr u32 SIZE = BITS == 2 ? 16 : 8; /* bytes of an entry, which has copies for 128 bytes */
 
 __device__ __forceinline__ void build(const float *codebook) {
-    for (u32 i = threadIdx.x; i < ENTRIES * STRIDE / 16; i += THREADS) {
-        u32 index = i / (STRIDE / 16), at = BITS == 5 ? (index & 255) << 8 | index >> 8 << 6 : index * STRIDE;
+    for (u32 i = threadIdx.x; i < ENTRIES * 8; i += THREADS) {
         u32 value[4]; /* four columns, or two of them twice */
 #pragma unroll
         for (int c = 0; c < 4; c++)
-            value[c] = __float_as_uint(codebook[BITS == 2 ? code_of<4>(index, c) : code_of<2>(index, c % 2)]);
-        *(uint4 *)(shared + at + i % (STRIDE / 16) * 16) = make_uint4(value[0], value[1], value[2], value[3]);
+            value[c] = __float_as_uint(codebook[BITS == 2 ? code_of<4>(i / 8, c) : code_of<2>(i / 8, c % 2)]);
+        *(uint4 *)(shared + i * 16) = make_uint4(value[0], value[1], value[2], value[3]);
     }
 }
 
@@ -82,8 +81,10 @@ decode(const Four &four, u16 *out, u32 block, u32 blocks, float factor, u32 plac
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 u32 at = (j ? p[r] >> (8 * j - 7) : p[r] << 7) & 0x7f80;
-                if (BITS == 5)
-                    at = __byte_perm(fifth << (6 - 2 * r) & 0xc0c0c0c0, p[r], 0x40 + j * 0x11) & 0xffff;
+                if (BITS == 5) { /* two bits of the fifth plane are above the byte */
+                    int to_right = 8 * j + 2 * r - 15;
+                    at |= (to_right > 0 ? fifth >> to_right : fifth << -to_right) & 0x18000;
+                }
                 uint2 found = from_shared<uint2>(at + place);
                 value[r] = scaled(found.x, found.y, scale);
             }
@@ -93,17 +94,17 @@ decode(const Four &four, u16 *out, u32 block, u32 blocks, float factor, u32 plac
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 dequantize_planes(
     const u32 *packed, const u8 *scales, const float *factor, const float *codebook, u16 *out, u32 blocks) {
-    u32 lane = threadIdx.x % 32, place = address(shared) + lane % (STRIDE / SIZE) * SIZE;
+    u32 lane = threadIdx.x % 32, place = address(shared) + lane % (128 / SIZE) * SIZE;
     u32 stride = gridDim.x * THREADS, block = blockIdx.x * THREADS + threadIdx.x / 32 * 32 + lane / 4;
-    build(codebook);
-    __syncthreads();
     begin_after_others();
     float by = *factor;
     Four now, then;
     then.load(packed, scales, block, blocks);
+    build(codebook);
+    __syncthreads();
     for (; block - lane / 4 < blocks; block += stride) {
         now = then;
         then.load(packed, scales, block + stride, blocks);
