@@ -1,5 +1,7 @@
 """Triton twins of `halfbyte.ops.bitplane`, one launch each, and the plane decoder that hqq shares.
 
+Large weights without zeros are dequantized by `bitplane_cuda` where it runs.
+
 Dequantizing is bound by memory as long as instructions keep up: a value moves k/8 + 1/32 bytes in and, in bf16, 2 out,
 and while a copy of as many bytes runs on an H200, its SMs have time for some 20 instructions a value, 10 of them
 integer. So codes are put together eight at a time. A thread takes one byte of each of a block's k words and spreads its
