@@ -71,7 +71,8 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(planes):
     x = torch.randn(1, columns, device="cuda", dtype=torch.bfloat16)
     found = planes.linear(x, packed, scales, factor, codebook, rows, None)
     last = packed[-40 * columns // 32 * 5 :], scales[-40 * columns // 32 :], factor, codebook, 40
-    torch.testing.assert_close(found[:, -40:], planes.linear(x, *last, None), rtol=0, atol=0)
+    alone = planes.linear(x, *last, None)  # whose warps add in another order
+    torch.testing.assert_close(found[:, -40:], alone, rtol=0.01, atol=0.01 * float(alone.abs().max()))
 
 
 def test_dequantizes_where_it_does_not_compile(planes, monkeypatch):
