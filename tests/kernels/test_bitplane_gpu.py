@@ -6,6 +6,7 @@ import pytest
 import torch
 from plane_cases import HQQ, KBIT, SHAPES, check_dequantize, check_quantize, weight_of
 
+from halfbyte import notices
 from halfbyte.formats import HQQ as HQQFormat
 from halfbyte.formats import KBit, from_spec
 
@@ -17,6 +18,28 @@ LARGER = (*SHAPES, (130, 33), (67, 1024), (1024, 4096), (33, 4097))
 @pytest.mark.parametrize("spec", [*KBIT, *HQQ])
 def test_dequantize(spec):
     check_dequantize([spec], DTYPES, LARGER, "cuda")
+
+
+@pytest.mark.parametrize("spec", [spec for spec in KBIT if "affine" not in spec])
+def test_dequantize_by_the_kernel_for_large_weights(spec, monkeypatch):
+    """Blocks that end within a warp's; and Triton's kernel where NVRTC does not compile it."""
+    bitplane_cuda, shape = pytest.importorskip("halfbyte.kernels.bitplane_cuda"), (4099, 1024)
+    if torch.cuda.get_device_capability() < bitplane_cuda.CAPABILITY:
+        pytest.skip("needs Hopper")
+
+    def kernel(packed, scales, zeros, *rest):
+        return bitplane_cuda.dequantize(packed, scales, *rest)
+
+    check_dequantize([spec], DTYPES[1:], [shape], "cuda", kernel=kernel)
+
+    def refuse(*_):
+        raise bitplane_cuda.BuildError("no NVRTC")
+
+    monkeypatch.setattr(bitplane_cuda, "_refused", False)
+    monkeypatch.setattr(bitplane_cuda, "_kernel", refuse)
+    monkeypatch.setattr(notices, "_said", {})
+    check_dequantize([spec], [torch.bfloat16], [shape], "cuda")
+    assert "no NVRTC" in notices.said()["dequantize-planes-cuda"]
 
 
 @pytest.mark.parametrize("spec", KBIT)

@@ -22,12 +22,6 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x
     launch(blocks, threads, bytes, [&] { gemv4(*w, *x, *bias, *out, *batch); });
 }
 """,
-    "planes": """
-extern "C" void run(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x, const u16 **bias, u16 **out,
-                    const float **factor, u32 *batch) {
-    launch(blocks, threads, bytes, [&] { planes(*w, *x, *bias, *out, *factor, *batch); });
-}
-""",
 }
 
 
@@ -74,29 +68,10 @@ def test_products(cuda, blocks, batch, dtype, nested):
 
 
 def test_block_shapes_fit_a_multiprocessor(cuda):
-    from halfbyte.kernels import gemv_planes
-
     for rows in (16, 256, 1024, 4096, 14336, 28672, 131072):
         for batch in (1, 8, 9, 16):
             blocks = cuda.blocks_for(rows, batch, 132)
             full = 8 * cuda.power_of_2(cuda.ceil_div(batch, 8))
             assert blocks.shared_bytes(full, cuda.TABLE_BYTES, cuda.row_bytes(False)) <= cuda.SHARED_BYTES
             assert blocks.wr * blocks.wk == (16 if batch <= 8 else 8)
-        for k, row in gemv_planes.ROW_BYTES.items():
-            planes = gemv_planes.blocks_for(k, rows, 132)
-            assert planes.shared_bytes(cuda.BATCH, gemv_planes.table_bytes(k), row + 8) <= cuda.SHARED_BYTES
     assert [cuda.blocks_for(rows, 1, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]
-
-
-@pytest.mark.parametrize("spec", ["kbit:2:nf", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf"])
-def test_bit_planes(cuda, spec):
-    from halfbyte.formats import from_spec
-    from halfbyte.kernels import gemv_planes
-
-    format_, dtype = from_spec(spec), torch.bfloat16 if spec[5] in "25" else torch.float16
-    parts = format_.quantize(torch.randn(38, 512))
-    x, bias = torch.randn(2, 512).to(dtype), torch.randn(38).to(dtype)
-    weight = parts["packed"], parts["scales"], parts["factor"], format_.levels(parts), 38
-    found = gemv_planes.product(x, *weight, bias, cuda.Blocks(1, 1, 2, 2))
-    exact = x.float() @ format_.dequantize(parts, (38, 512), torch.float32).T + bias.float()
-    assert (found.float() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()

@@ -113,21 +113,3 @@ def test_triton_stands_in_where_it_does_not_compile(cuda, monkeypatch):
     for _ in range(2):
         check(gemv4.linear, 2, arguments(64, 256), 256, torch.bfloat16)
     assert "no NVRTC" in notices.said()["gemv4-cuda"]
-
-
-@pytest.mark.parametrize("batch", [1, 5, 16])
-@pytest.mark.parametrize("spec", ["kbit:2:nf", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf"])
-def test_bit_planes(cuda, spec, batch):
-    from halfbyte.formats import from_spec
-    from halfbyte.kernels import gemv_planes
-
-    format_ = from_spec(spec)
-    for rows, columns in ((130, 256), (4096, 14336)):
-        parts = format_.quantize(torch.randn(rows, columns, device="cuda"))
-        weight = parts["packed"], parts["scales"], parts["factor"], format_.levels(parts), rows
-        for dtype in DTYPES:
-            x = torch.randn(batch, columns, device="cuda", dtype=dtype)
-            assert cuda.takes(x, *weight[:2])
-            exact = x.float() @ format_.dequantize(parts, (rows, columns), torch.float32).T
-            error = (gemv_planes.product(x, *weight, None).float() - exact).norm() / exact.norm()
-            assert error <= 2 * torch.finfo(dtype).eps

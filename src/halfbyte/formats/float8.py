@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
 from ..ops.float8 import E4M3, TILE, Scaling, dequantize_float8, quantize_float8, scale_shape
+from ..ops.gemv8 import linear_float8
 from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
 
 SCALINGS = ("tensor", "row", "tile")
@@ -71,6 +72,9 @@ class Float8(Format):
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return dequantize_float8(parts["codes"].view(E4M3), parts["scale"], self.scaling, dtype)
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        return linear_float8(x, parts["codes"], parts["scale"], self.scaling, bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         codes, scale = parts["codes"][rows].view(E4M3), parts["scale"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..ops.bitplane import BLOCK
+from ..ops.gemv_planes import linear_hqq
 from ..ops.hqq import dequantize_hqq, quantize_hqq
 from .base import Format, Parts, PartSpecs, check_not_negative, register_format
 from .bitplane import rows_and_width
@@ -88,6 +89,12 @@ class HQQ(Format):
         return dequantize_hqq(
             parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group, rows, width, dtype
         ).view(shape)
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        if shape[1] % self.group:
+            return super().linear(x, parts, shape, bias)
+        of_weight = parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group
+        return linear_hqq(x, *of_weight, shape[0], bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = {name: part.view(shape[0], -1)[rows].view(-1) for name, part in parts.items()}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
+from ..ops.gemv8 import linear_int8
 from ..ops.int8 import dequantize_rows_int8, quantize_rows_int8
 from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
 
@@ -62,6 +63,9 @@ class Int8(Format):
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         codes = parts["codes"].reshape(-1, shape[-1])
         return dequantize_rows_int8(codes, parts["absmax"], dtype).view(shape)
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        return linear_int8(x, parts["codes"], parts["absmax"], bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_int8(parts["codes"][rows], parts["absmax"][rows], dtype)

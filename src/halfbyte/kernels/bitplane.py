@@ -1,5 +1,7 @@
 """Triton twins of `halfbyte.ops.bitplane`, one launch each, and the plane decoder that hqq shares.
 
+Large weights without zeros are dequantized by `bitplane_cuda` where it runs.
+
 Dequantizing is bound by memory as long as instructions keep up: a value moves k/8 + 1/32 bytes in and, in bf16, 2 out,
 and while a copy of as many bytes runs on an H200, its SMs have time for some 20 instructions a value, 10 of them
 integer. So codes are put together eight at a time. A thread takes one byte of each of a block's k words and spreads its
@@ -18,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.bitplane import BLOCK, dequantize_bitplane, quantize_bitplane
+from .bitplane_cuda import try_dequantize
 from .launch import Launcher, ceil_div
 
 GROUPS = 512  # runs of eight values a program decodes
@@ -112,6 +115,10 @@ def dequantize(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
+    if zeros is None:
+        found = try_dequantize(packed, scales, factor, codebook, rows, width, dtype)
+        if found is not None:
+            return found
     out = torch.empty(rows, width, dtype=dtype, device=packed.device)
     groups = scales.numel() * (BLOCK // 8)
     if groups:

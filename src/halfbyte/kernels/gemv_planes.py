@@ -1,19 +1,21 @@
-"""`cuda/planes.cu`: the product of up to 16 rows with a k-bit weight; elsewhere dequantize, then the device's GEMM."""
+"""`cuda/planes.cu`: products of up to 16 rows with weights in bit planes, else by dequantizing."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..notices import notice
-from ..ops.gemv_planes import linear_bitplane
-from .cuda import BuildError
-from .gemv4_cuda import Blocks, launch, multiprocessors_of, takes
+from ..ops.gemv_planes import linear_bitplane, linear_hqq
+from .cuda import BuildError, Kernel, cubin
+from .gemv4_cuda import multiprocessors_of, takes
 from .launch import ceil_div, power_of_2
 
-WARPS = {2: (16, 4), 3: (16, 3), 4: (16, 2), 5: (8, 3)}  # of a block, and slots of each one's ring: what fits
-ROW_BYTES = {2: 96, 3: 112, 4: 192, 5: 176}  # of codes in a slot: ROW in planes.cu
+RESERVED = 1024  # bytes of shared memory before a block's own
 _refused = False
 
 
@@ -21,51 +23,99 @@ class Planes(ctypes.Structure):
     """The struct of this name in `planes.cu`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("packed", "scales", "codebook")),
+        *((name, ctypes.c_void_p) for name in ("packed", "scales", "zeros", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
     )
 
 
-def table_bytes(k: int) -> int:
-    """TABLE in planes.cu."""
-    return 2**17 if k == 5 else 2**16
+class Blocks(NamedTuple):
+    """Constants of `planes.cu`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+
+    rt: int
+    wr: int
+    wk: int
+    stages: int
+
+    def shared_bytes(self, bits: int, group: int, batch: int) -> int:
+        """Of a block: what lies before the table, where rings fit, then the table, the other rings and the sums."""
+        rows, warps = 16 * self.rt, self.wr * self.wk
+        scales = 8 if not group else 4 * max(256 // group, 2)
+        slot = rows * (272 if bits == 8 else 32 * bits) + (rows // 4 * 16 if bits % 2 else 0) + rows * scales
+        front, table = -RESERVED % 65536, 16384 if bits == 3 else 65536
+        behind = max(warps - front // (self.stages * slot), 0)
+        return front + table + behind * self.stages * slot + 2 * warps * batch * rows * 4
 
 
-def blocks_for(k: int, rows: int, multiprocessors: int) -> Blocks:
-    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
-    warps, stages = WARPS[k]
-    groups = min(power_of_2(ceil_div(ceil_div(rows, 16), multiprocessors)), 8)
-    return Blocks(1, groups, warps // groups, stages)
+def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks:
+    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most.
+
+    Two slots a ring are enough, and more would take the first-level cache, from which x comes.
+    """
+    warps = 16 if batch <= 8 and bits < 8 else 8
+    rt = 1 if batch <= 8 or bits == 8 or rows < 32 else 2
+    groups = min(power_of_2(ceil_div(ceil_div(rows, 16 * rt), multiprocessors)), 8 // rt)
+    return Blocks(rt, groups, warps // groups, 2)
+
+
+@functools.cache
+def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, bits: int, group: int) -> Kernel:
+    """For `batch` rows of x, a power of two."""
+    bytes_ = blocks.shared_bytes(bits, group, batch)
+    constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
+    constants |= {"BITS": bits, "GROUP": group, "NT": ceil_div(batch, 8), "BF16": int(bf16)}
+    return Kernel(cubin("planes", torch.cuda.get_device_capability(device), constants), "planes", bytes_)
 
 
 def product(
-    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None,
-    blocks: Blocks | None = None,
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, codebook: Tensor, bits: int, group: int,
+    rows: int, bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    """`linear_bitplane` of contiguous tensors that `gemv4_cuda.takes` accepts.
+    """`linear_bitplane`, or with a `group` `linear_hqq`, of contiguous tensors that `_try` accepts.
 
     Raises:
         BuildError: the kernel does not compile here.
     """
-    k = codebook.numel().bit_length() - 1
-    weight = Planes(packed.data_ptr(), scales.data_ptr(), codebook.data_ptr(), rows, x.shape[1])
-    table = table_bytes(k)
-    blocks = blocks or blocks_for(k, rows, multiprocessors_of(x.get_device()))
-    return launch("planes", weight, x, bias, [factor], rows, blocks, table, ROW_BYTES[k] + 8, BITS=k)
+    device, batch = x.get_device(), x.shape[0]
+    blocks = blocks or blocks_for(bits, rows, batch, multiprocessors_of(device))
+    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out, factor)]
+    with torch.cuda.device(device):
+        kernel = _kernel(blocks, device, power_of_2(batch), x.dtype is torch.bfloat16, bits, group)
+        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors_of(device))
+        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
+    return out
+
+
+def _try(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, *rest) -> Tensor | None:
+    """`product` where it can run, else None; says once why it cannot be compiled."""
+    global _refused
+    *_, rows, _ = rest
+    if _refused or rows < 16 or not takes(x, packed, scales, zeros):
+        return None
+    try:
+        return product(x, packed, scales, zeros, *rest)
+    except BuildError as error:
+        _refused = True
+        notice("gemv-planes-cuda", f"{error}; products of few rows with bit planes dequantize them, more slowly")
+        return None
 
 
 @linear_bitplane.twin("cuda", "xpu")
 def linear(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
 ) -> Tensor:
-    global _refused
-    x = x.contiguous()
-    weight = packed, scales, factor, codebook, rows
-    if not _refused and takes(x, packed, scales):
-        try:
-            return product(x, *weight, bias)
-        except BuildError as error:
-            _refused = True
-            notice("gemv-planes-cuda", f"{error}; products of few rows with k-bit weights dequantize them, more slowly")
-    return linear_bitplane.reference(x, *weight, bias)
+    x, bits = x.contiguous(), codebook.numel().bit_length() - 1
+    found = _try(x, packed, scales, scales, factor, codebook, bits, 0, rows, bias)
+    return linear_bitplane.reference(x, packed, scales, factor, codebook, rows, bias) if found is None else found
+
+
+@linear_hqq.twin("cuda", "xpu")
+def hqq(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
+) -> Tensor:
+    x, found = x.contiguous(), None
+    if x.dtype is torch.bfloat16:  # fp16 does not hold every scale
+        found = _try(x, packed, scales, zeros, scales, scales, bits, group, rows, bias)
+    return linear_hqq.reference(x, packed, scales, zeros, bits, group, rows, bias) if found is None else found

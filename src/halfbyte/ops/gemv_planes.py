@@ -1,4 +1,4 @@
-"""Products of a few rows with a k-bit weight in bit planes; see `ops.gemv4`."""
+"""Products of a few rows with a weight in bit planes, k-bit or HQQ; see `ops.gemv4`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from .bitplane import dequantize_bitplane
+from .hqq import dequantize_hqq
 
 
 @op(twins="gemv_planes")
@@ -30,4 +31,25 @@ def linear_bitplane(
     return F.linear(x, weight, bias)
 
 
-linear_bitplane.twin("cpu")(linear_bitplane.reference)  # what it calls has a twin
+@op(twins="gemv_planes")
+def linear_hqq(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
+) -> Tensor:
+    """`F.linear` of rows with an HQQ weight; no gradient.
+
+    Twins may sum in another order, and round scale · zero and the weight to x's dtype.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        packed, scales, zeros, bits, group: as in `dequantize_hqq`.
+        rows: N.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return F.linear(x, dequantize_hqq(packed, scales, zeros, bits, group, rows, x.shape[1], x.dtype), bias)
+
+
+for _op in (linear_bitplane, linear_hqq):
+    _op.twin("cpu")(_op.reference)  # what it calls has a twin

@@ -76,6 +76,17 @@ void wait_for(const u32 *counter, u32 number) {
 void tell(u32 *counter) { ++*counter; }
 template <int COUNT> void workers_arrive() { meet(current->number - current->thread.x, COUNT); }
 float rsqrtf(float value) { return 1 / std::sqrt(value); }
+template <typename T> void keep(T &) {}
+u32 choose(u32 mask, u32 yes, u32 no) { return yes & mask | no & ~mask; }
+uint4 from_global(const void *pointer) { return *(const uint4 *)pointer; }
+void store(void *pointer, uint4 value) { *(uint4 *)pointer = value; }
+constexpr u32 RESERVED = 1024; /* bytes of shared memory before a block's own */
+u32 address(const void *pointer) { return RESERVED + (u32)((const u8 *)pointer - memory.data()); }
+template <typename T> T from_shared(u32 address) {
+    T value;
+    memcpy(&value, &memory.at(address - RESERVED), sizeof value);
+    return value;
+}
 
 template <int SIZE> void copy(u8 *to, const void *from, bool inside) {
     if ((uintptr_t)from % SIZE || (uintptr_t)to % SIZE)
@@ -145,6 +156,11 @@ u8 to_e4m3(float value) {
 
 template <bool BFLOAT> u32 times(u32 a, u32 b) {
     return pair<BFLOAT>(number<BFLOAT>(a) * number<BFLOAT>(b), number<BFLOAT>(a >> 16) * number<BFLOAT>(b >> 16));
+}
+
+template <bool BFLOAT> u32 fused(u32 a, u32 b, u32 c) {
+    float first = number<BFLOAT>(a) * number<BFLOAT>(b) + number<BFLOAT>(c);
+    return pair<BFLOAT>(first, number<BFLOAT>(a >> 16) * number<BFLOAT>(b >> 16) + number<BFLOAT>(c >> 16));
 }
 
 /* Fragments as the PTX manual has them for mma.m16n8k16: a lane g * 4 + t holds of A rows g (a0, a2) and g + 8 (a1, a3),

@@ -1,125 +1,333 @@
-/* Products with k-bit weights in bit planes (ops.bitplane), k = BITS = 2 to 5, rows of whole blocks; see product.cuh.
+/* y = x Wᵀ + b for up to 16 rows of x and weights in bit planes (ops.bitplane, ops.hqq), on tensor cores.
 
-A lane has whole blocks of 32 columns: BITS words for a row. Transposing 4×4 bits within them leaves in word r, byte j the
-codes of columns 8j + r and 8j + r + 4, a fifth plane's two bits apart. Both values come from the table, in x's dtype, as
-one word: entries are 256 bytes (32 words, one for a lane; then nothing) where one PRMT makes their address, and 128 bytes
-for the 1024 entries of 5 bits. They are multiplied by the block's scale in x's dtype, and x's columns are paired alike. */
+A code becomes a number by a table in shared memory. A step is 256 columns of 16·RT rows of W. With mma.m16n8k16, W on
+the left, g = lane / 4 and t = lane % 4, a lane has rows g and g + 8 of W and, of 128 columns, the block of 32 that is
+t-th: BITS words of a row. The order of K may be any, so the words are only exchanged until a byte has the bits of
+columns that are neighbours (of 4 columns at 2 bits, else of 2), and x comes as it lies in memory. The table's index
+is that byte as it is, and an entry is those columns' numbers in x's dtype: operands as they stand. Each lane has an
+entry of its own, so that lanes never wait for each other; at 2 bits, where an entry is 8 bytes, and at 5, for 1024
+entries of 4, two lanes share.
 
-#include "product.cuh"
+A block is WR groups of WK warps with the table in common. A group has a tile of 16·RT rows at a time, and its warps
+take turns over the steps; their sums are added in a fixed order. Each warp's copies run ahead, in a ring of STAGES
+slots of its own, past the end of a tile too. x comes half a step ahead. All that is read before begin_after_others()
+are weights.
+
+Constants: BITS (2, 3, 4, 5 with E4M4 scales a block; 2, 3, 4, 8 with GROUP), GROUP (weights that share HQQ's scale
+and zero; 0: E4M4), RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16). */
+
+#include "planes.cuh"
+
+constexpr u32 ROWS = 16 * RT, WARPS = WR * WK, THREADS = 32 * WARPS, PIECES = 2 * BITS;
+constexpr int AHEAD = 3; /* look-ups that are on their way */
+/* Of a slot: bytes from row to row, and more after 4 rows; pairs of bytes copied for a row's scales; bytes of its scales and,
+behind them, zeros. */
+constexpr u32 ROW = BITS == 8 ? 272 : 32 * BITS, SKEW = BITS % 2 ? 16 : 0;
+constexpr u32 HALVES = GROUP == 0 ? 4 : GROUP == 32 ? 8 : GROUP == 64 ? 4 : 2;
+constexpr u32 SCALES = HALVES * (GROUP ? 4 : 2);
+constexpr u32 CODES = ROWS * ROW + ROWS / 4 * SKEW, SLOT = CODES + ROWS * SCALES, RING = STAGES * SLOT;
+/* Bytes of the table, and what divides its address: an index is a byte of an address, which one PRMT puts together. */
+constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, ALIGN = 65536;
 
 struct Planes {
-    const u8 *packed, *scales; /* [N, K/32, BITS] words, [N, K/32] E4M4 */
-    const float *codebook;     /* [2^BITS] */
+    const u8 *packed;          /* [N, K/32, BITS] words */
+    const u8 *scales, *zeros;  /* [N, K/32] E4M4, or [N, K/GROUP] bf16 and fp16 */
+    const float *codebook;     /* [2^BITS], not with GROUP */
     u32 rows, columns;         /* N, K */
+};
 
-    static constexpr u32 ENTRIES = BITS == 5 ? 1024 : 256, ENTRY = BITS == 5 ? 128 : 256, TABLE = ENTRIES * ENTRY;
-    /* Bytes from row to row of a slot: 32·BITS, and more so that rows begin at other banks. */
-    static constexpr u32 ROW = BITS == 2 ? 96 : BITS == 3 ? 112 : BITS == 4 ? 192 : 176;
-    static constexpr u32 SLOT = ROWS * (ROW + 8), NEIGHBOURS = 32;
+typedef float Sums[RT][NT][4];
 
-    __device__ __forceinline__ void fetch(u8 *slot, u32 row, u32 step, u32 lane) const {
-        constexpr u32 PIECES = 2 * BITS;
+/* The last tile begins early enough to be whole: rows that two tiles have come out alike. */
+__device__ __forceinline__ u32 first_row(const Planes &w, u32 tile) {
+    return tile * ROWS + ROWS <= w.rows ? tile * ROWS : w.rows - ROWS;
+}
+
+/* Where byte `at` of a row lies in a slot: a block of each of 8 rows is in every bank once (at 8 bits twice). */
+__device__ __forceinline__ u32 place(u32 row, u32 at) {
+    return row * ROW + row / 4 * SKEW + (BITS == 2 ? at ^ (row & 2) << 4 : BITS == 4 ? at ^ (row & 1) << 6 : at);
+}
+
+/* Where a warp copies from: step after step of the tiles that are its group's. */
+struct Source {
+    const Planes &w;
+    const u8 *codes, *scales; /* of the next step, the warp's and this lane's */
+    u32 tile, step, row, lane;
+    u32 from[BITS * RT], to[BITS * RT]; /* a lane's pieces; if BITS is even, they follow from the first */
+
+    __device__ __forceinline__ Source(const Planes &w, u32 tile, u32 step, u32 lane)
+        : w(w), tile(tile), step(step), lane(lane) {
 #pragma unroll
-        for (u32 i = lane; i < ROWS * PIECES; i += 32) {
-            u32 r = row + i / PIECES, piece = i % PIECES;
-            const u8 *from = packed + (u64)r * (columns / 8 * BITS) + step * (32 * BITS) + piece * 16;
-            copy<16>(slot + i / PIECES * ROW + piece * 16, r < rows ? from : packed, r < rows);
+        for (u32 i = 0; i < (BITS % 2 ? BITS * RT : 1); i++) {
+            u32 piece = lane + 32 * i, r = piece / PIECES, at = piece % PIECES * 16;
+            from[i] = r * (w.columns / 8 * BITS) + at, to[i] = place(r, at);
+            keep(from[i]), keep(to[i]);
         }
-#pragma unroll
-        for (u32 i = lane; i < ROWS * 2; i += 32) {
-            u32 r = row + i / 2;
-            const u8 *from = scales + (u64)r * (columns / 32) + step * 8 + i % 2 * 4;
-            copy<4>(slot + ROWS * ROW + i * 4, r < rows ? from : scales, r < rows);
-        }
+        seek();
     }
 
-    __device__ __forceinline__ void build() const {
-        for (u32 i = threadIdx.x; i < ENTRIES * 8; i += THREADS) {
-            u32 entry = i / 8, low = entry & 15, high = entry >> 4 & 15;
-            if (BITS == 5)
-                low |= entry >> 8 << 4 & 16, high |= entry >> 9 << 4;
-            u32 mask = (1 << BITS) - 1, word = pair<BF16>(codebook[low & mask], codebook[high & mask]);
-            *(uint4 *)(shared + entry * ENTRY + i % 8 * 16) = make_uint4(word, word, word, word);
-        }
+    __device__ __forceinline__ void seek() {
+        row = first_row(w, tile);
+        codes = w.packed + (u64)row * (w.columns / 8 * BITS) + step * (32 * BITS);
+        u64 at = (u64)row * (w.columns / 32) + step * 8;
+        scales = w.scales + at + lane / 2 * (w.columns / 32) + lane % 2 * 4;
     }
 
-    /* Both columns of byte i; `fifth` has their fifth bits in its byte i. */
-    static __device__ __forceinline__ u32 look_up(u32 word, u32 fifth, int i, u32 lane4) {
-        if (BITS == 5)
-            return *(const u32 *)(shared + (__byte_perm(word, fifth, 0x40 + i * 0x11) & 1023) * ENTRY + lane4);
-        return *(const u32 *)(shared + __byte_perm(word, lane4, 0x5504 | i << 4));
-    }
-
-    /* E4M4, twice, in x's dtype. */
-    static __device__ __forceinline__ u32 scale_of(u32 code) {
-        float value = code < 16 ? code * 0x1p-14f : __uint_as_float((code + ((127 - 11) << 4)) << 19);
-        return pair<BF16>(value, value);
-    }
-
-    /* Two words of which each has the bits of `mask` of one and of the other. */
-    static __device__ __forceinline__ void exchange(u32 &low, u32 &high, int shift, u32 mask) {
-        u32 first = low;
-        low = first & mask | high << shift & ~mask;
-        high = first >> shift & mask | high & ~mask;
-    }
-
-    /* 32 weights of a row as left operands: a[product][0 or 2 + half]. */
-    static __device__ __forceinline__ void decode(u32 (&a)[8][4], int half, const u32 *block, u32 scale, u32 lane4) {
-        u32 p[4] = {block[0], block[1], BITS > 2 ? block[2] : 0, BITS > 3 ? block[3] : 0};
-        exchange(p[0], p[1], 1, 0x55555555);
-        exchange(p[2], p[3], 1, 0x55555555);
-        exchange(p[0], p[2], 2, 0x33333333);
-        exchange(p[1], p[3], 2, 0x33333333);
+    /* Begin to copy the next step to a slot. */
+    __device__ __forceinline__ void fetch(u8 *slot) {
+        constexpr u32 APART = 32 / PIECES; /* rows from piece to piece of a lane */
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            u32 bits = BITS == 5 ? block[BITS - 1] >> r & 0x11111111 : 0;
-            u32 fifth = (bits | bits >> 3) & 0x03030303;
+        for (u32 i = 0; i < BITS * RT; i++)
+            if (BITS % 2)
+                copy<16>(slot + to[i], codes + from[i], true);
+            else
+                copy<16>(slot + to[0] + i * APART * ROW, codes + from[0] + i * APART * (w.columns / 8 * BITS), true);
+        u8 *tail = slot + CODES;
+        if constexpr (GROUP == 0) {
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                a[2 * j + r / 2][half + r % 2 * 2] = times<BF16>(look_up(p[r], fifth, j, lane4), scale);
-        }
-    }
-
-    __device__ __forceinline__ void compute(Sums &sum, const u8 *slot, const u16 *x, u32 batch, u32 lane) const {
-        u32 g = lane / 4, t = lane % 4, lane4 = lane * 4;
-        const uint4 none = make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-            u32 a[RT][8][4];
-#pragma unroll
-            for (int r = 0; r < RT; r++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    u32 row = 16 * r + g + 8 * half, block[BITS];
-                    const u8 *from = slot + row * ROW + (4 * u + t) * 4 * BITS;
-                    if (BITS == 4)
-                        *(uint4 *)block = *(const uint4 *)from;
-                    else
-#pragma unroll
-                        for (int i = 0; i < BITS; i++)
-                            block[i] = ((const u32 *)from)[i];
-                    decode(a[r], half, block, scale_of(slot[ROWS * ROW + row * 8 + 4 * u + t]), lane4);
-                }
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const uint4 *from = (const uint4 *)(x + (u64)(8 * n) * columns + u * 128);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    uint4 v = 8 * n + g < batch ? from[j] : none; /* columns 8j ... 8j + 7 */
-                    u32 first = __byte_perm(v.x, v.z, 0x5410), second = __byte_perm(v.x, v.z, 0x7632);
-                    u32 third = __byte_perm(v.y, v.w, 0x5410), fourth = __byte_perm(v.y, v.w, 0x7632);
-#pragma unroll
-                    for (int r = 0; r < RT; r++) {
-                        multiply<BF16>(sum[r][n], a[r][2 * j], first, second);
-                        multiply<BF16>(sum[r][n], a[r][2 * j + 1], third, fourth);
-                    }
-                }
+            for (u32 i = 0; i < RT; i++)
+                copy<4>(tail + i * 128 + lane * 4, scales + 16 * i * (w.columns / 32), true);
+        } else {
+            constexpr u32 WORDS = HALVES / 2;
+            for (u32 i = lane; i < ROWS * WORDS; i += 32) {
+                u64 first = (u64)(row + i / WORDS) * (w.columns / GROUP) + step * 256 / GROUP;
+                u64 at = (first & ~1ull) * 2 + i % WORDS * 4;
+                copy<4>(tail + i / WORDS * SCALES + i % WORDS * 4, w.scales + at, true);
+                copy<4>(tail + i / WORDS * SCALES + HALVES * 2 + i % WORDS * 4, w.zeros + at, true);
             }
+        }
+    }
+
+    __device__ __forceinline__ void next(u32 first, u32 steps, u32 stride) {
+        step += WK, codes += WK * 32 * BITS, scales += WK * 8;
+        if (step >= steps) {
+            step = first, tile += stride;
+            seek();
         }
     }
 };
 
+/* Numbers of an entry's columns 2i and 2i + 1. */
+template <int COUNT> __device__ __forceinline__ u32 entry(const float *codebook, u32 index, int i) {
+    u32 first = code_of<COUNT>(index, 2 * i), second = code_of<COUNT>(index, 2 * i + 1);
+    return GROUP ? pair<BF16>((float)first, (float)second) : pair<BF16>(codebook[first], codebook[second]);
+}
+
+__device__ __forceinline__ void build(u8 *table, const float *codebook) {
+    constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256, COPIES = BITS == 5 ? 4 : 8; /* of 16 bytes */
+    for (u32 i = threadIdx.x; i < ENTRIES * COPIES; i += THREADS) {
+        u32 index = i / COPIES, at = index << 8;
+        if (BITS == 5)
+            at = (index & 255) << 8 | (index >> 8) << 6;
+        u32 first = entry<BITS == 2 ? 4 : 2>(codebook, index, 0);
+        u32 second = BITS == 2 ? entry<4>(codebook, index, 1) : first;
+        *(uint4 *)(table + at + i % COPIES * 16) = make_uint4(first, second, first, second);
+    }
+}
+
+/* The entry of byte i of `word`. `place` is the lane's address in the first entry; at 5 bits the table's, and byte i of
+`fifth` has this pair's two bits of the fifth plane, and below them the lane's place. */
+template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, int i, u32 place) {
+    if (BITS == 5)
+        return from_shared<T>(__byte_perm(fifth, word, 0x40 + i * 0x11) & 0xffff | place);
+    return from_shared<T>(__byte_perm(word, place, 0x7604 | i << 4));
+}
+
+/* A lane's 32 weights of one row. */
+struct Block {
+    u32 low[4], high[4]; /* planes 0 to 3; planes 4 to 7, or what look_up wants of the fifth for low[r] */
+    u32 scale, zero;     /* pairs of one number in x's dtype: zero · scale */
+
+    __device__ __forceinline__ void load(const u8 *slot, u32 row, u32 u, u32 lane, u32 odd) {
+        u32 b = 4 * u + lane % 4, word[BITS];
+        const u8 *from = slot + place(row, b * 4 * BITS), *tail = slot + CODES + row * SCALES;
+#pragma unroll
+        for (int i = 0; i < BITS; i += BITS % 4 == 0 ? 4 : BITS == 2 ? 2 : 1)
+            if (BITS % 4 == 0)
+                *(uint4 *)(word + i) = *(const uint4 *)(from + 4 * i);
+            else if (BITS == 2)
+                *(uint2 *)(word + i) = *(const uint2 *)(from + 4 * i);
+            else
+                word[i] = ((const u32 *)from)[i];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            low[i] = i < BITS ? word[i] : 0, high[i] = 4 + i < BITS ? word[4 + i] : 0;
+        if (BITS == 2)
+            exchange(low[0], low[1], 4, 0x0f0f0f0f);
+        else
+            exchange_pairs(low);
+        if (BITS == 8)
+            exchange_pairs(high);
+        if (BITS == 5) {
+            u32 fifth = high[0], copies = lane % 16 * 0x04040404;
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+                high[r] = fifth << (6 - 2 * r) & 0xc0c0c0c0 | copies;
+        }
+        if (GROUP == 0) {
+            float value = e4m4(tail[b]);
+            scale = pair<BF16>(value, value);
+        } else {
+            u32 at = GROUP == 256 ? odd : b * 32 / GROUP;
+            float s = number<true>(((const u16 *)tail)[at]), z = number<false>(((const u16 *)tail)[HALVES + at]);
+            scale = pair<BF16>(s, s), zero = pair<BF16>(-s * z, -s * z);
+        }
+    }
+
+    /* Columns 8j + 4h and on. */
+    __device__ __forceinline__ uint2 decode(int j, int h, u32 place) const {
+        uint2 found;
+        if (BITS == 2)
+            found = look_up<uint2>(low[h], 0, j, place);
+        else {
+            found.x = look_up<u32>(low[2 * h], high[2 * h], j, place);
+            found.y = look_up<u32>(low[2 * h + 1], high[2 * h + 1], j, place);
+        }
+        if (BITS == 8) {
+            const u32 sixteen = pair<BF16>(16, 16);
+            found.x = fused<BF16>(look_up<u32>(high[2 * h], 0, j, place), sixteen, found.x);
+            found.y = fused<BF16>(look_up<u32>(high[2 * h + 1], 0, j, place), sixteen, found.y);
+        }
+        return found;
+    }
+
+    __device__ __forceinline__ u32 scaled(u32 word) const {
+        return GROUP ? fused<BF16>(word, scale, zero) : times<BF16>(word, scale);
+    }
+};
+
+/* A lane's values of x for 128 columns: of row g of each tile of 8 rows, the 32 from `x` on. */
+struct Inputs {
+    uint4 v[NT][4];
+
+    __device__ __forceinline__ void load(const u16 *x, u32 columns, u32 batch, u32 lane) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                v[n][j] = make_uint4(0, 0, 0, 0);
+                if (8 * n + lane / 4 < batch)
+                    v[n][j] = from_global(x + (u64)(8 * n) * columns + j * 8);
+            }
+    }
+};
+
+/* Add the products of half a step, u, to `sum`, of which every second one has a part. */
+__device__ __forceinline__ void
+compute(Sums (&sum)[2], const u8 *slot, const Inputs &x, u32 u, u32 columns, u32 lane, u32 place, u32 odd) {
+#pragma unroll
+    for (int r = 0; r < RT; r++) {
+        Block block[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 row = 16 * r + lane / 4 + 8 * half;
+            block[half].load(slot, row, u, lane, odd & 1 ^ row & columns / 256 & 1);
+        }
+        uint2 found[8][2];
+        auto look_up = [&](int i) {
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                found[i][half] = block[half].decode(i / 2, i % 2, place);
+        };
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            look_up(i);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (i + AHEAD < 8)
+                look_up(i + AHEAD);
+            const Block &low = block[0], &high = block[1];
+            const uint2 &first = found[i][0], &second = found[i][1];
+            u32 a[4] = {low.scaled(first.x), high.scaled(second.x), low.scaled(first.y), high.scaled(second.y)};
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const uint4 &b = x.v[n][i / 2];
+                multiply<BF16>(sum[i % 2][r][n], a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
+            }
+        }
+    }
+}
+
+/* Put a group's sums [warp, row of x, row of the tile] in shared memory, then y: `factor` times their sum. */
+__device__ __forceinline__ void finish(
+    const Sums (&sum)[2], float *sums, u16 *out, const u16 *bias, float factor, u32 row, u32 rows, u32 batch, u32 warp,
+    u32 lane) {
+    u32 group = warp / WK, part = warp % WK;
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 m = 8 * n + lane % 4 * 2 + i % 2;
+                if (m < batch)
+                    sums[(part * batch + m) * ROWS + 16 * r + i / 2 * 8 + lane / 4] = sum[0][r][n][i] + sum[1][r][n][i];
+            }
+    group_arrives<32 * WK>(group);
+    for (u32 i = part * 32 + lane; i < batch * ROWS; i += 32 * WK) {
+        u32 n = row + i % ROWS;
+        float total = 0;
+#pragma unroll
+        for (u32 k = 0; k < WK; k++)
+            total += sums[k * batch * ROWS + i];
+        total = total * factor + (bias ? number<BF16>(bias[n]) : 0.0f);
+        out[(u64)(i / ROWS) * rows + n] = (u16)pair<BF16>(total, 0.0f);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor, u32 batch) {
-    product(w, x, bias, out, *factor, batch);
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
+    u32 tiles = (w.rows + ROWS - 1) / ROWS, steps = w.columns / 256;
+    u32 first_tile = group * gridDim.x + blockIdx.x, stride = gridDim.x * WR;
+    /* The table lies where its address divides by ALIGN, as many rings as fit before it, the others and sums behind. */
+    u32 front = -address(shared) % ALIGN, before = front / RING;
+    u32 ring = warp < before ? warp * RING : front + TABLE + (warp - before) * RING;
+    keep(ring);
+    u32 behind = front + TABLE + (WARPS > before ? WARPS - before : 0) * RING;
+    float *sums = (float *)(shared + behind) + group * 2 * WK * batch * ROWS;
+    u32 place = address(shared) + front + (BITS == 5 ? 0 : BITS == 2 ? lane % 16 * 8 : lane * 4);
+
+    Source source(w, first < steps ? first_tile : tiles, first, lane);
+    u32 filled = 0;
+    auto fetch_next = [&] {
+        if (source.tile < tiles) {
+            source.fetch(shared + ring + filled * SLOT);
+            source.next(first, steps, stride);
+        }
+        filled = filled + 1 == STAGES ? 0 : filled + 1;
+        commit();
+    };
+    for (int i = 0; i < STAGES - 1; i++)
+        fetch_next();
+    build(shared + front, w.codebook);
+    float scale = GROUP ? 1.0f : *factor;
+    __syncthreads();
+    begin_after_others();
+
+    u32 stage = 0, turn = 0, x_step = first < steps ? first * 256 : 0;
+    const u16 *x_lane = x + (u64)(lane / 4) * w.columns + lane % 4 * 32;
+    Inputs now, later; /* of the half step that is multiplied, and on their way for the one after */
+    now.load(x_lane + x_step, w.columns, batch, lane);
+    for (u32 tile = first_tile; tile < tiles; tile += stride) {
+        u32 row = first_row(w, tile);
+        Sums sum[2] = {};
+        for (u32 step = first; step < steps; step += WK) {
+            wait<STAGES - 2>();
+            __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
+            fetch_next();
+            const u8 *slot = shared + ring + stage * SLOT;
+            u32 odd = (row & steps) + step;
+            later.load(x_lane + x_step + 128, w.columns, batch, lane);
+            compute(sum, slot, now, 0, w.columns, lane, place, odd);
+            x_step = step + WK < steps ? x_step + WK * 256 : first * 256;
+            keep(x_step);
+            now.load(x_lane + x_step, w.columns, batch, lane);
+            compute(sum, slot, later, 1, w.columns, lane, place, odd);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        /* Sums change places from tile to tile: those of the last one may still be read. */
+        finish(sum, sums + turn * WK * batch * ROWS, out, bias, scale, row, w.rows, batch, warp, lane);
+        turn ^= 1;
+    }
 }

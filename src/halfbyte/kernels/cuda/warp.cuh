@@ -10,6 +10,49 @@ extern __shared__ __align__(1024) u8 shared[];
 
 __device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+/* The compiler may not compute this value again where it is used. */
+__device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
+
+/* The bits of `yes` where `mask` has ones, else of `no`: one instruction, which the compiler does not always find. */
+__device__ __forceinline__ u32 choose(u32 mask, u32 yes, u32 no) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(yes), "r"(no), "r"(mask));
+    return bits;
+}
+
+/* 16 bytes of global memory. */
+__device__ __forceinline__ uint4 from_global(const void *pointer) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+    return v;
+}
+
+/* 16 bytes to global memory, which nobody reads soon. */
+__device__ __forceinline__ void store(void *pointer, uint4 v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+/* 4, 8 or 16 bytes of shared memory that change no more. */
+template <typename T> __device__ __forceinline__ T from_shared(u32 address);
+template <> __device__ __forceinline__ u32 from_shared<u32>(u32 address) {
+    u32 word;
+    asm("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+    return word;
+}
+template <> __device__ __forceinline__ uint2 from_shared<uint2>(u32 address) {
+    uint2 words;
+    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address));
+    return words;
+}
+
+template <> __device__ __forceinline__ uint4 from_shared<uint4>(u32 address) {
+    uint4 v;
+    asm("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+
 /* Begin to copy SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. */
 template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *from, bool inside) {
     u32 size = inside ? SIZE : 0;
@@ -72,6 +115,16 @@ template <bool BFLOAT> __device__ __forceinline__ u32 times(u32 a, u32 b) {
         asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
     else
         asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+}
+
+/* a b + c of pairs of numbers, rounded once. */
+template <bool BFLOAT> __device__ __forceinline__ u32 fused(u32 a, u32 b, u32 c) {
+    u32 both;
+    if (BFLOAT)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
+    else
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
     return both;
 }
 

@@ -1,0 +1,77 @@
+"""`cuda/dequantize_planes.cu`: large k-bit weights in bit planes to 16 bits, on a Hopper GPU or newer.
+
+Compiled for sm_90 it takes 6.0, 7.7, 7.8, 9.3 instructions a value at k = 2, 3, 4, 5, where Triton's kernel takes 11.8,
+13.2, 14.4, 15.7: a look-up of two values or four by a byte that has their bits as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from ..notices import notice
+from ..ops.bitplane import BLOCK
+from .cuda import BuildError, Kernel, cubin
+from .gemv4_cuda import CAPABILITY, multiprocessors_of
+from .launch import ceil_div
+
+THREADS = 1024  # of a block, one for a multiprocessor
+FEWEST_BLOCKS = 2**17  # of 32 weights: below 4M weights Triton's kernel, which starts faster, is as fast
+TABLE_BYTES = {2: 32768, 3: 8192, 4: 32768, 5: 131072}
+_refused = False
+
+
+@functools.cache
+def _kernel(bits: int, device: int, bf16: bool) -> Kernel:
+    constants = {"BITS": bits, "BF16": int(bf16), "THREADS": THREADS}
+    image = cubin("dequantize_planes", torch.cuda.get_device_capability(device), constants)
+    return Kernel(image, "dequantize_planes", TABLE_BYTES[bits])
+
+
+def takes(packed: Tensor, blocks: int, width: int, dtype: torch.dtype) -> bool:
+    """True if the kernel can run and is worth it: the device, whole blocks a row, 16 bits, many weights."""
+    return (
+        packed.device.type == "cuda"
+        and torch.version.hip is None
+        and FEWEST_BLOCKS <= blocks < 2**31
+        and width % BLOCK == 0
+        and dtype is not torch.float32
+        and packed.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(packed.device) >= CAPABILITY
+    )
+
+
+def dequantize(
+    packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    """`dequantize_bitplane` without zeros, of contiguous tensors with whole blocks a row.
+
+    Raises:
+        BuildError: the kernel does not compile here.
+    """
+    device, blocks = packed.get_device(), scales.numel()
+    out = torch.empty(rows, width, dtype=dtype, device=packed.device)
+    with torch.cuda.device(device):
+        kernel = _kernel(codebook.numel().bit_length() - 1, device, dtype is torch.bfloat16)
+        grid = min(ceil_div(blocks, THREADS), multiprocessors_of(device))
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed, scales, factor, codebook, out)]
+        kernel(grid, THREADS, [*pointers, ctypes.c_uint32(blocks)])
+    return out
+
+
+def try_dequantize(
+    packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, width: int, dtype: torch.dtype
+) -> Tensor | None:
+    """`dequantize` where `takes` says so, else None; says once why it cannot be compiled."""
+    global _refused
+    if _refused or not takes(packed, scales.numel(), width, dtype):
+        return None
+    try:
+        return dequantize(packed, scales, factor, codebook, rows, width, dtype)
+    except BuildError as error:
+        _refused = True
+        notice("dequantize-planes-cuda", f"{error}; k-bit weights are dequantized in Triton instead, more slowly")
+        return None

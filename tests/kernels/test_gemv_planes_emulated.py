@@ -1,0 +1,62 @@
+"""The CUDA kernels of bit planes without a GPU: their own code, on emulated warps."""
+
+import pytest
+import torch
+from emulated import emulate, needs_compiler
+from gemv_planes_cases import SPECS, check, weight_of
+from plane_cases import check_dequantize
+
+pytest.importorskip("triton")  # whose launcher's arithmetic they share
+pytestmark = needs_compiler
+PRODUCT = """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x, const u16 **bias, u16 **out,
+                    const float **factor, u32 *batch) {
+    launch(blocks, threads, bytes, [&] { planes(*w, *x, *bias, *out, *factor, *batch); });
+}
+"""
+VALUES = """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, const u32 **packed, const u8 **scales, const float **factor,
+                    const float **codebook, u16 **out, u32 *count) {
+    launch(blocks, threads, bytes, [&] { dequantize_planes(*packed, *scales, *factor, *codebook, *out, *count); });
+}
+"""
+
+
+@pytest.fixture
+def planes(monkeypatch, tmp_path):
+    from halfbyte.kernels import gemv_planes
+
+    return emulate(gemv_planes, monkeypatch, tmp_path, PRODUCT)
+
+
+@pytest.mark.parametrize("spec", ["kbit:2:nf", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf"])
+def test_values(monkeypatch, tmp_path, spec):
+    """Several rounds of some warps; blocks that end within a warp's."""
+    from halfbyte.kernels import bitplane_cuda
+
+    def kernel(packed, scales, zeros, *rest):
+        return emulate(bitplane_cuda, monkeypatch, tmp_path, VALUES).dequantize(packed, scales, *rest)
+
+    dtype = torch.bfloat16 if spec == "kbit:4:fitted" else torch.float16
+    check_dequantize([spec], [dtype], [(3, 64), (111, 1024)], kernel=kernel)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_products(planes, spec):
+    """N that ends within a tile; a warp that has a step more than the other; several tiles for a group."""
+    dtype = torch.float16 if spec in ("kbit:3:bnf", "kbit:4:fitted") else torch.bfloat16
+    batch = 11 if spec in ("kbit:4:fitted", "hqq:3:32") else 2
+    weight = weight_of(spec, 70, 768)
+    check(planes, weight, batch, dtype, planes.Blocks(1 + (batch > 8), 1, 2, 2), bias=True)
+
+
+def test_more_rings_than_fit_before_the_table_and_warps_without_work(planes):
+    check(planes, weight_of("kbit:2:nf", 38, 512), 1, torch.bfloat16, planes.Blocks(1, 4, 4, 4))
+
+
+def test_block_shapes_fit_a_multiprocessor(planes):
+    for rows in (16, 256, 1024, 4096, 14336, 28672, 131072):
+        for batch in (1, 2, 4, 8, 16):
+            for bits, group in ((2, 0), (3, 0), (4, 0), (5, 0), (2, 32), (3, 32), (4, 32), (8, 32)):
+                blocks = planes.blocks_for(bits, rows, batch, 132)
+                assert blocks.shared_bytes(bits, group, batch) <= 232448
