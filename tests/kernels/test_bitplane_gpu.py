@@ -84,7 +84,7 @@ def test_dequantizing_in_a_graph(spec):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("format", [KBit(5), HQQFormat(2)], ids=lambda format: format.spec)
+@pytest.mark.parametrize("format", [KBit(5, "nf"), HQQFormat(2)], ids=lambda format: format.spec)
 def test_more_than_two_to_the_31_values(format):
     rows, width = (2**31 + 4096) // 1024, 1024
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:

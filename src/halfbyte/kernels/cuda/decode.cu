@@ -18,10 +18,6 @@ anything else, and put it with tags, for which those wait who add B u to a tile.
 
 #include "copies.cuh"
 
-#ifndef PIPE
-#define PIPE 1
-#endif
-
 /* All blocks of the grid are here, and see what the others wrote. */
 __device__ __forceinline__ void barrier() {
     __syncthreads();
@@ -280,8 +276,8 @@ struct Worker {
         u32 steps = product.columns / 256, first_tile = group * gridDim.x + blockIdx.x;
         const u16 *x_lane = x + (u64)(lane / 4) * product.columns + lane % 4 * 16;
         w.columns = product.columns;
-        Sixteen now[4]; /* x of a step comes from afar: with one tile of rows there is room to have it a step early */
-        if (PIPE && NT == 1 && part < steps)
+        Sixteen now[4]; /* x of a step comes from afar: with few rows (PIPE) it is there a step early */
+        if (PIPE && part < steps)
             load(now, x_lane + part * 256);
         if (kind == QKV || kind == GATED)
             measure();
@@ -302,7 +298,7 @@ struct Worker {
                 __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
                 copies.next(ring);
                 const u8 *slot = ring + stage * Weight::SLOT;
-                if (PIPE && NT == 1) {
+                if (PIPE) {
                     Sixteen next[4];
                     load(next, x_lane + (step + WK < steps ? step + WK : part) * 256);
                     w.multiply_by([&](int b, int) { return now[b]; }, sum, slot, lane);

@@ -12,10 +12,6 @@ Constants: NESTED, and those of product.cuh. */
 
 #include "product.cuh"
 
-#ifndef LOOK
-#define LOOK 1
-#endif
-
 struct Sixteen { /* a lane's columns of a block of x */
     uint4 first, second;
 };
@@ -39,11 +35,7 @@ struct Weight {
 
     /* What the table has for byte i of a word; `lane4` is lane · 4. */
     template <typename T, u32 AT> static __device__ __forceinline__ T look_up(u32 word, int i, u32 lane4) {
-#if LOOK
         return look<T, AT>(__byte_perm(word, lane4, 0x5504 | i << 4));
-#else
-        return *(const T *)(shared + AT + __byte_perm(word, lane4, 0x5504 | i << 4));
-#endif
     }
 
     /* Begin to copy one step of a tile's rows `row` ... into a slot. 16-byte pieces of a row change places by the row's
