@@ -1,9 +1,10 @@
 """Products of 1 to 64 rows with an NF4 weight (nested scales) beside cuBLAS in bf16, on a GPU, from a CUDA graph.
 
-python -m benchmarks.gemv [--sweep] [--batches 1,4] [--planes kbit:2:nf] [--json FILE]
+python -m benchmarks.gemv [--sweep] [--batches 1,4] [--json FILE]
 
 Calls rotate over weights, so that none comes from the cache. TB/s is of packed bytes: codes and scales. `--sweep` times
-every block shape of the CUDA kernel and prints the best; without it, what `linear_blockwise4` picks is timed.
+every block shape of the CUDA kernel and prints the best; without it, what `linear_blockwise4` picks is timed. Other
+formats: `benchmarks.gemv_formats`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
-from halfbyte.formats import Blockwise4, from_spec
+from halfbyte.formats import Blockwise4
 from halfbyte.kernels.gemv4_cuda import BATCH, SHARED_BYTES, TABLE_BYTES, Blocks, image, product, row_bytes
 from halfbyte.kernels.launch import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
@@ -46,17 +47,6 @@ def weights_of(rows: int, columns: int) -> list[tuple]:
         nested = parts["nested_absmax"], parts["nested_code"], parts["nested_offset"]
         made.append((parts["packed"], parts["absmax"], nested, 64, "nf4", rows))
     return made
-
-
-def planes_us(spec: str, x: Tensor, rows: int) -> tuple[float, float]:
-    """µs of a product with a k-bit weight, and the bytes of the weight."""
-    format_, shape = from_spec(spec), (rows, x.shape[1])
-    moved = rows * x.shape[1] * format_.bits_per_weight(shape) / 8
-    weights = [
-        format_.quantize(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
-        for _ in range(max(2, int(ROTATE / moved)))
-    ]
-    return graph_us([partial(format_.linear, x, parts, shape, None) for parts in weights]), moved
 
 
 def dense_us(x: Tensor, rows: int) -> float:
@@ -96,7 +86,6 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
-    parser.add_argument("--planes", help="k-bit formats to time too: kbit:2:nf,kbit:4:nf")
     parser.add_argument("--json")
     given = parser.parse_args()
     copy = copy_bandwidth()
@@ -115,10 +104,6 @@ def main() -> None:
                    "of_copy": rate / copy, "error": error}  # fmt: skip
             print(f"{shape:>11} M={batch:<2}: {ours:6.1f} µs, {rate:.2f} TB/s ({rate / copy:.0%} of copy), "
                   f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
-            for spec in given.planes.split(",") if given.planes else ():
-                us, size = planes_us(spec, x, rows)
-                row[spec] = us
-                print(f"    {spec}: {us:.1f} µs, {size / us / 1e6 / copy:.0%} of copy, {dense / us:.2f}x", flush=True)
             if given.sweep and batch <= BATCH:
                 row["sweep"] = sweep(x, weights)
                 best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:8])
