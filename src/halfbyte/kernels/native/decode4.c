@@ -226,8 +226,20 @@ INLINE f16v lookup(i16v table, u16v index) {
     i16v out;
     for (int i = 0; i < 16; i++) out[i] = table[index[i] & 15];
     return (f16v)out;
-#else
+#elif defined(__AVX512F__) || !defined(__AVX2__)
     return (f16v)__builtin_shuffle(table, (i16v)index);
+#else /* a permute of eight lanes for each half of the table; GCC would take sixteen apart */
+    typedef int32_t i8v __attribute__((vector_size(32)));
+    i8v half[2], at[2];
+    memcpy(half, &table, 64);
+    memcpy(at, &index, 64);
+    for (int i = 0; i < 2; i++) {
+        i8v upper = at[i] << 28 >> 31, low = __builtin_shuffle(half[0], at[i]), high = __builtin_shuffle(half[1], at[i]);
+        at[i] = (high & upper) | (low & ~upper);
+    }
+    f16v out;
+    memcpy(&out, at, 64);
+    return out;
 #endif
 }
 
