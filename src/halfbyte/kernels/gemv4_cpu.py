@@ -9,15 +9,27 @@ from torch import Tensor
 
 from ..ops.codebooks import codebook4
 from ..ops.gemv4 import linear_blockwise4
-from .blockwise4_cpu import CPU, GRAIN
-from .native import library, parallel
+from .blockwise4_cpu import CPU
+from .native import library
 
 GEMV_ROWS = 4
 
-_lib = library("blockwise4")
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
-_lib.halfbyte_gemv4.argtypes = [_pointer] * 4 + [ctypes.c_float] + [_pointer] * 3 + [_int64] * 5 + [ctypes.c_int]
-_lib.halfbyte_gemv4.restype = None
+
+
+class Weight(ctypes.Structure):
+    """`weight4` of native/decode4.c. What it points to must outlive it."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("packed", "absmax", "second", "code", "codebook", "bias", "up")],
+        *[(name, _int64) for name in ("rows", "columns", "blocksize", "begin", "rank")],
+        ("offset", ctypes.c_float),
+    )
+
+
+lib = library("decode4")
+lib.halfbyte_gemv4.argtypes = [_pointer] * 3 + [ctypes.c_int] * 2
+lib.halfbyte_gemv4.restype = ctypes.c_int
 
 
 @linear_blockwise4.twin("cpu")
@@ -36,18 +48,13 @@ def linear(
         return linear_blockwise4.reference(x, packed, absmax, nested, blocksize, quant_type, rows, bias)
     exact, y = x.float().contiguous(), torch.empty(batch, rows)
     packed, absmax, codebook = packed.contiguous(), absmax.contiguous(), codebook4(quant_type, CPU)
-    second_pointer, code_pointer, value = None, None, 0.0
+    weight = Weight(packed.data_ptr(), absmax.data_ptr(), codebook=codebook.data_ptr(), rows=rows, columns=columns,
+                    blocksize=blocksize)  # fmt: skip
     if nested is not None:
         second, code = nested[0].contiguous(), nested[1].contiguous()  # named, so that they outlive the call
-        second_pointer, code_pointer, value = second.data_ptr(), code.data_ptr(), float(nested[2])
-
-    def some(first: int, last: int) -> None:
-        _lib.halfbyte_gemv4(
-            packed.data_ptr(), absmax.data_ptr(), second_pointer, code_pointer, value, codebook.data_ptr(),
-            exact.data_ptr(), y.data_ptr(), rows, columns, blocksize, first, last, batch,
-        )  # fmt: skip
-
-    parallel(some, rows, max(4 * GRAIN // columns, 1))
+        weight.second, weight.code, weight.offset = second.data_ptr(), code.data_ptr(), float(nested[2])
+    if lib.halfbyte_gemv4(ctypes.byref(weight), exact.data_ptr(), y.data_ptr(), batch, torch.get_num_threads()):
+        raise MemoryError(f"gemv4: no memory for {batch} rows of {columns} values")
     if bias is not None:
         y += bias
     return y.to(x.dtype)

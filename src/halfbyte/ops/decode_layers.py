@@ -150,6 +150,3 @@ def one_launch(hidden: Tensor, stack: Stack) -> Run | None:
     What it returns may be captured in a CUDA graph; its results share memory with those of its next call.
     """
     return None
-
-
-one_launch.twin("cpu")(one_launch.reference)  # a CPU's kernels cost no launch

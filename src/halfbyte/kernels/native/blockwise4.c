@@ -1,4 +1,4 @@
-/* CPU twins of halfbyte.ops.blockwise4 and .gemv4 in portable vector C (GCC and Clang vector extensions, no intrinsics).
+/* CPU twins of halfbyte.ops.blockwise4 in portable vector C (GCC and Clang vector extensions, no intrinsics).
 
    Sixteen values at a time: a 16-entry fp32 table is one vector register, so a lookup is one permute where the CPU has
    it (AVX-512's vpermps). Each call does the blocks [first, last), so that threads share nothing. Build without
@@ -95,49 +95,6 @@ void halfbyte_dequantize4(const uint8_t *packed, const void *absmax, const float
     if (dtype == FP32) RUN(FP32);
     else if (dtype == BF16) RUN(BF16);
     else RUN(FP16);
-#undef RUN
-}
-
-/* Rows [first, last) of y = x·Wᵀ for x fp32 [M, columns] and y fp32 [M, rows]; whole blocks a row, of 32 values or more. */
-INLINE void gemv(const uint8_t *packed, const void *absmax, const float *second, const float *code, float offset,
-                 const float *codebook, const float *x, float *y, int64_t rows, int64_t columns, int64_t blocksize,
-                 int64_t first, int64_t last, const int M) {
-    i16v table;
-    memcpy(&table, codebook, 64);
-    int64_t block = first * (columns / blocksize);
-    for (int64_t row = first; row < last; row++) {
-        f16v total[4] = {{0}};
-        for (int64_t k = 0; k < columns; k += blocksize, block++) {
-            int64_t begin = row * columns + k;
-            float scale = second ? code[((const uint8_t *)absmax)[block]] * second[block / NESTED_BLOCK] + offset
-                                 : ((const float *)absmax)[block];
-            f16v even[4] = {{0}}, odd[4] = {{0}}; /* two sums, so that one addition need not wait for the last */
-            for (int64_t at = 0; at < blocksize; at += 32) {
-                f16v values = decode(packed, begin + at, table, 16), more = decode(packed, begin + at + 16, table, 16);
-                for (int m = 0; m < M; m++) {
-                    const float *from = x + m * columns + k + at;
-                    even[m] += values * load(from, 0, FP32, 16);
-                    odd[m] += more * load(from, 16, FP32, 16);
-                }
-            }
-            for (int m = 0; m < M; m++) total[m] += (even[m] + odd[m]) * scale;
-        }
-        for (int m = 0; m < M; m++) {
-            float added = 0;
-            for (int i = 0; i < 16; i++) added += total[m][i];
-            y[m * rows + row] = added;
-        }
-    }
-}
-
-void halfbyte_gemv4(const uint8_t *packed, const void *absmax, const float *second, const float *code, float offset,
-                    const float *codebook, const float *x, float *y, int64_t rows, int64_t columns, int64_t blocksize,
-                    int64_t first, int64_t last, int M) {
-#define RUN(m) gemv(packed, absmax, second, code, offset, codebook, x, y, rows, columns, blocksize, first, last, m)
-    if (M == 1) RUN(1);
-    else if (M == 2) RUN(2);
-    else if (M == 3) RUN(3);
-    else RUN(4);
 #undef RUN
 }
 
