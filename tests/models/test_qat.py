@@ -118,7 +118,7 @@ def learned():
 def test_training_closes_the_gap_that_quantizing_afterwards_leaves(learned, peft):
     """From the same weights and for as many steps: one is rounded to 2 bits in every step, the other at the end."""
     every_step, afterwards = copy.deepcopy(learned), copy.deepcopy(learned)
-    fake_quantize_linears(every_step, named("kbit2"))
+    fake_quantize_linears(every_step, named("kbit:2:nf"))
     if peft:
         every_step, afterwards = add_adapter(every_step, config(r=8)), add_adapter(afterwards, config(r=8))
     learn(every_step, 60, 3e-3)
@@ -126,7 +126,7 @@ def test_training_closes_the_gap_that_quantizing_afterwards_leaves(learned, peft
     with torch.no_grad():
         unrounded = float(loss_of(afterwards))
         afterwards = afterwards.merge_and_unload() if peft else afterwards
-        fake_quantize_linears(afterwards, named("kbit2"))
+        fake_quantize_linears(afterwards, named("kbit:2:nf"))
         losses = []
         for model in (every_step, afterwards):
             quantize_trained(model)
