@@ -63,7 +63,9 @@ def tiny(family: str, *, adapter: bool = True, shape: dict | None = None, **lora
     """A random model of a family whose norms, biases and adapters all matter."""
     keys = MULTIMODAL[family] if family in MULTIMODAL else SHAPE | FAMILIES[family] | (shape or {})
     config = getattr(transformers, f"{family}Config")(**keys)
-    model = auto_class(config).from_config(config)
+    # transformers 5.17 would choose SDPA for capped scores, and leave the cap out; 5.23 chooses eager itself.
+    capped = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model = auto_class(config).from_config(config, **capped)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
