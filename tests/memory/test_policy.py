@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from halfbyte.memory.policy import FUSED, HOST_LEVELS, LEVELS, LayerShape, choose, in_words, mixes, peak
+from halfbyte.memory.policy import FUSED, OFFLOADED, LEVELS, LayerShape, choose, in_words, mixes, peak
 
 GIB = 2**30
 LLAMA_8B = {"hidden": 4096, "inner": 14336, "queries": 4096, "keys": 1024, "heads": 32, "rank": 16}
@@ -19,7 +19,7 @@ def test_each_level_keeps_less_and_takes_longer(traits):
     saved, seconds = ([getattr(shape, what)(level) for level in LEVELS] for what in ("saved", "seconds"))
     assert all(a >= b for a, b in itertools.pairwise(saved))
     assert all(a < b for a, b in itertools.pairwise(seconds))
-    assert [level for level in LEVELS if shape.on_host(level)] == list(HOST_LEVELS)
+    assert [level for level in LEVELS if shape.on_host(level)] == list(OFFLOADED)
 
 
 def test_a_kept_8b_step_takes_what_was_measured():
@@ -46,7 +46,7 @@ def test_less_memory_takes_more_time():
 
 
 def test_without_host_memory_nothing_is_offloaded():
-    assert not set(choose(SHORT, 32, 4 * GIB, host=0, **MOMENTS)) & set(HOST_LEVELS)
+    assert not set(choose(SHORT, 32, 4 * GIB, host=0, **MOMENTS)) & set(OFFLOADED)
 
 
 def test_what_fits_nowhere_gets_the_smallest_plan():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..notices import notice
-from .policy import FUSED, LEVELS, LayerShape, choose, in_words, peak
+from .policy import FUSED, OFFLOADED, LayerShape, choose, cost, in_words, peak
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +191,7 @@ def _fused_plan(shapes: ModelShapes, layer: LayerShape, capacity: int) -> Memory
         moving = max(peak(layer, levels, **moments) - trained.bytes, 0)
         moving = max(moving, _step_scratch(config.optim, trained, shapes.device.type))
         logits = min(loss, moving)
-        recomputed = any(LEVELS.index(level) >= LEVELS.index("checkpoint") for level in levels)
+        recomputed = any(OFFLOADED.get(level, level) == "checkpoint" for level in levels)
         return replace(
             still, activations=moving - logits, logits=logits, activation_checkpointing=recomputed, levels=levels
         )
@@ -207,7 +207,7 @@ def _fused_plan(shapes: ModelShapes, layer: LayerShape, capacity: int) -> Memory
     need = f"{kept.total / GIB:.2f} of {capacity / GIB:.2f} GiB"
     if plan.levels == kept.levels:
         return replace(plan, reason=f"activations are kept: the run needs {need}")
-    extra = sum(map(layer.seconds, plan.levels)) * config.gradient_accumulation_steps
+    extra = cost(layer, plan.levels or ()) * config.gradient_accumulation_steps
     reason = f"{in_words(plan.levels)}, about {extra * 1e3:.0f} ms a step: keeping all would take {need}"
     if not plan.fits:
         reason += f", and even so the run needs {plan.total / GIB:.2f} GiB"
