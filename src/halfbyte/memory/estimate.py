@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..hardware import segments_grow
 from ..notices import notice
 from .policy import FUSED, OFFLOADED, LayerShape, choose, cost, in_words, peak
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
+GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: 1.5% were reserved and unused (docs/log.md)
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
@@ -200,7 +202,8 @@ def _fused_plan(shapes: ModelShapes, layer: LayerShape, capacity: int) -> Memory
     if want != "auto":
         level: Level = want if isinstance(want, str) else "checkpoint" if want else "keep"
         return planned((level,) * layers)
-    budget = int(MARGIN * capacity) - (still.total - trained.bytes)
+    margin = GROWING_MARGIN if segments_grow() and shapes.device.type == "cuda" else MARGIN
+    budget = int(margin * capacity) - (still.total - trained.bytes)
     host = int(HOST_MARGIN * available_bytes())
     plan = planned(choose(layer, layers, budget, host=host, **moments))
     kept = planned(("keep",) * layers)

@@ -124,18 +124,14 @@ class Offload:
             copied = self.stream.record_event()
         memory = _Offloaded(next(self._numbers), host, flat, flat._version, copied)
         self._waiting[memory.number] = weakref.ref(memory)
-        weakref.finalize(memory, self._forget, memory.number, host)
+        free = self._free[host.numel(), host.dtype]
+        weakref.finalize(memory, _forget, self._waiting, memory.number, free, host)
         self._of_layer += flat.nbytes
         self._in_flight = max(self._in_flight, self._of_layer)
         self._leaving.append(memory)
         while sum(each.nbytes for each in self._leaving) > self._in_flight:
             self._release(self._leaving.popleft(), compute)
         return memory
-
-    def _forget(self, number: int, host: Tensor) -> None:
-        """Nobody holds that memory any more."""
-        self._waiting.pop(number, None)
-        self._free[host.numel(), host.dtype].append(host)
 
     @staticmethod
     def _release(memory: _Offloaded, compute: Any) -> None:
@@ -160,6 +156,12 @@ class Offload:
             free.append(_pin(torch.empty(flat.numel(), dtype=flat.dtype)))
             self._pinned.append(free[-1])
         return free.pop()
+
+
+def _forget(waiting: dict[int, Any], number: int, free: list[Tensor], host: Tensor) -> None:
+    """Nobody holds that memory any more."""
+    waiting.pop(number, None)
+    free.append(host)
 
 
 def _flat(tensor: Tensor) -> Tensor | None:

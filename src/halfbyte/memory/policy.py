@@ -152,8 +152,10 @@ class LayerShape:
         return self.saved(OFFLOADED[level]) if level in OFFLOADED else 0
 
     def _in_hand(self, level: Level) -> int:
-        """Bytes of those that are on the device while they are made or read: of one function at a time."""
-        return min(self.on_host(level), 2 * self.tokens * self.inner * self.itemsize)
+        """Bytes of those that are on the device beside what is on its way: gate and up at most, or the stream."""
+        if level == SPREAD:
+            return 2 * self.tokens * self.inner * self.itemsize
+        return self.stream if level in OFFLOADED else 0
 
     def forward(self, level: Level) -> int:
         """Bytes beyond what is saved, and what is on its way to the host, at the highest moment of a layer's forward."""
@@ -178,9 +180,9 @@ class LayerShape:
             return self.backward(OFFLOADED[level]) + self._in_hand(level)
         if level in ("keep", "recompute"):
             return flowing + (stream if level == "recompute" else 0)
-        if level == "recompute_mlp":
-            return flowing + self._mlp(self.tokens) - stream
-        return flowing + self._attention() + self._mlp(self.tokens) - stream
+        if level == "recompute_mlp":  # with a last product that is left out, not its place
+            return flowing + self._mlp(self.tokens)
+        return flowing + self._attention() + self._mlp(self.tokens)
 
     def _tile(self) -> int:
         tokens = min(TILE_ROWS, self.tokens)
