@@ -38,7 +38,9 @@ OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
 
 SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
 
-Level = Literal["keep", "recompute", "recompute_mlp", "checkpoint", "offload", "tiled"]  # see memory.policy
+Level = Literal[  # see memory.policy
+    "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
+]  # fmt: skip
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -153,7 +155,7 @@ class TrainingSection(BaseModel):
     activation_checkpointing: bool | Literal["auto"] | Level = Field(
         "auto",
         description="what layers keep for backward, from most to least: keep, recompute, recompute_mlp, checkpoint (or"
-        " true), offload, tiled; auto: the fastest mix that fits",
+        " true), and in host memory offload_kept, offload_attention, offload, tiled; auto: the fastest mix that fits",
     )
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="plan within this many GiB of the device; default: what is free"

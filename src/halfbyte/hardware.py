@@ -5,6 +5,7 @@ Imports torch only inside functions, so that the command line starts quickly.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,21 @@ class ComputeDtype:
 
     dtype: torch.dtype
     reason: str
+
+
+GROWING = "expandable_segments:True"
+
+
+def let_segments_grow() -> None:
+    """Let torch's CUDA allocator grow its segments, unless the user has set it up: activations of many sizes leave gaps
+    in fixed ones, 1.0 GiB of 8 in a run that then had no room (docs/log.md). It counts before torch uses a GPU."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", GROWING)
+
+
+def segments_grow() -> bool:
+    """Whether they do."""
+    return any(GROWING in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
 
 def best_device() -> torch.device:

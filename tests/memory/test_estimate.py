@@ -214,7 +214,7 @@ def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch):
     monkeypatch.setattr("halfbyte.memory.host.available_bytes", lambda: 100 * GIB)
     plan = estimate(run_config(**KEYS_8B, memory_limit_gib=16.0), LLAMA_8B, device="cuda", capacity_bytes=139 * GIB)
     assert 12 * GIB < plan.total <= 0.9 * 16 * GIB
-    assert len(set(plan.levels)) == 2
+    assert len(set(plan.levels)) >= 2
     assert plan.activation_checkpointing
     assert "layers" in plan.reason
     assert "ms a step" in plan.reason

@@ -13,6 +13,7 @@ from halfbyte.autograd.recompute import recompute
 from halfbyte.errors import TrainingError
 from halfbyte.memory import offload
 from halfbyte.memory.offload import Offload
+from halfbyte.memory.policy import OFFLOADED
 
 
 class StandIn:
@@ -66,39 +67,86 @@ def test_gradients_and_buffers_over_steps(cuda):
         found = torch.autograd.grad(layers(weights, x, store), [x, *weights])
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert [size for _, size in cuda.registered] == [x.nbytes] * 5  # made once, of the exact size
-    assert not store._in_flight
+    assert not store._leaving
     assert len(store._free[x.numel(), x.dtype]) == 5
+
+
+def saved(store: Offload, *layers: list[torch.Tensor]) -> list:
+    """What stands for the tensors of each layer."""
+    packed = []
+    for tensors in layers:
+        with store.hooks():
+            packed += [store.pack(tensor) for tensor in tensors]
+    return packed
+
+
+def away(packed: list) -> list[bool]:
+    return [item.memory.device is None for item in packed]
 
 
 def test_order_of_the_copies(cuda):
     store, tensors = Offload(torch.device("cpu")), [torch.randn(1, 32, 16) for _ in range(4)]
-    packed = [store._pack(tensor) for tensor in tensors]
-    assert [item.device is None for item in packed] == [True, True, True, False]  # the last is still there
-    assert torch.equal(store._unpack(packed[3]), tensors[3])
-    assert [item.device is None for item in packed] == [True, True, False, True]  # the one before is on its way
-    assert torch.equal(store._unpack(packed[2]), tensors[2])
-    assert [item.device is None for item in packed] == [True, False, True, True]
-    assert torch.equal(store._unpack(packed[3]), tensors[3])  # a second backward fetches it again
+    packed = saved(store, *([tensor] for tensor in tensors))
+    assert away(packed) == [True, True, True, False]  # the last is still there
+    assert torch.equal(store.unpack(packed[3]), tensors[3])
+    assert away(packed) == [True, True, False, True]  # the one before is on its way
+    assert torch.equal(store.unpack(packed[2]), tensors[2])
+    assert away(packed) == [True, False, True, True]
+    assert torch.equal(store.unpack(packed[3]), tensors[3])  # a second backward fetches it again
+
+
+def test_as_much_as_a_layer_saves_is_on_its_way(cuda):
+    """Three tensors a layer: all three may leave, and come back, while another layer computes."""
+    store = Offload(torch.device("cpu"))
+    layers = [[torch.randn(1, rows, 16) for rows in (32, 48, 64)] for _ in range(3)]
+    packed = saved(store, *layers)
+    assert away(packed) == [True] * 6 + [False] * 3
+    for i in (8, 6, 7):  # backward asks in an order of its own
+        assert torch.equal(store.unpack(packed[i]), layers[2][i - 6])
+    assert away(packed) == [True] * 3 + [False] * 3 + [True] * 3
+    for i in range(6):
+        assert torch.equal(store.unpack(packed[i]), layers[i // 3][i % 3])
+
+
+def test_what_two_functions_save_travels_once(cuda):
+    store, x = Offload(torch.device("cpu")), torch.randn(4, 32, 16)
+    packed = saved(store, [x, x.transpose(0, 1), x.view(-1, 16)])
+    assert len(cuda.registered) == 1
+    assert torch.equal(store.unpack(packed[1]), x.transpose(0, 1))
+    assert torch.equal(store.unpack(packed[0]), x)
+    assert store.unpack(packed[2]).shape == (128, 16)
+    assert away(packed) == [True] * 3
+    with store.hooks():
+        first = store.pack(x)
+        x.add_(1)
+        assert store.pack(x).memory is not first.memory  # other values
+
+
+def test_tensors_with_gaps_stay(cuda):
+    store, x = Offload(torch.device("cpu")), torch.randn(64, 64)
+    assert torch.equal(store.pack(x[:, :48]), x[:, :48])
+    assert store.pack(x[:1].expand(64, 64)).stride() == (0, 1)
+    assert not cuda.registered
 
 
 def test_small_tensors_stay_and_forwards_without_backward_give_their_buffers_back(cuda):
     store = Offload(torch.device("cpu"))
-    assert isinstance(store._pack(torch.ones(3)), torch.Tensor)
+    assert isinstance(store.pack(torch.ones(3)), torch.Tensor)
     for _ in range(4):
-        store._pack(torch.randn(32, 16))
+        saved(store, [torch.randn(32, 16)])
     assert len(cuda.registered) <= 2
 
 
 def test_a_capture_is_refused(cuda):
     cuda.capturing = True
     with pytest.raises(RuntimeError, match="stream of their own"):
-        Offload(torch.device("cpu"))._pack(torch.randn(32, 16))
+        Offload(torch.device("cpu")).pack(torch.randn(32, 16))
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):
     StandIn(code=2).install(monkeypatch)
     with pytest.raises(TrainingError, match=r"could not be pinned \(CUDA error 2\)"):
-        Offload(torch.device("cpu"))._pack(torch.randn(32, 16))
+        Offload(torch.device("cpu")).pack(torch.randn(32, 16))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -141,7 +189,17 @@ def gpu_step(model: torch.nn.Module, levels) -> tuple[int, int, dict[str, torch.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("levels", ["offload", ["offload"] * 5 + ["recompute"] * 3, ["checkpoint", "offload"] * 4])
+@pytest.mark.parametrize(
+    "levels",
+    [
+        "offload",
+        "offload_kept",
+        "offload_attention",
+        ["offload"] * 5 + ["recompute"] * 3,
+        ["checkpoint", "offload"] * 4,
+        ["offload_attention", "offload", "offload_kept", "keep"] * 2,
+    ],
+)
 def test_gradients_on_a_gpu_are_those_of_keep(levels):
     """With dropout; equal but for what attention's backward adds up in another order."""
     model = gpu_model()
@@ -153,12 +211,14 @@ def test_gradients_on_a_gpu_are_those_of_keep(levels):
 
 
 @pytest.mark.gpu
-def test_offloaded_inputs_leave_the_gpu():
+def test_what_is_offloaded_leaves_the_gpu():
+    """All but those of the last layer, and what is on its way."""
     model = gpu_model()
-    stream = 2 * 4096 * 512 * 2
-    kept, _, _ = gpu_step(model, "checkpoint")
-    alive, _, _ = gpu_step(model, "offload")
-    assert kept - alive >= (SHAPE["num_hidden_layers"] - 2) * stream
+    layers = SHAPE["num_hidden_layers"]
+    for level, on_device in OFFLOADED.items():
+        kept, _, _ = gpu_step(model, on_device)
+        alive, _, _ = gpu_step(model, level)
+        assert alive <= kept * 2.5 / layers, level
 
 
 @pytest.mark.gpu

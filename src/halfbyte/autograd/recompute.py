@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -153,41 +153,62 @@ def _tiled_gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, wan
     return dx, sums
 
 
+class Store(Protocol):
+    """Where saved tensors wait: `pack` gives what stands for one, `unpack` the tensor again."""
+
+    def pack(self, tensor: Tensor) -> Any: ...
+
+    def unpack(self, packed: Any) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class _Kept:
     tensor: Tensor
     version: int
 
 
+class InPlace:
+    """The store that leaves tensors where they are."""
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        return _Kept(tensor.detach(), tensor._version)
+
+    def unpack(self, packed: _Kept) -> Tensor:
+        if packed.tensor._version != packed.version:  # autograd's own check, which its hooks turn off
+            raise RuntimeError("a tensor saved for backward was modified by an in-place operation: backward ran already")
+        return packed.tensor
+
+
 @dataclass(frozen=True)
 class _Again:
-    function: Callable[[], Tensor]
+    source: Any
     shape: torch.Size
 
 
 @contextlib.contextmanager
-def computed_again(value: Tensor, function: Callable[[], Tensor]) -> Iterator[None]:
-    """Inside, whoever saves `value` for backward, or a reshaped view of it, keeps `function` in its place.
+def computed_again(
+    value: Tensor, source: Tensor, function: Callable[[Tensor], Tensor], store: Store | None = None
+) -> Iterator[None]:
+    """Inside, whoever saves `value` = function(source) for backward, or a reshaped view of it, keeps `source` instead.
 
     Args:
         value: contiguous; what is saved of it must not change in place.
-        function: makes it again, bit by bit. It holds what it needs.
+        function: makes it again, bit by bit.
+        store: of `source` and all else that is saved inside; default: `InPlace`.
     """
-    where = value.data_ptr(), value.numel(), value.dtype
+    store = store or InPlace()
+    where, kept = (value.data_ptr(), value.numel(), value.dtype), store.pack(source)
 
-    def pack(tensor: Tensor) -> _Kept | _Again:
+    def pack(tensor: Tensor) -> Any:
         if (tensor.data_ptr(), tensor.numel(), tensor.dtype) == where:
-            return _Again(function, tensor.shape)
-        return _Kept(tensor.detach(), tensor._version)
+            return _Again(kept, tensor.shape)
+        return store.pack(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-        yield
-
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, _Again):
+    def unpack(packed: Any) -> Tensor:
+        if not isinstance(packed, _Again):
+            return store.unpack(packed)
         with torch.no_grad():
-            return packed.function().view(packed.shape)
-    if packed.tensor._version != packed.version:  # autograd's own check, which its hooks turn off
-        raise RuntimeError("a tensor saved for backward was modified by an in-place operation: backward ran already")
-    return packed.tensor
+            return function(store.unpack(packed.source)).view(packed.shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..hardware import let_segments_grow
 from .exits import Commands
 
 app = typer.Typer(
@@ -40,7 +41,7 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
 ) -> None:
-    pass
+    let_segments_grow()
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -13,20 +12,12 @@ from ..config import RunConfig
 
 def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     """Train, and on Ctrl-C say what is saved and how to go on."""
-    _expandable_segments()  # before torch reads the environment
     from ..train.sft import train
 
     try:
         train(config, resume=True if resume else config.resume_from_checkpoint, console=Console())
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_what_is_saved(config.output_path, file)) from None
-
-
-def _expandable_segments() -> None:
-    """Let torch's CUDA allocator grow its segments, unless the user has set it up: activations of many sizes leave gaps
-    in fixed ones, 1.0 GiB of 8 in a run that then had no room (docs/log.md)."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _what_is_saved(folder: Path, file: Path) -> str:

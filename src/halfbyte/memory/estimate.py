@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..hardware import segments_grow
 from ..notices import notice
-from .policy import FUSED, LEVELS, LayerShape, choose, in_words, peak
+from .policy import FUSED, OFFLOADED, LayerShape, choose, cost, in_words, peak
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
+GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: 1.5% were reserved and unused (docs/log.md)
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
@@ -191,7 +193,7 @@ def _fused_plan(shapes: ModelShapes, layer: LayerShape, capacity: int) -> Memory
         moving = max(peak(layer, levels, **moments) - trained.bytes, 0)
         moving = max(moving, _step_scratch(config.optim, trained, shapes.device.type))
         logits = min(loss, moving)
-        recomputed = any(LEVELS.index(level) >= LEVELS.index("checkpoint") for level in levels)
+        recomputed = any(OFFLOADED.get(level, level) == "checkpoint" for level in levels)
         return replace(
             still, activations=moving - logits, logits=logits, activation_checkpointing=recomputed, levels=levels
         )
@@ -200,14 +202,15 @@ def _fused_plan(shapes: ModelShapes, layer: LayerShape, capacity: int) -> Memory
     if want != "auto":
         level: Level = want if isinstance(want, str) else "checkpoint" if want else "keep"
         return planned((level,) * layers)
-    budget = int(MARGIN * capacity) - (still.total - trained.bytes)
+    margin = GROWING_MARGIN if segments_grow() and shapes.device.type == "cuda" else MARGIN
+    budget = int(margin * capacity) - (still.total - trained.bytes)
     host = int(HOST_MARGIN * available_bytes())
     plan = planned(choose(layer, layers, budget, host=host, **moments))
     kept = planned(("keep",) * layers)
     need = f"{kept.total / GIB:.2f} of {capacity / GIB:.2f} GiB"
     if plan.levels == kept.levels:
         return replace(plan, reason=f"activations are kept: the run needs {need}")
-    extra = sum(map(layer.seconds, plan.levels)) * config.gradient_accumulation_steps
+    extra = cost(layer, plan.levels or ()) * config.gradient_accumulation_steps
     reason = f"{in_words(plan.levels)}, about {extra * 1e3:.0f} ms a step: keeping all would take {need}"
     if not plan.fits:
         reason += f", and even so the run needs {plan.total / GIB:.2f} GiB"

@@ -1,9 +1,8 @@
 """Tensors that wait for backward in the host's memory.
 
-A layer's saved input is copied to pinned memory on a stream of its own while the next layer computes, and its device
-memory is free after that one: two are there at a time, one read by the copy, one by the layer, and where copies are
-slower than layers, the layers wait. Backward asks for them in reverse; while a layer computes, the input of the one
-before it is on its way back.
+What a layer saves is copied to pinned memory on a stream of its own while the layers after it compute, and its device
+memory is free once it is there. As many bytes as one layer saves may be on their way: where copies are slower than
+layers, the layers wait. Backward asks for the last first; while a layer computes, as many bytes are on their way back.
 
 Host buffers are made once for each size and used in every step. They are registered with CUDA rather than taken from
 torch's pinned allocator, which rounds sizes up to powers of two: 32 inputs of 2.8 GiB would take 128 GiB instead of 90.
@@ -14,8 +13,10 @@ A CUDA graph cannot hold this: its copies belong to a stream and to buffers that
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,22 +26,36 @@ from torch import Tensor
 from ..errors import TrainingError
 
 SMALLEST = 2**20  # bytes; smaller tensors stay on the device
-IN_FLIGHT = 1  # tensors whose device memory is held while they are copied
 
 
 @dataclass(eq=False)
 class _Offloaded:
-    """A tensor on its way: its host copy [numel], and its device copy while there is one."""
+    """Memory on its way: its host copy [numel], and its device copy while there is one."""
 
+    number: int
     host: Tensor
     device: Tensor | None
-    shape: torch.Size
+    version: int
     copied: Any  # event of the last copy
-    previous: weakref.ref[_Offloaded] | None
+    views: int = 0  # that stand for tensors in it
+    asked: int = 0  # how many of them backward has asked for
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.nbytes
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor: how it lies in that memory."""
+
+    memory: _Offloaded
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 class Offload:
-    """Where saved tensors of one CUDA device wait; enter `hooks()` around the functions that save them."""
+    """Where saved tensors of one CUDA device wait; enter `hooks()` around each layer that saves them."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -48,70 +63,122 @@ class Offload:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._pinned: list[Tensor] = []
         weakref.finalize(self, _unpin, self._pinned)
-        self._in_flight: deque[_Offloaded] = deque()
-        self._last: weakref.ref[_Offloaded] | None = None
+        self._leaving: deque[_Offloaded] = deque()  # whose device memory is held while it is copied
+        self._waiting: dict[int, weakref.ref[_Offloaded]] = {}  # all that backward has not asked for, oldest first
+        self._numbers = itertools.count()
+        self._of_layer, self._in_flight = 0, 0  # bytes saved by this layer so far, and by the one that saved most
 
-    def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, contiguous tensors of `SMALLEST` bytes and more are saved in the host's memory."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Inside, dense tensors of `SMALLEST` bytes and more are saved in the host's memory."""
+        self._of_layer = 0
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Offloaded:
-        if tensor.device != self.device or tensor.nbytes < SMALLEST or not tensor.is_contiguous():
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """What stands for `tensor` from now on; itself where it is small, elsewhere or has gaps."""
+        flat = _flat(tensor) if tensor.device == self.device and tensor.nbytes >= SMALLEST else None
+        if flat is None:
             return tensor.detach()
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("offloaded activations are copied on a stream of their own")
-        compute = torch.cuda.current_stream(self.device)
-        host = self._buffer(tensor)
-        self.stream.wait_stream(compute)
-        with torch.cuda.stream(self.stream):
-            host.copy_(tensor.detach().view(-1), non_blocking=True)
-            copied = self.stream.record_event()
-        packed = _Offloaded(host, tensor.detach(), tensor.shape, copied, self._last)
-        weakref.finalize(packed, self._free[host.numel(), host.dtype].append, host)
-        self._last = weakref.ref(packed)
-        self._in_flight.append(packed)
-        if len(self._in_flight) > IN_FLIGHT:
-            self._release(self._in_flight.popleft(), compute)
-        return packed
+        memory = next((each for each in self._leaving if _is_copy_of(each, flat)), None) or self._send(flat)
+        memory.views += 1
+        return _View(memory, tensor.shape, tensor.stride())
 
-    @staticmethod
-    def _release(packed: _Offloaded, compute: Any) -> None:
-        """Free its device memory once the copy is done, in the order of the computing stream."""
-        compute.wait_event(packed.copied)
-        packed.device = None
-
-    def _unpack(self, packed: Tensor | _Offloaded) -> Tensor:
-        if not isinstance(packed, _Offloaded):
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        """The tensor again; what was saved before it starts on its way back."""
+        if not isinstance(packed, _View):
             return packed
-        compute = torch.cuda.current_stream(self.device)
-        if packed in self._in_flight:  # its memory may be written from here on, and a copy may still read it
-            self._in_flight.remove(packed)
-        self._fetch(packed, compute)
-        previous = None if packed.previous is None else packed.previous()
-        if previous is not None:
-            self._fetch(previous, compute)
-        compute.wait_event(packed.copied)
-        tensor, packed.device = packed.device, None
-        assert tensor is not None
+        memory, compute = packed.memory, torch.cuda.current_stream(self.device)
+        if memory in self._leaving:  # it may be written from here on, and a copy may still read it
+            self._leaving.remove(memory)
+        self._fetch(memory, compute)
+        compute.wait_event(memory.copied)
+        assert memory.device is not None
+        tensor = memory.device.as_strided(packed.shape, packed.stride)
+        memory.asked += 1
+        if memory.asked == memory.views:  # a second backward fetches it again: this one may write to what it gets
+            memory.device, memory.asked = None, 0
+            self._waiting.pop(memory.number, None)
+        self._foresee(compute)
         return tensor
 
-    def _fetch(self, packed: _Offloaded, compute: Any) -> None:
-        """Start its way back, unless it is under way or never left."""
-        if packed.device is not None:
-            return
-        # Made on the computing stream, whose earlier work may still use this memory.
-        packed.device = torch.empty(packed.shape, dtype=packed.host.dtype, device=self.device)
+    def _foresee(self, compute: Any) -> None:
+        """Fetch what backward asks for next."""
+        coming = 0
+        for reference in reversed(self._waiting.values()):
+            memory = reference()
+            if memory is not None:
+                self._fetch(memory, compute)
+                coming += memory.nbytes
+            if coming >= self._in_flight:
+                break
+
+    def _send(self, flat: Tensor) -> _Offloaded:
+        compute = torch.cuda.current_stream(self.device)
+        host = self._buffer(flat)
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
-            packed.device.view(-1).copy_(packed.host, non_blocking=True)
-            packed.copied = self.stream.record_event()
+            host.copy_(flat, non_blocking=True)
+            copied = self.stream.record_event()
+        memory = _Offloaded(next(self._numbers), host, flat, flat._version, copied)
+        self._waiting[memory.number] = weakref.ref(memory)
+        free = self._free[host.numel(), host.dtype]
+        weakref.finalize(memory, _forget, self._waiting, memory.number, free, host)
+        self._of_layer += flat.nbytes
+        self._in_flight = max(self._in_flight, self._of_layer)
+        self._leaving.append(memory)
+        while sum(each.nbytes for each in self._leaving) > self._in_flight:
+            self._release(self._leaving.popleft(), compute)
+        return memory
 
-    def _buffer(self, tensor: Tensor) -> Tensor:
-        free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
+    @staticmethod
+    def _release(memory: _Offloaded, compute: Any) -> None:
+        """Free its device memory once the copy is done, in the order of the computing stream."""
+        compute.wait_event(memory.copied)
+        memory.device = None
+
+    def _fetch(self, memory: _Offloaded, compute: Any) -> None:
+        """Start its way back, unless it is under way or never left."""
+        if memory.device is not None:
+            return
+        # Made on the computing stream, whose earlier work may still use this memory.
+        memory.device = torch.empty_like(memory.host, device=self.device)
+        self.stream.wait_stream(compute)
+        with torch.cuda.stream(self.stream):
+            memory.device.copy_(memory.host, non_blocking=True)
+            memory.copied = self.stream.record_event()
+
+    def _buffer(self, flat: Tensor) -> Tensor:
+        free = self._free.setdefault((flat.numel(), flat.dtype), [])
         if not free:
-            free.append(_pin(torch.empty(tensor.numel(), dtype=tensor.dtype)))
+            free.append(_pin(torch.empty(flat.numel(), dtype=flat.dtype)))
             self._pinned.append(free[-1])
         return free.pop()
+
+
+def _forget(waiting: dict[int, Any], number: int, free: list[Tensor], host: Tensor) -> None:
+    """Nobody holds that memory any more."""
+    waiting.pop(number, None)
+    free.append(host)
+
+
+def _flat(tensor: Tensor) -> Tensor | None:
+    """`tensor` as it lies in memory, [numel]; None where that has gaps or overlaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    laid_out = tensor.detach().permute(order)
+    return laid_out.view(-1) if laid_out.is_contiguous() else None
+
+
+def _is_copy_of(memory: _Offloaded, flat: Tensor) -> bool:
+    """Whether several functions save the same values."""
+    there = memory.device
+    return (
+        there is not None
+        and (there.data_ptr(), there.numel(), there.dtype) == (flat.data_ptr(), flat.numel(), flat.dtype)
+        and memory.version == flat._version
+    )
 
 
 def _pin(buffer: Tensor) -> Tensor:

@@ -2,12 +2,16 @@
 
 Every step down keeps less and computes more:
 
-    keep           all that backward reads
-    recompute      not the normalised inputs of attention and MLP: one elementwise pass makes each again
-    recompute_mlp  of the MLP, only its input: gate and up are multiplied again
-    checkpoint     only the layer's input: all is computed again but the last product (`autograd.recompute`)
-    offload        nothing on the device: the input waits in pinned host memory (`memory.offload`)
-    tiled          as offload, and the MLP runs over `TILE_ROWS` tokens at a time, so nothing as wide exists whole
+    keep               all that backward reads
+    recompute          not the normalised inputs of attention and MLP: one elementwise pass makes each again
+    recompute_mlp      of the MLP, only its input: gate and up are multiplied again
+    checkpoint         only the layer's input: all is computed again but the last product (`autograd.recompute`)
+
+What recompute, recompute_mlp and checkpoint keep may wait in pinned host memory (`memory.offload`), and nothing on the
+device: offload_kept, offload_attention and offload. The first two are as many bytes as a link carries in three layers'
+forward and in one's, so layers of offload_kept are spread among others. The last step down from there is
+
+    tiled              as offload, and the MLP runs over `TILE_ROWS` tokens at a time, so nothing as wide exists whole
 
 Bytes are counted from the fused forwards of `models.blocks`, tensor by tensor. A step's peak is the highest of its
 moments: each layer's forward, the loss, each layer's backward, over what is stored at that moment. Times are arithmetic
@@ -17,16 +21,24 @@ between levels depends on.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations
 from typing import Any, get_args
 
 from ..config import Level
 
 LEVELS: tuple[Level, ...] = get_args(Level)
-HOST_LEVELS = ("offload", "tiled")
+OFFLOADED: dict[str, Level] = {  # level → what is on the host then, and not on the device
+    "offload_kept": "recompute",
+    "offload_attention": "recompute_mlp",
+    "offload": "checkpoint",
+    "tiled": "checkpoint",
+}
+SPREAD: Level = "offload_kept"
+SPACINGS = (2, 3, 4, 6)
 TILE_ROWS = 8192
 
 # Rates of an H200 (docs/log.md), per second; LORA: a product with its adapter over one without.
@@ -137,34 +149,40 @@ class LayerShape:
 
     def on_host(self, level: Level) -> int:
         """Bytes that wait in the host's memory."""
-        return self.stream if level in HOST_LEVELS else 0
+        return self.saved(OFFLOADED[level]) if level in OFFLOADED else 0
+
+    def _in_hand(self, level: Level) -> int:
+        """Bytes of those that are on the device beside what is on its way: gate and up at most, or the stream."""
+        if level == SPREAD:
+            return 2 * self.tokens * self.inner * self.itemsize
+        return self.stream if level in OFFLOADED else 0
 
     def forward(self, level: Level) -> int:
-        """Bytes beyond what is saved at the highest moment of a layer's forward."""
+        """Bytes beyond what is saved, and what is on its way to the host, at the highest moment of a layer's forward."""
         stream, inner = self.stream, self.tokens * self.inner * self.itemsize
         attention = self.tokens * 2 * (self.queries + self.keys) * self.itemsize
+        if level == "tiled":  # the input, and either attention or the sum and the result
+            return stream + max(2 * stream + attention, 2 * stream + self._tile()) + self._scratch
+        if level in OFFLOADED:
+            return self.forward(OFFLOADED[level]) + self._in_hand(level)
         if level in ("keep", "recompute"):
             return inner + 2 * stream + self._scratch + (2 * stream if level == "recompute" else 0)
-        if level == "recompute_mlp":
-            return 3 * inner + 3 * stream + self._scratch
-        if level == "tiled":  # the input, one on its way out, and either attention or the sum and the result
-            return 2 * stream + max(2 * stream + attention, 2 * stream + self._tile()) + self._scratch
-        whole = 3 * inner + 4 * stream + self._scratch
-        return whole + (2 * stream if level == "offload" else 0)
+        return 3 * inner + (3 if level == "recompute_mlp" else 4) * stream + self._scratch
 
     def backward(self, level: Level) -> int:
-        """Bytes beyond what is saved at the highest moment of a layer's backward."""
+        """Bytes beyond what is saved, and what is on its way back, at the highest moment of a layer's backward."""
         stream, inner = self.stream, self.tokens * self.inner * self.itemsize
         flowing = inner + 3 * stream + self._scratch  # dh, the gradient that came and the one that goes
+        if level == "tiled":  # its input; then the MLP's tiles, or attention with fp32 sums of dq
+            gradients = self.tokens * (4 * self.queries + 2 * self.keys) * self.itemsize
+            return self._attention() + max(3 * stream + self._tile(), stream + gradients) + self._scratch
+        if level in OFFLOADED:
+            return self.backward(OFFLOADED[level]) + self._in_hand(level)
         if level in ("keep", "recompute"):
             return flowing + (stream if level == "recompute" else 0)
-        if level == "recompute_mlp":
-            return flowing + self._mlp(self.tokens) - stream
-        if level == "tiled":  # its input and the next one; then the MLP's tiles, or attention with fp32 sums of dq
-            gradients = self.tokens * (4 * self.queries + 2 * self.keys) * self.itemsize
-            return self._attention() + stream + max(3 * stream + self._tile(), stream + gradients) + self._scratch
-        whole = flowing + self._attention() + self._mlp(self.tokens)
-        return whole + (stream if level == "offload" else -stream)
+        if level == "recompute_mlp":  # with a last product that is left out, not its place
+            return flowing + self._mlp(self.tokens)
+        return flowing + self._attention() + self._mlp(self.tokens)
 
     def _tile(self) -> int:
         tokens = min(TILE_ROWS, self.tokens)
@@ -173,23 +191,25 @@ class LayerShape:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def seconds(self, level: Level) -> float:
-        """Time that a level adds to `keep`'s."""
+        """Time that a level adds to `keep`'s, copies to the host apart."""
         norm = 2 * self.stream / COPY_BYTES
         if level == "keep":
             return 0.0
+        if level == "tiled":
+            weights = 3 * self.hidden * self.inner * self.itemsize / DEQUANTIZED_BYTES
+            return self.seconds("offload") + 2 * weights * (self.tokens // TILE_ROWS) + 4 * norm
+        if level in OFFLOADED:
+            return self.seconds(OFFLOADED[level]) + 2 * self.on_host(level) / COPY_BYTES
         if level == "recompute":
             return 2 * norm
         if level == "recompute_mlp":
             return self._mlp_again() + 2.5 * norm  # the first norm, and a sum that no kernel takes along
-        again = self._mlp_again() + self._attention_again()
-        if level == "checkpoint":
-            return again
-        waiting = max(0.0, self.stream / LINK_BYTES - again)
-        again += 2 * (self.stream / COPY_BYTES + waiting)
-        if level == "tiled":
-            weights = 3 * self.hidden * self.inner * self.itemsize / DEQUANTIZED_BYTES
-            again += 2 * weights * (self.tokens // TILE_ROWS) + 4 * norm
-        return again
+        return self._mlp_again() + self._attention_again()
+
+    def waiting(self, levels: Sequence[Level]) -> float:
+        """Time that copies to the host take longer than the layers' forward; backward leaves them more."""
+        forward = self._attention_again() + self._mlp_again() + self._product(self.hidden * self.inner)
+        return max(0.0, sum(map(self.on_host, levels)) / LINK_BYTES - len(levels) * forward)
 
     def _product(self, weights: int) -> float:
         flops = 2 * self.tokens * weights * LORA / GEMM_FLOPS
@@ -217,24 +237,36 @@ def peak(shape: LayerShape, levels: Sequence[Level], *, loss: int, gradients: in
     """
     stored, highest, share = 0, 0, gradients / len(levels)
     there = float(gradients) if accumulated else 0.0
+    moments = {level: (shape.saved(level), shape.forward(level), shape.backward(level)) for level in set(levels)}
     for level in levels:
-        stored += shape.saved(level)
-        highest = max(highest, stored + shape.forward(level) + int(there))
+        saved, forward, _ = moments[level]
+        stored += saved
+        highest = max(highest, stored + forward + int(there))
     highest = max(highest, stored + 3 * shape.stream + loss + int(there))
     for level in reversed(levels):
+        saved, _, backward = moments[level]
         there = gradients if accumulated else there + share
-        highest = max(highest, stored + shape.backward(level) + int(there))
-        stored -= shape.saved(level)
-    return highest
+        highest = max(highest, stored + backward + int(there))
+        stored -= saved
+    return highest + max(map(shape.on_host, moments))  # as much as one layer saves is on its way
 
 
 def mixes(layers: int) -> Iterator[tuple[Level, ...]]:
     """Every split of the layers between two levels, the later ones keeping more: their memory is free again before
-    the earlier ones need scratch to recompute."""
-    for early, late in product(LEVELS, LEVELS):
-        if LEVELS.index(early) > LEVELS.index(late):
-            yield from ((early,) * count + (late,) * (layers - count) for count in range(1, layers))
-    yield from ((level,) * layers for level in LEVELS)
+    the earlier ones need scratch to recompute. Each also with every n-th layer of `SPREAD`."""
+    levels = [level for level in LEVELS if level != SPREAD]
+    splits = [(level,) * layers for level in levels]
+    for late, early in combinations(levels, 2):
+        splits += [(early,) * count + (late,) * (layers - count) for count in range(1, layers)]
+    for split in splits:
+        yield split
+        for every in SPACINGS:
+            yield tuple(SPREAD if i % every == every - 1 else level for i, level in enumerate(split))
+
+
+def cost(shape: LayerShape, levels: Sequence[Level]) -> float:
+    """Seconds that a step takes longer than one that keeps all."""
+    return sum(count * shape.seconds(level) for level, count in Counter(levels).items()) + shape.waiting(levels)
 
 
 def choose(
@@ -246,7 +278,7 @@ def choose(
     for levels in mixes(layers):
         if sum(map(shape.on_host, levels)) <= host:
             need = peak(shape, levels, loss=loss, gradients=gradients, accumulated=accumulated)
-            costs[levels] = sum(map(shape.seconds, levels)), need
+            costs[levels] = cost(shape, levels), need
     fitting = {levels: cost for levels, cost in costs.items() if cost[1] <= budget}
     if fitting:
         return min(fitting, key=lambda levels: fitting[levels])

@@ -15,11 +15,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..autograd.recompute import recompute
+from ..autograd.recompute import InPlace, recompute
 from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..memory.offload import Offload
-from ..memory.policy import HOST_LEVELS, LEVELS, TILE_ROWS, Level
+from ..memory.policy import LEVELS, OFFLOADED, TILE_ROWS, Level
 from ..notices import notice
 from .blocks import attention_half, mlp_half
 
@@ -31,7 +31,7 @@ CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
 
 @dataclass(frozen=True)
 class Activations:
-    """A layer's level, and what carries its input to the host, where that is the level."""
+    """A layer's level, and what carries its tensors to the host, where that is the level."""
 
     level: Level
     offload: Offload | None = None
@@ -56,13 +56,13 @@ def set_activations(layers: Sequence[Any], levels: str | Sequence[str]) -> None:
         )
     device = next(layers[0].parameters()).device
     offload = None
-    if set(HOST_LEVELS) & set(named):
+    if set(OFFLOADED) & set(named):
         if device.type == "cuda":
             offload = Offload(device)
         else:
-            notice("offload", f"nothing is offloaded from {device}: layers keep their inputs there")
+            notice("offload", f"nothing is offloaded from {device}: what layers save stays there")
     for layer, level in zip(layers, named, strict=True):
-        own = offload if level in HOST_LEVELS else None
+        own = offload if level in OFFLOADED else None
         setattr(layer, ACTIVATIONS, Activations(cast(Level, level), own))
 
 
@@ -84,7 +84,7 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
 
 
 def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    return _total(mlp_half(self, *attention_half(self, hidden_states, False, **kwargs)))
+    return _total(mlp_half(self, *attention_half(self, hidden_states, None, **kwargs)))
 
 
 def _total(parts: tuple[Tensor, Tensor]) -> Tensor:
@@ -92,22 +92,30 @@ def _total(parts: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    level = activations.level
-    if level in ("keep", "recompute"):
-        again = level == "recompute"
-        return _total(mlp_half(self, *attention_half(self, hidden_states, again, **kwargs), again))
-    if level == "recompute_mlp":
-        return _mlp_recomputed(self, _total(attention_half(self, hidden_states, True, **kwargs)))
+    level, host = activations.level, activations.offload
+    with contextlib.nullcontext() if host is None else host.hooks():
+        if level == "keep":
+            return _block(self, hidden_states, **kwargs)
+        kept = OFFLOADED.get(level, level)
+        if kept == "checkpoint":
+            return _recomputed(self, hidden_states, level == "tiled", kwargs)
+        store = host or InPlace()
+        attended, stream = attention_half(self, hidden_states, store, **kwargs)
+        if kept == "recompute":
+            return _total(mlp_half(self, attended, stream, store))
+        return _mlp_recomputed(self, attended + stream)
+
+
+def _recomputed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[str, Any]) -> Tensor:
+    """A layer of which only its input is kept."""
 
     def block(x: Tensor, output: bool) -> tuple[Tensor, ...]:
-        if level == "tiled":
-            stream = _total(attention_half(self, x, False, **kwargs))
+        if tiled:
+            stream = _total(attention_half(self, x, None, **kwargs))
             return (_mlp_recomputed(self, stream, TILE_ROWS, output),)
-        return mlp_half(self, *attention_half(self, x, False, **kwargs), output=output)
+        return mlp_half(self, *attention_half(self, x, None, **kwargs), output=output)
 
-    hooks = contextlib.nullcontext() if activations.offload is None else activations.offload.hooks()
-    with hooks:
-        return recompute(block, hidden_states, _trained(self), random=_draws(self))
+    return recompute(block, hidden_states, _trained(self), random=_draws(self))
 
 
 def _mlp_recomputed(self: Any, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:

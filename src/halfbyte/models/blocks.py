@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..autograd.glu import glu
 from ..autograd.linear_fp8 import Fp8Products
 from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
-from ..autograd.recompute import computed_again
+from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
 from .families import ACTIVATIONS, Family
 from .projections import dropout_of, project, read_together
@@ -54,11 +55,11 @@ def _add_norm(norm: Any, x: Tensor, residual: Tensor | None, reader: Any) -> tup
     return norm(total), total
 
 
-def attention_half(self: Any, hidden_states: Tensor, again: bool, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def attention_half(self: Any, hidden_states: Tensor, again: Store | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """(what attention adds to the residual stream, the residual stream) of a decoder layer.
 
     Args:
-        again: the norm's result is computed again in backward instead of kept.
+        again: where all that is saved waits but the norm's result, which is computed again in backward; None: kept.
     """
     family: Family = getattr(self, FAMILY)
     normed, residual = _add_norm(self.input_layernorm, hidden_states, None, self.self_attn)
@@ -72,7 +73,7 @@ def attention_half(self: Any, hidden_states: Tensor, again: bool, **kwargs: Any)
 
 
 def mlp_half(
-    self: Any, x: Tensor, residual: Tensor | None, again: bool = False, output: bool = True
+    self: Any, x: Tensor, residual: Tensor | None, again: Store | None = None, output: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(the residual stream with `x` added, what the MLP adds to it).
 
@@ -99,12 +100,13 @@ def _may_skip(layer: Any, family: Family) -> bool:
     return not followed and FAMILY in layer.mlp.__dict__ and not layer.mlp._forward_hooks
 
 
-def _again(wanted: bool, norm: Any, normed: Tensor, residual: Tensor) -> contextlib.AbstractContextManager[None]:
+def _again(store: Store | None, norm: Any, normed: Tensor, residual: Tensor) -> contextlib.AbstractContextManager[None]:
     """Whoever saves `normed` inside keeps the stream it came from, where the norm is a patched one."""
-    if not wanted or not torch.is_grad_enabled() or FAMILY not in norm.__dict__:
+    if store is None or not torch.is_grad_enabled() or FAMILY not in norm.__dict__:
         return contextlib.nullcontext()
-    family, stream = getattr(norm, FAMILY), residual.detach()
-    return computed_again(normed, lambda: rms_norm(stream, norm.weight, epsilon(norm), family.norm_offset))
+    family = getattr(norm, FAMILY)
+    function = partial(rms_norm, weight=norm.weight, eps=epsilon(norm), offset=family.norm_offset)
+    return computed_again(normed, residual.detach(), function, store)
 
 
 def attention_forward(

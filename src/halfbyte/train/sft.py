@@ -21,7 +21,7 @@ from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
-from halfbyte.memory.policy import HOST_LEVELS
+from halfbyte.memory.policy import OFFLOADED
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.models.recipes import configured_recipe
@@ -167,7 +167,7 @@ def _graphs(job: Job) -> bool:
     """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor with layers offloaded to the host, nor
     where weights are quantized in every step, for which quantizers look at the values."""
     fused = job.config.use_kernels and job.device.type == "cuda" and job.compute_dtype != torch.float16
-    return fused and job.config.qat_scheme is None and not set(job.plan.levels or ()) & set(HOST_LEVELS)
+    return fused and job.config.qat_scheme is None and not set(job.plan.levels or ()) & set(OFFLOADED)
 
 
 def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:

@@ -1,10 +1,10 @@
-"""What `halfbyte train` prepares before torch is there."""
+"""What is prepared before torch is there."""
 
 import os
 
 import pytest
 
-from halfbyte.cli.train import _expandable_segments
+from halfbyte.hardware import GROWING, let_segments_grow, segments_grow
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,6 @@ def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expecte
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ) | given)
-    _expandable_segments()
+    let_segments_grow()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    assert segments_grow() == (expected == GROWING)
