@@ -176,7 +176,7 @@ def _folder(config: RunConfig) -> Path:
     """The base's folder; that of a hub id in the local cache, downloaded where it is not there yet."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(checkpoint_folder(config.model_name_or_path))
+    folder = Path(checkpoint_folder(config.model_name_or_path, config.quantization))
     if folder.is_dir():
         return folder
     try:
