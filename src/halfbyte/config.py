@@ -72,7 +72,8 @@ class QuantizationSection(BaseModel):
     quantization: str | dict[str, str] | None = Field(
         None,
         description="one format for all layers, a mapping from module pattern to format or 16bit, or a YAML file with "
-        "that mapping; keep: a GGUF file's own types where a format holds them; default, and for the rest: the keys above",
+        "that mapping; keep: a GGUF file's own types, where a format holds them; default, and for the rest: the keys"
+        " above",
     )
     skip_quant_first_layers: Annotated[int, Field(ge=0)] = Field(0, description="first decoder layers kept in 16 bits")
     skip_quant_last_layers: Annotated[int, Field(ge=0)] = Field(0, description="last decoder layers kept in 16 bits")

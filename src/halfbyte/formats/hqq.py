@@ -30,7 +30,7 @@ class HQQ(Format):
         bits: of a code; 8, 4, 3 or 2.
         group: weights of a row that share a scale and a zero; 32, 64, 128 or 256.
         fitted: the zeros; otherwise they follow from the groups' ranges, which takes a pass instead of twenty.
-        scale_dtype: of the stored scales, "bfloat16", or "float16" for weights that come with such scales (GGUF's Q8_0).
+        scale_dtype: of the stored scales, "bfloat16", or "float16" for weights that come so (GGUF's Q8_0).
     """
 
     bits: int = 4

@@ -43,9 +43,7 @@ def quantize_hqq(
     return torch.cat(packed), torch.cat(scales), torch.cat(zeros)
 
 
-def _quantize_chunk(
-    groups: Tensor, bits: int, fit: bool, scale_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_chunk(groups: Tensor, bits: int, fit: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     top = 2**bits - 1
     groups = groups.double() if fit else groups.float()
     low, high = groups.aminmax(dim=1)

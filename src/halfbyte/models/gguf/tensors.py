@@ -21,7 +21,7 @@ from ...formats import Format
 from ...formats.base import entry_name
 from ...tensor import QuantizedTensor
 from ..quantizer import quantizable
-from .keep import kept_format, kept_parts
+from .keep import KEPT, kept_format, kept_parts
 from .read import DAMAGED, GgufFile
 
 PERMUTED = ("llama",)  # RoPE turns neighbouring pairs there: rows of q and k are reordered
@@ -42,7 +42,7 @@ class Entry:
         name, shape: there.
         read: reads it on the CPU, decoded, or as a `QuantizedTensor` of `format`.
         format: what holds the file's own values; None for a weight that is decoded.
-        type: of a linear layer that may be quantized, the file's name of its type; else empty.
+        type: of a linear layer that may be quantized, the file's name of its type, in words; else empty.
     """
 
     name: str
@@ -127,7 +127,10 @@ def _linear(file: GgufFile, source: str, entry: Entry, config: Any, keep: bool) 
     type_ = file.tensors[source].tensor_type
     format_ = kept_format(type_, entry.shape) if keep else None
     if format_ is None:
-        return replace(entry, type=type_.name)
+        name = (
+            f"{type_.name} of {entry.shape[0]} rows" if type_ in KEPT else type_.name
+        )  # it is the rows that do not fit
+        return replace(entry, type=name)
     heads = _turned_heads(file, source, config)
 
     def read() -> QuantizedTensor:
