@@ -21,7 +21,7 @@ from ...errors import CheckpointError
 from ...formats import HQQ, Format, GptqV2, Mxfp4
 from ...ops.bitplane import pack_planes
 from ...ops.e2m1 import pack_e2m1
-from ...ops.int4 import PACK, SHIFTS
+from ...ops.int4 import PACK
 
 GROUP = 32
 EIGHTS = -0x77777778  # int32 of eight zeros of 8
@@ -50,23 +50,28 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
-def _halves(scales: Tensor, wrong: Tensor) -> Tensor:
+def _checked(scales: Tensor, wrong: Tensor) -> Tensor:
     if bool(wrong.any()):
         raise CheckpointError(f"{int(wrong.sum())} of its {scales.numel()} scales are NaN, infinite or negative")
     return scales
 
 
+def _words(eights: Tensor) -> Tensor:
+    """int32: the low nibbles of the eight bytes of each int64, the first byte's lowest."""
+    for shift, mask in ((0, 0x0F0F0F0F0F0F0F0F), (4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF)):
+        eights = (eights | eights >> shift) & mask
+    return eights.view(torch.int32)[..., ::2]
+
+
 def _gptq(blocks: Tensor) -> dict[str, Tensor]:
     rows = len(blocks)
     scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-    codes = _nibbles(blocks[..., 2:]).view(rows, -1, PACK)
-    qweight = torch.zeros(codes.shape[1], rows, dtype=torch.int32)
-    for at, shift in enumerate(SHIFTS):
-        qweight |= codes[..., at].t().int() << shift
+    eights = blocks[..., 2:].contiguous().view(torch.int64)  # bytes 0 to 7 and 8 to 15
+    words = torch.cat([_words(eights), _words(eights >> 4)], dim=-1)
     return {
-        "qweight": qweight,
+        "qweight": words.view(rows, -1).t().contiguous(),
         "qzeros": torch.full((scales.shape[1], rows // PACK), EIGHTS, dtype=torch.int32),
-        "scales": _halves(scales, ~scales.isfinite()).t().contiguous(),
+        "scales": _checked(scales, ~scales.isfinite()).t().contiguous(),
     }
 
 
@@ -75,7 +80,7 @@ def _hqq(blocks: Tensor) -> dict[str, Tensor]:
     codes = (blocks[..., 2:] ^ 128).view(-1, GROUP)  # two's complement to what is 128 more
     return {
         "packed": torch.cat([pack_planes(part, 8) for part in codes.split(AT_ONCE)]),
-        "scales": _halves(scales, ~(scales.isfinite() & (scales >= 0))),
+        "scales": _checked(scales, ~(scales.isfinite() & (scales >= 0))),
         "zeros": torch.full_like(scales, 128),
     }
 
@@ -84,7 +89,7 @@ def _mxfp4(blocks: Tensor) -> dict[str, Tensor]:
     scales = blocks[..., 0].contiguous()
     return {
         "packed": pack_e2m1(_nibbles(blocks[..., 1:])).view(len(blocks), -1),
-        "scale": _halves(scales, scales == NAN),
+        "scale": _checked(scales, scales == NAN),
     }
 
 

@@ -127,10 +127,8 @@ def _linear(file: GgufFile, source: str, entry: Entry, config: Any, keep: bool) 
     type_ = file.tensors[source].tensor_type
     format_ = kept_format(type_, entry.shape) if keep else None
     if format_ is None:
-        name = (
-            f"{type_.name} of {entry.shape[0]} rows" if type_ in KEPT else type_.name
-        )  # it is the rows that do not fit
-        return replace(entry, type=name)
+        rows = f" of {entry.shape[0]} rows" if keep and type_ in KEPT else ""  # it is they that do not fit
+        return replace(entry, type=type_.name + rows)
     heads = _turned_heads(file, source, config)
 
     def read() -> QuantizedTensor:
