@@ -253,6 +253,25 @@ def test_a_run_is_saved_merged_and_exported(mixed, tmp_path, data):
         merge(out, tmp_path / "other", base="original")
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(mixed, tmp_path, data):
+    """The CPU's values in every layer, bit for bit, and a run of two steps."""
+    here, there = (
+        load_model(str(mixed), quantization="keep", dtype="bfloat16", device=each) for each in ("cpu", "cuda")
+    )
+    for name, each in linears(here).items():
+        for dtype in (torch.float32, torch.bfloat16):
+            found = there.get_submodule(name).weight.dequantize(dtype).cpu()
+            assert torch.equal(found, each.weight.dequantize(dtype)), (name, dtype)
+    keys = {"output_dir": str(tmp_path / "out"), "device": "cuda", "max_steps": 2, "max_length": 64, "r": 4}
+    finetune(str(mixed), data, quantization="keep", **keys)
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert len(losses) == 2
+    assert np.isfinite(losses).all()
+    assert merge(tmp_path / "out", tmp_path / "merged").targets
+
+
 def test_the_plan_counts_what_is_stored(mixed, data, capsys):
     keys = {"model_name_or_path": str(mixed), "dataset": data, "quantization": "keep", "device": "cpu"}
     config = load_config(None, keys)
