@@ -17,6 +17,7 @@ from halfbyte.adapters import add_adapter
 from halfbyte.cli.check import check_run
 from halfbyte.config import RunConfig, load_config
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.export.gguf.adapter import export_adapter
 from halfbyte.export.gguf.export import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.layers import QuantizedLinear
@@ -165,6 +166,15 @@ def test_the_others_are_what_the_usual_import_makes_of_them(mixed):
         assert all(torch.equal(part, other.parts[key]) for key, part in one.parts.items())
 
 
+def test_the_usual_import_says_what_could_be_kept(mixed, exact, tmp_path):
+    load_model(str(mixed), **OPTIONS)
+    load_model(str(exact), **OPTIONS)
+    hints = [each for each in said().values() if str(tmp_path) in each and "keep` would hold" in each]
+    assert len(hints) == 1
+    assert hints[0].startswith(f"{mixed} is unpacked")
+    assert hints[0].endswith("as they are: 4 Q4_0, 4 Q8_0, 2 MXFP4")
+
+
 def test_logits_are_those_of_the_dequantized_model(mixed):
     model = load_model(str(mixed), quantization="keep", **OPTIONS)
     with torch.no_grad():
@@ -180,6 +190,19 @@ def test_logits_in_bf16_are_those_of_the_decoded_model(exact, tmp_path, mix):
     kept = load_model(str(path), quantization="keep", **options)
     usual = load_model(str(path), load_in_4bit=False, **options)
     assert len(linears(kept)) == 14
+    with torch.no_grad():
+        assert torch.equal(kept(IDS).logits, usual(IDS).logits)
+
+
+@pytest.mark.parametrize("name", ["llama, linear rope, biases", "qwen2", "qwen3", "gemma3", "phi3", "mixtral"])
+@pytest.mark.parametrize("mix", ["q4_0", "q8_0"])
+def test_other_families(tmp_path, name, mix):
+    save_model(tmp_path / "model", name)
+    export_gguf(tmp_path / "model", mix, tmp_path / "m.gguf", device="cpu")
+    options = {"dtype": "bfloat16", "device": "cpu"}
+    kept = load_model(str(tmp_path / "m.gguf"), quantization="keep", **options)
+    usual = load_model(str(tmp_path / "m.gguf"), load_in_4bit=False, **options)
+    assert {each.weight.format for each in linears(kept).values()} == {KEPT[Type[mix.upper()]][0]}
     with torch.no_grad():
         assert torch.equal(kept(IDS).logits, usual(IDS).logits)
 
@@ -251,6 +274,30 @@ def test_a_run_is_saved_merged_and_exported(mixed, tmp_path, data):
     assert len(unpacked) == 1  # once for all of this
     with pytest.raises(ConfigError, match="itself is stored quantized"):
         merge(out, tmp_path / "other", base="original")
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("mix", ["q4_0", "q8_0"])
+def test_an_adapter_of_a_kept_base_fits_the_file_in_llamacpp(exact, tmp_path, data, mix):
+    """What llama.cpp's 8-bit activations change, 2.5%, is all that there is; the adapter moves logits by their size."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    types = dict.fromkeys(("attn", "ffn", "token_embd", "output."), Type[mix.upper()])
+    base, out = rewritten(exact, tmp_path / "m.gguf", types), tmp_path / "out"
+    keys = {"output_dir": str(out), "device": "cpu", "max_steps": 8, "max_length": 64, "r": 4, "learning_rate": 3e-2}
+    finetune(str(base), data, quantization="keep", **keys)
+    adapter = str(export_adapter(out, "f32"))
+    model = load_saved(str(out), ["dtype=float32"]).model
+    with torch.no_grad():
+        adapted = model(IDS).logits[0]
+        with model.disable_adapter():
+            bare = model(IDS).logits[0]
+    options = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "type_k": 0, "type_v": 0, "n_threads": 1}
+    for expected, lora in ((adapted, {"lora_path": adapter}), (bare, {})):
+        theirs = llama_cpp.Llama(str(base), logits_all=True, verbose=False, **options, **lora)
+        theirs.eval(IDS[0].tolist())
+        found = torch.from_numpy(np.array(theirs.scores[: IDS.numel()]))[:, : expected.shape[1]]
+        assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (adapted - bare).norm() > 0.5 * bare.norm()
 
 
 @pytest.mark.gpu

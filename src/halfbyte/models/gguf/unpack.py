@@ -29,6 +29,7 @@ from .tensors import Entry, entries
 from .tokenizer import read_tokenizer
 
 SHARD_BYTES = 1 << 30
+KEPT_NAMES = tuple(type_.name for type_ in KEPT)
 HEADROOM = 64 << 20  # bytes for tokenizer and config
 
 
@@ -56,8 +57,11 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
     nbytes = sum(entry.nbytes(config.dtype) for entry in found)
     _check_space(folder, nbytes + HEADROOM)
     tokenizer = read_tokenizer(file)
-    dtype = str(config.dtype).removeprefix("torch.") + (" and what is kept" if keep else "")
-    notice(f"gguf-{folder}", f"{path} is unpacked once into {folder} ({nbytes / 2**30:.2f} GiB, {dtype})")
+    said = f"{path} is unpacked once into {folder} ({nbytes / 2**30:.2f} GiB)"
+    could = Counter(entry.type for entry in found if entry.type in KEPT_NAMES)
+    if could and not keep:
+        said += f"; `quantization: keep` would hold linear layers as they are: {in_words(could)}"
+    notice(f"gguf-{folder}", said)
     with new_directory(folder) as aside:
         tokenizer.save_pretrained(aside)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -76,7 +80,7 @@ def _kept(file: GgufFile, found: list[Entry]) -> dict[str, Any]:
     if not kept:
         raise ConfigError(
             f"quantization: keep: no format holds what the linear layers of {file.path} are stored as:"
-            f" {in_words(others)} (kept are {', '.join(type_.name for type_ in KEPT)})",
+            f" {in_words(others)} (kept are {', '.join(KEPT_NAMES)})",
             "remove `quantization: keep`: they are then decoded and quantized as usual",
         )
     formats: dict[str, list[str]] = {}
