@@ -151,7 +151,7 @@ class _Deserialize(ConversionOps):
         result: dict[str, Tensor] = {}
 
         def load() -> nn.Parameter:
-            if state.keys() == {""} and state[""].dtype in FLOATS:  # one of `HalfbyteConfig.others`
+            if self.hf_quantizer.quantization_config.others and state.keys() == {""} and state[""].dtype in FLOATS:
                 weight = state[""].to(model.get_parameter(full_layer_name).dtype)
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
             cls = recognize(state, prefer=type(self.hf_quantizer.format_of(full_layer_name)))
