@@ -37,6 +37,7 @@ BITSANDBYTES_OPTIMIZERS = (
 OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
 
 SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
+KEEP = "keep"  # the types of a GGUF file, where a format holds their values
 
 Level = Literal[  # see memory.policy
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
@@ -73,7 +74,8 @@ class QuantizationSection(BaseModel):
     quantization: str | dict[str, str] | None = Field(
         None,
         description="one format for all layers, a mapping from module pattern to format or 16bit, or a YAML file with "
-        "that mapping; default: the keys above",
+        "that mapping; keep: a GGUF file's own types, where a format holds them; default, and for the rest: the keys"
+        " above",
     )
     skip_quant_first_layers: Annotated[int, Field(ge=0)] = Field(0, description="first decoder layers kept in 16 bits")
     skip_quant_last_layers: Annotated[int, Field(ge=0)] = Field(0, description="last decoder layers kept in 16 bits")
@@ -298,6 +300,10 @@ def _quantization_contradictions(config: RunConfig) -> Iterator[tuple[str, str, 
         yield "quantization", f"load_in_4bit: false contradicts {chosen}", "remove one of the two"
     whole = isinstance(config.quantization, str)
     names = {config.quantization} if isinstance(config.quantization, str) else set(config.quantization.values())
+    if config.quantization == KEEP:  # those keys are of the layers that are not kept
+        if skips:
+            yield skips[0], f"{skips[0]} contradicts {chosen}: kept layers are not in 16 bits", "remove one of the two"
+        return
     if config.bnb_4bit_quant_type != "nf4" and not (whole and config.quantization == config.bnb_4bit_quant_type):
         said = dump_value("bnb_4bit_quant_type", config.bnb_4bit_quant_type)
         yield "quantization", f"{said} contradicts {chosen}", "remove bnb_4bit_quant_type"

@@ -137,6 +137,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
 def tokenizer_keys(config: RunConfig) -> dict[str, Any]:
     """Arguments of `load_tokenizer`."""
     return {
+        "quantization": config.quantization,
         "revision": config.model_revision,
         "trust_remote_code": config.trust_remote_code,
         "chat_template_path": config.chat_template_path,

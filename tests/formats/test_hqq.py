@@ -146,5 +146,20 @@ def test_zeros_from_the_range():
     assert objective(weight, stored(weight, HQQ(4, 64))) < objective(weight, stored(weight, format))
     error = (stored(weight, format).view(-1, 64) - groups).abs().amax(1)
     assert (error <= 0.52 * step).all()  # half a step, and what rounding the scale to bf16 cuts off at the ends
-    with pytest.raises(ModelError, match="zeros called ranges"):
+    with pytest.raises(ModelError, match="no option ranges"):
         HQQ.parse("4:64:ranges")
+
+
+def test_scales_in_fp16():
+    """What GGUF's Q8_0 is kept in: the same groups with finer scales, and what fp16 does not hold."""
+    format = from_spec("hqq:8:32:range:float16")
+    assert format == HQQ(8, 32, fitted=False, scale_dtype="float16")
+    weight = normal(8, 256)
+    parts = format.quantize(weight)
+    assert parts["scales"].dtype == torch.float16
+    fine, coarse = (sqnr(weight, each) for each in (format, HQQ(8, 32, fitted=False)))
+    assert fine > coarse
+    small = torch.cat([weight[:4], 1e-9 * weight[4:]])  # their scale is 0
+    assert torch.equal(stored(small, format)[4:], torch.zeros(4, 256))
+    with pytest.raises(ModelError, match="does not fit float16"):
+        format.quantize(1e8 * weight)

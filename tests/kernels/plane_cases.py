@@ -5,7 +5,7 @@ import torch
 from halfbyte.formats import from_spec
 
 KBIT = ("kbit:2:nf", "kbit:2:affine", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf")
-HQQ = ("hqq:8:128", "hqq:4:64", "hqq:3:32", "hqq:2:64")
+HQQ = ("hqq:8:128", "hqq:8:32:range:float16", "hqq:4:64", "hqq:3:32", "hqq:2:64")
 # One value; whole blocks; padded rows of which the last block is one value, or one short of whole.
 SHAPES = ((1, 1), (3, 64), (5, 33), (9, 127), (2, 256))
 

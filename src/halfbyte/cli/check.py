@@ -55,9 +55,8 @@ def read_model_config(config: RunConfig) -> PretrainedConfig:
     """The model's config.json."""
     from ..models.load import load_model_config
 
-    return load_model_config(
-        config.model_name_or_path, revision=config.model_revision, trust_remote_code=config.trust_remote_code
-    )
+    where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
+    return load_model_config(config.model_name_or_path, **where, trust_remote_code=config.trust_remote_code)
 
 
 def row_length(config: RunConfig, report: dict[str, Any]) -> int:

@@ -104,7 +104,8 @@ class AdapterLayers:
 def meta_model(config: RunConfig) -> Any:
     """The base model of a run on torch's meta device: names and shapes, no weights."""
     trust = config.trust_remote_code
-    model_config = load_model_config(config.model_name_or_path, revision=config.model_revision, trust_remote_code=trust)
+    where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
+    model_config = load_model_config(config.model_name_or_path, **where, trust_remote_code=trust)
     if hasattr(model_config, "quantization_config"):
         del model_config.quantization_config
     with torch.device("meta"):

@@ -73,6 +73,11 @@ class BaseCheckpoint:
         """Whether the weights are stored quantized."""
         return "quantization_config" in self.config
 
+    @property
+    def in_part(self) -> bool:
+        """Whether linear layers that are not stored quantized are quantized while loading."""
+        return bool(self.config.get("quantization_config", {}).get("others"))
+
     @cached_property
     def weights(self) -> list[Stored]:
         """Every weight, in the order of the shards; headers say their shapes, and no values are read."""
@@ -110,19 +115,29 @@ class BaseCheckpoint:
             )
         return found
 
+    @cached_property
+    def _stored_as(self) -> dict[str, type[Format]]:
+        """Quantized weight → its format, where config.json says it of each: GPTQ's and AWQ's look alike."""
+        named_so = self.config["quantization_config"].get("formats", {})
+        return {f"{name}.weight": type(named(spec)) for spec, names in named_so.items() for name in names}
+
     def _quantized_parts(self) -> dict[str, dict[str, str]]:
         """Quantized weight → suffix → entry. The codes are the entry of the weight's own name, or beside it."""
         suffixes = {suffix for cls in self._format_classes for suffix in cls.state_suffixes()} - {""}
         found: dict[str, dict[str, str]] = {}
         for entry in self._file_of:
             for suffix in suffixes:
-                if name := parameter_of_entry(entry, suffix):
+                name = parameter_of_entry(entry, suffix)
+                # "scales" lies below the weight in one format, beside it in another
+                if name and name.endswith(".weight") and not name.endswith(".weight.weight"):
                     found.setdefault(name, {"": name} if name in self._file_of else {})[suffix] = entry
         return found
 
     def _packed(self, name: str, file: str, parts: Mapping[str, str]) -> Stored:
         state = {suffix: self._described(suffix, entry) for suffix, entry in parts.items()}
-        _, _, shape, dtype = self._class_of(state).from_state(state, name)
+        _, _, shape, dtype = self._class_of(name, state).from_state(state, name)
+        if "kept" in self.config["quantization_config"]:  # from a GGUF file, which has no dtype of values
+            dtype = getattr(torch, self.config["dtype"])
         return Stored(name, file, NAMES[dtype], shape, parts)
 
     def _described(self, suffix: str, entry: str) -> Tensor:
@@ -132,13 +147,15 @@ class BaseCheckpoint:
         header = self.headers[self._file_of[entry]][entry]
         return torch.empty(header["shape"], dtype=TYPES[header["dtype"]], device="meta")
 
-    def _class_of(self, state: Mapping[str, Tensor]) -> type[Format]:
+    def _class_of(self, name: str, state: Mapping[str, Tensor]) -> type[Format]:
+        if name in self._stored_as:
+            return self._stored_as[name]
         classes = self._format_classes
         return classes[0] if len(classes) == 1 else recognize(state, prefer=classes[0])
 
     def _quantized(self, name: str, parts: Mapping[str, str]) -> QuantizedTensor:
         state = {suffix: self._tensor(entry) for suffix, entry in parts.items()}
-        return QuantizedTensor(*self._class_of(state).from_state(state, name))
+        return QuantizedTensor(*self._class_of(name, state).from_state(state, name))
 
     def read(self, stored: Stored) -> Tensor:
         """The values on the CPU: as they are stored, or, of a quantized weight, dequantized in fp32."""
@@ -176,7 +193,7 @@ def _folder(config: RunConfig) -> Path:
     """The base's folder; that of a hub id in the local cache, downloaded where it is not there yet."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(checkpoint_folder(config.model_name_or_path))
+    folder = Path(checkpoint_folder(config.model_name_or_path, config.quantization))
     if folder.is_dir():
         return folder
     try:

@@ -71,7 +71,7 @@ class MergedWeights:
         self.base, self.adapter, self.packing = base, adapter, packing or Packing()
         self.input_amax: dict[str, float] = {}
         self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}
-        self._formats = {} if base.quantized else adapter.quantized
+        self._formats = {} if base.quantized and not base.in_part else dict(adapter.quantized)
         self.trained_dtype = DTYPES[base.dtype] if adapter.whole_model else resolve_dtype(config.dtype, adapter.device)
         self.as_trained = self.packing.is_scheme(config.qat_scheme)
         self.untied = False
@@ -81,6 +81,8 @@ class MergedWeights:
         for stored in base.weights:
             parameter, is_whole = adapter.parameter_of(stored.name)
             self._add(stored.name, stored, parameter)
+            if stored.parts:
+                self._formats.pop(parameter, None)
             self._pieces |= set() if is_whole else {parameter}
         for parameter, tied_to in adapter.tied.items():
             if adapter.changed & {parameter, tied_to}:

@@ -7,9 +7,9 @@ import fnmatch
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..config import SIXTEEN
+from ..config import KEEP, SIXTEEN
 from ..errors import ModelError
 from ..notices import notice
 from . import named, names
@@ -130,15 +130,25 @@ def choose(
 
 
 def configured(config: RunConfig) -> Choice:
-    """The choice of a run whose weights are quantized."""
+    """The choice of a run whose weights are quantized; with `quantization: keep`, for the layers that are not kept."""
     return choose(
-        config.quantization,
+        None if config.quantization == KEEP else config.quantization,
         quant_type=config.bnb_4bit_quant_type,
         blocksize=config.bnb_4bit_blocksize,
         double_quant=config.bnb_4bit_use_double_quant,
         skip_first=config.skip_quant_first_layers,
         skip_last=config.skip_quant_last_layers,
     )
+
+
+def stored_formats(config: RunConfig, model_config: Any, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
+    """Module name → format, of those `names` that are quantized in a run: as its keys say, but for those that
+    `model_config` says are stored so."""
+    entry = getattr(model_config, "quantization_config", None) or {}
+    if not isinstance(entry, Mapping) or "formats" not in entry:
+        return configured(config).assign(model, names)
+    stored = {name: named(spec) for spec, modules in entry["formats"].items() for name in modules}
+    return configured(config).assign(model, names) | stored if entry.get("others") else stored
 
 
 def qat_format(scheme: str) -> Format:

@@ -30,11 +30,13 @@ class HQQ(Format):
         bits: of a code; 8, 4, 3 or 2.
         group: weights of a row that share a scale and a zero; 32, 64, 128 or 256.
         fitted: the zeros; otherwise they follow from the groups' ranges, which takes a pass instead of twenty.
+        scale_dtype: of the stored scales, "bfloat16", or "float16" for weights that come so (GGUF's Q8_0).
     """
 
     bits: int = 4
     group: int = 64
     fitted: bool = True
+    scale_dtype: str = "bfloat16"
 
     name: ClassVar[str] = "hqq"
     names: ClassVar[dict[str, str]] = {f"hqq{bits}": f"hqq:{bits}:64" for bits in BITS} | {"int4": "hqq:4:64:range"}
@@ -47,25 +49,28 @@ class HQQ(Format):
 
     @property
     def spec(self) -> str:
-        return f"{self.name}:{self.bits}:{self.group}{'' if self.fitted else ':range'}"
+        options = "" if self.fitted else ":range"
+        return f"{self.name}:{self.bits}:{self.group}{options}{'' if self.scale_dtype == 'bfloat16' else ':float16'}"
 
     @classmethod
     def parse(cls, options: str) -> HQQ:
-        bits, group, *zeros = options.split(":")
-        if zeros not in ([], ["range"]):
-            raise ModelError(f"hqq knows no zeros called {':'.join(zeros)}", "write range, or nothing for fitted ones")
-        return cls(int(bits), int(group), not zeros)
+        bits, group, *rest = options.split(":")
+        if rest not in ([], ["range"], ["float16"], ["range", "float16"]):
+            raise ModelError(
+                f"hqq has no option {':'.join(rest)}", "write range, float16, range:float16, or nothing for neither"
+            )
+        return cls(int(bits), int(group), "range" not in rest, "float16" if "float16" in rest else "bfloat16")
 
     @classmethod
     def examples(cls) -> list[Format]:
-        return [cls(8, 128), cls(4, 64), cls(3, 32), cls(4, 64, False)]
+        return [cls(8, 128), cls(4, 64), cls(3, 32), cls(4, 64, False), cls(8, 32, False, "float16")]
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         rows, width = rows_and_width(shape)
         groups = rows * -(-width // self.group)
         return {
             "packed": ((groups * self.group // BLOCK * self.bits,), torch.int32),
-            "scales": ((groups,), torch.bfloat16),
+            "scales": ((groups,), getattr(torch, self.scale_dtype)),
             "zeros": ((groups,), torch.float16),
         }
 
@@ -81,7 +86,10 @@ class HQQ(Format):
         missing = -width % self.group
         if missing:  # the row's last value again: it widens no range
             table = torch.cat([table, table[:, -1:].expand(rows, missing)], dim=1)
-        packed, scales, zeros = quantize_hqq(table.view(-1, self.group), self.bits, self.fitted)
+        scale_dtype = getattr(torch, self.scale_dtype)
+        packed, scales, zeros = quantize_hqq(table.view(-1, self.group), self.bits, self.fitted, scale_dtype)
+        if not bool(scales.isfinite().all()):
+            raise ModelError(f"{self.spec}: the weight has groups whose scale does not fit float16", "use hqq8")
         return {"packed": packed, "scales": scales, "zeros": zeros}
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -91,7 +99,7 @@ class HQQ(Format):
         ).view(shape)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        if shape[1] % self.group:
+        if shape[1] % self.group or self.scale_dtype != "bfloat16":  # which the kernel of few rows reads
             return super().linear(x, parts, shape, bias)
         of_weight = parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group
         return linear_hqq(x, *of_weight, shape[0], bias)

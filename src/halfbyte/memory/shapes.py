@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from ..architectures import auto_class, beside_text
 from ..config import RunConfig
 from ..errors import ModelError
-from ..formats.choice import configured, qat_format
+from ..formats.choice import qat_format, stored_formats
 from ..hardware import compute_dtype
 from ..notices import notice
 from .replay import (
@@ -63,7 +63,7 @@ class ModelShapes:
         self.causal_lm = self._build(copy.deepcopy(model_config))
         linears = self._quantizable()
         if config.quantized:
-            for name, format_ in configured(config).assign(self.causal_lm, linears.keys()).items():
+            for name, format_ in stored_formats(config, model_config, self.causal_lm, linears.keys()).items():
                 linears[name].__class__ = QuantizedStandIn
                 linears[name].format = format_  # type: ignore[assignment]
         elif config.qat_scheme is not None:

@@ -18,7 +18,7 @@ from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
 from .families import FAMILIES
-from .gguf.cache import checkpoint_folder
+from .gguf.cache import checkpoint_folder, in_words
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -35,15 +35,20 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     return chosen.dtype
 
 
-def read_model_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def read_model_config(
+    name_or_path: str, *, quantization: Any = None, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
     """The transformers config of a model of any kind.
+
+    Args:
+        quantization: "keep": that of a GGUF file whose types are kept, which says what they are.
 
     Raises:
         ModelError: there is no such model.
     """
     from transformers import AutoConfig
 
-    name_or_path = checkpoint_folder(name_or_path)
+    name_or_path = checkpoint_folder(name_or_path, quantization)
     _check_folder(name_or_path)
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
@@ -54,8 +59,13 @@ def read_model_config(name_or_path: str, *, revision: str | None = None, trust_r
         ) from error
 
 
-def load_model_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_model_config(
+    name_or_path: str, *, quantization: Any = None, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
     """The transformers config of a model.
+
+    Args:
+        quantization: as in `read_model_config`.
 
     Raises:
         ModelError: there is no such model, or it is neither a causal language model nor one that takes images and
@@ -63,7 +73,8 @@ def load_model_config(name_or_path: str, *, revision: str | None = None, trust_r
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    config = read_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = read_model_config(name_or_path, quantization=quantization, **options)
     own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code:
         return config
@@ -109,7 +120,8 @@ def load_model(
         name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id.
         load_in_4bit: False loads everything in `dtype`, whatever the next six say.
         quant_type, blocksize, double_quant, quantization, skip_quant_first_layers, skip_quant_last_layers: see
-            `halfbyte.models.quantizer.HalfbyteConfig`.
+            `halfbyte.models.quantizer.HalfbyteConfig`. `quantization` may be "keep", of a GGUF file: linear layers
+            of a type that a format holds keep their values, the others are quantized as the first three say.
         qat_scheme: the format that linear layers of a model in 16 bits round their weights to in every forward.
         dtype: of computation and unquantized weights; "auto" picks what the hardware is fast in.
         device: default: the first accelerator, else the CPU.
@@ -118,23 +130,24 @@ def load_model(
     Raises:
         ModelError: no such model or format, or nothing in it can be quantized.
         CheckpointError: a file or tensor is missing, truncated or misshapen.
+        ConfigError: there is nothing to keep.
     """
     from .qat import fake_quantize_linears
     from .quantizer import HalfbyteConfig
 
-    name_or_path = checkpoint_folder(name_or_path)
+    given, name_or_path = name_or_path, checkpoint_folder(name_or_path, quantization)
     target = chosen_device(device)
     config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     check_checkpoint(Path(name_or_path))
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    usual: dict[str, Any] = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_blocksize": blocksize}
+    usual["bnb_4bit_use_double_quant"] = double_quant
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
-        config.quantization_config = _prequantized(stored, name_or_path, load_in_4bit)
+        config.quantization_config = _prequantized(stored, given, load_in_4bit) | usual
     elif load_in_4bit:
         options["quantization_config"] = HalfbyteConfig(
-            quant_type,
-            blocksize,
-            double_quant,
+            **usual,
             quantization=quantization,
             skip_quant_first_layers=skip_quant_first_layers,
             skip_quant_last_layers=skip_quant_last_layers,
@@ -174,6 +187,10 @@ def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
     entry = stored if isinstance(stored, dict) else stored.to_dict()
     if not load_in_4bit:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
+    if "kept" in entry:
+        others = f"; quantized as the bnb_4bit keys say: {in_words(entry['others'])}" if entry["others"] else ""
+        notice(f"kept-{name}", f"{name}: linear layers keep the file's values: {in_words(entry['kept'])}{others}")
+        return entry
     if entry.get("quant_method") == "halfbyte":
         notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}); its bytes are kept")
         return entry
@@ -219,18 +236,22 @@ def _check_folder(name_or_path: str) -> None:
 def load_tokenizer(
     name_or_path: str,
     *,
+    quantization: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     chat_template_path: str | None = None,
 ) -> Any:
     """The tokenizer of a model, with an EOS token, a pad token and, when given, another chat template.
 
+    Args:
+        quantization: as in `read_model_config`; the tokenizer is the same, but a GGUF file is not unpacked twice.
+
     Raises:
         ModelError: there is no tokenizer, it has no EOS token, or the template file does not exist.
     """
     from transformers import AutoTokenizer
 
-    name_or_path = checkpoint_folder(name_or_path)
+    name_or_path = checkpoint_folder(name_or_path, quantization)
     _check_folder(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..architectures import beside_text
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
-from ..formats.base import entry_name
+from ..formats.base import FLOATS, entry_name
 from ..formats.choice import choose
 from ..layers import QuantizedLinear, quantized_parameter
 from ..notices import notice
@@ -44,6 +44,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
             which the first that matches decides; None: as the bnb_4bit options say.
         skip_quant_first_layers, skip_quant_last_layers: decoder layers at either end that stay in 16 bits.
         formats: spec → names of the modules stored so; what a saved model's config.json says instead of all the above.
+        others: of an unpacked GGUF file, its type → how many linear layers have it and are not in `formats`: they are
+            stored in 16 bits, and quantized while loading as the options above say.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         skip_quant_first_layers: int = 0,
         skip_quant_last_layers: int = 0,
         formats: Mapping[str, list[str]] | None = None,
+        others: Mapping[str, int] | None = None,
         **kwargs: Any,
     ):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
@@ -70,6 +73,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         )
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
         self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
+        self.others = others or {}
         self.whole = False  # every linear layer that may be quantized is
 
     def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
@@ -81,6 +85,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
                 f"config.json stores {beyond[0]} as {self.formats[beyond[0]].spec}, but the model has no such layer",
                 "check that config.json belongs to these weights",
             )
+        elif self.others:
+            self.formats = self.choice.assign(model, names) | self.formats
         self.whole = len(self.formats) == len(names)
         return self.formats
 
@@ -123,15 +129,9 @@ class _Quantize(ConversionOps):
         result: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
-            self.hf_quantizer.attempt(name, functools.partial(self._quantize, name, weight, model), result)
+            make = functools.partial(_quantized, self.hf_quantizer, name, weight, model)
+            self.hf_quantizer.attempt(name, make, result)
         return result
-
-    def _quantize(self, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
-        _check_shape(model, weight, name)
-        try:
-            return quantized_parameter(weight, self.hf_quantizer.format_of(name))
-        except ModelError as error:
-            raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
 class _Deserialize(ConversionOps):
@@ -151,6 +151,9 @@ class _Deserialize(ConversionOps):
         result: dict[str, Tensor] = {}
 
         def load() -> nn.Parameter:
+            if self.hf_quantizer.quantization_config.others and state.keys() == {""} and state[""].dtype in FLOATS:
+                weight = state[""].to(model.get_parameter(full_layer_name).dtype)
+                return _quantized(self.hf_quantizer, full_layer_name, weight, model)
             cls = recognize(state, prefer=type(self.hf_quantizer.format_of(full_layer_name)))
             format_, parts, shape, dtype = cls.from_state(state, full_layer_name)
             tensor = QuantizedTensor(format_, parts, shape, dtype)
@@ -163,6 +166,14 @@ class _Deserialize(ConversionOps):
     def __deepcopy__(self, memo: Any) -> _Deserialize:
         """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
         return self
+
+
+def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
+    _check_shape(model, weight, name)
+    try:
+        return quantized_parameter(weight, hf_quantizer.format_of(name))
+    except ModelError as error:
+        raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
 def _is_ours(conversion: WeightTransform) -> bool:

@@ -24,30 +24,33 @@ NORM, BETA, BETA_GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20
 CHUNK = 1 << 22  # weights fitted at a time: about 200 MB of fp64
 
 
-def quantize_hqq(groups: Tensor, bits: int, fit: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_hqq(
+    groups: Tensor, bits: int, fit: bool = True, scale_dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of groups of weights, a chunk of groups at a time.
 
     Args:
         groups: [n, group], group a multiple of 32; fp32, fp16 or bf16, finite.
         bits: of a code; 8, 4, 3 or 2.
         fit: the zeros; otherwise they follow from the ranges, in fp32.
+        scale_dtype: bf16 or fp16; a scale that fp16 does not hold is infinite or 0.
 
     Returns:
-        packed int32 [n · group/32 · bits], scales bf16 [n], zeros fp16 [n].
+        packed int32 [n · group/32 · bits], scales `scale_dtype` [n], zeros fp16 [n].
     """
     chunks = groups.split(max(CHUNK // groups.shape[1], 1))
-    packed, scales, zeros = zip(*(_quantize_chunk(chunk, bits, fit) for chunk in chunks), strict=True)
+    packed, scales, zeros = zip(*(_quantize_chunk(chunk, bits, fit, scale_dtype) for chunk in chunks), strict=True)
     return torch.cat(packed), torch.cat(scales), torch.cat(zeros)
 
 
-def _quantize_chunk(groups: Tensor, bits: int, fit: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_chunk(groups: Tensor, bits: int, fit: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     top = 2**bits - 1
     groups = groups.double() if fit else groups.float()
     low, high = groups.aminmax(dim=1)
     low, high = low.clamp(max=0), high.clamp(min=0)  # a range that holds zero keeps the zero point among the codes
-    scales = ((high - low) / top).bfloat16()
+    scales = ((high - low) / top).to(scale_dtype)
     step = scales.to(groups.dtype).clamp(min=torch.finfo(torch.float32).tiny)
-    zeros = (-low / step).half()
+    zeros = (-low / step).masked_fill(scales == 0, 0).half()
     if fit:
         zeros = _fit_zeros(groups, step, zeros, top)
     codes = _codes(groups, step.unsqueeze(1), zeros.unsqueeze(1), top)

@@ -91,6 +91,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     facts = {**environment(str(device)), "started": time.time()}
     print_header(console, facts, config)
     where: dict[str, Any] = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+    where["quantization"] = config.quantization
     model_config = load_model_config(config.model_name_or_path, **where)
     check_checkpoint(Path(config.model_name_or_path))  # damaged files are found before the data is tokenized
     tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)

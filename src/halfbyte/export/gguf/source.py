@@ -87,8 +87,8 @@ def text_config(config: RunConfig) -> Any:
 
 def whole_config(config: RunConfig) -> Any:
     """The model's config of transformers."""
-    trust = config.trust_remote_code
-    return read_model_config(config.model_name_or_path, revision=config.model_revision, trust_remote_code=trust)
+    where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
+    return read_model_config(config.model_name_or_path, **where, trust_remote_code=config.trust_remote_code)
 
 
 def tokenizer_of(place: Place, config: RunConfig) -> Any:

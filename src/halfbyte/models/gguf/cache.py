@@ -7,24 +7,35 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from ...config import KEEP
 from ...errors import ConfigError, ModelError
 
 SUFFIX = ".gguf"
 
 
-def checkpoint_folder(name_or_path: str) -> str:
+def checkpoint_folder(name_or_path: str, quantization: Any = None) -> str:
     """`name_or_path`, unless it is a GGUF file: then the folder that it is unpacked in, which may take minutes once.
+
+    With `quantization: keep` that is another folder, whose linear layers are stored as in the file.
 
     The folder is in $HALFBYTE_CACHE (else the user's cache), under a name that depends on the file's place, size and
     time of change.
 
     Raises:
-        ConfigError: the gguf library is missing.
+        ConfigError: the gguf library is missing, or there is nothing to keep.
         ModelError, CheckpointError, TrainingError: see `unpack.import_gguf`.
     """
+    keep = quantization == KEEP
     if not name_or_path.endswith(SUFFIX):
+        if keep:
+            raise ConfigError(
+                f"quantization: keep is of GGUF files, and {name_or_path} is none",
+                "remove it: checkpoints that were quantized before are kept as they are",
+            )
         return name_or_path
     path = Path(name_or_path).expanduser()
     if not path.is_file():
@@ -32,11 +43,16 @@ def checkpoint_folder(name_or_path: str) -> str:
     facts = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
     root = os.environ.get("HALFBYTE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "halfbyte"
-    folder = Path(root).expanduser() / "gguf" / f"{path.stem}-{key}"
+    folder = Path(root).expanduser() / "gguf" / f"{path.stem}-{key}{'-keep' if keep else ''}"
     if not folder.is_dir():
         try:
             from .unpack import import_gguf
         except ModuleNotFoundError as error:
             raise ConfigError(f"{path}: GGUF files need the gguf library", "pip install 'halfbyte[gguf]'") from error
-        import_gguf(path, folder)
+        import_gguf(path, folder, keep=keep)
     return str(folder)
+
+
+def in_words(types: Mapping[str, int]) -> str:
+    """Numbers of linear layers by the file's names of their types: "14 Q4_0, 2 Q6_K"."""
+    return ", ".join(f"{count} {name}" for name, count in types.items()) or "none"

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from ...errors import CheckpointError, ModelError
@@ -93,6 +93,12 @@ class GgufFile:
             part = rows[start : start + step]
             part.copy_(self._decoded(name, slice(first + start, first + start + len(part))))
         return out
+
+    def blocks(self, name: str) -> Tensor:
+        """uint8 [rows, blocks, bytes of a block]: a quantized tensor as it is stored, a copy on the CPU."""
+        tensor = self.tensors[name]
+        rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+        return torch.from_numpy(np.array(rows)).view(len(rows), -1, GGML_QUANT_SIZES[tensor.tensor_type][1])
 
     def _decoded(self, name: str, rows: slice) -> Tensor:
         """Rows of a tensor seen as a matrix, as the library decodes them: fp32 or fp16."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,11 @@ from torch import Tensor
 
 from ...architectures import auto_class
 from ...errors import CheckpointError, ModelError
+from ...formats import Format
+from ...formats.base import entry_name
+from ...tensor import QuantizedTensor
+from ..quantizer import quantizable
+from .keep import KEPT, kept_format, kept_parts
 from .read import DAMAGED, GgufFile
 
 PERMUTED = ("llama",)  # RoPE turns neighbouring pairs there: rows of q and k are reordered
@@ -31,15 +36,40 @@ MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.wei
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the checkpoint to be: its name and shape there, and a function that reads it on the CPU."""
+    """A weight of the checkpoint to be.
+
+    Attributes:
+        name, shape: there.
+        read: reads it on the CPU, decoded, or as a `QuantizedTensor` of `format`.
+        format: what holds the file's own values; None for a weight that is decoded.
+        type: of a linear layer that may be quantized, the file's name of its type, in words; else empty.
+    """
 
     name: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    format: Format | None = None
+    type: str = ""
+
+    def state(self) -> dict[str, Tensor]:
+        """Name → tensor, of the entries that store it."""
+        value = self.read()
+        if not isinstance(value, QuantizedTensor):
+            return {self.name: value.contiguous()}
+        state = value.format.to_state(value.parts, self.shape, value.dtype)
+        return {entry_name(self.name, suffix): part.contiguous() for suffix, part in state.items()}
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """About how many bytes `state` has, where values that are not kept are of `dtype`."""
+        bits = self.format.bits_per_weight(self.shape) if self.format else 8 * dtype.itemsize
+        return int(torch.Size(self.shape).numel() * bits / 8)
 
 
-def entries(file: GgufFile, config: Any) -> list[Entry]:
+def entries(file: GgufFile, config: Any, keep: bool = False) -> list[Entry]:
     """Everything in the checkpoint that the file stands for, in the order of the model. No values are read.
+
+    Args:
+        keep: linear layers as the file has them, where a format of ours holds its values.
 
     Raises:
         CheckpointError: the file lacks a tensor, or has one of another shape.
@@ -48,15 +78,16 @@ def entries(file: GgufFile, config: Any) -> list[Entry]:
     arch = next(each for each, name in MODEL_ARCH_NAMES.items() if name == file.arch)
     names = get_tensor_name_map(MODEL_ARCH(arch), config.num_hidden_layers)
     with torch.device("meta"):
-        state = auto_class(config).from_config(config).state_dict()
+        model = auto_class(config).from_config(config)
+    linears = {f"{name}.weight" for name in quantizable(model)}
     found: list[Entry] = []
     used = set(MADE)
-    for key, value in state.items():
+    for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for source, entry in _placed(file, key, tuple(value.shape), names, config):
             used.add(source)
-            found.append(entry)
+            found.append(_linear(file, source, entry, config, keep) if key in linears else entry)
     extra = sorted(file.tensors.keys() - used)
     if extra:
         raise ModelError(
@@ -92,6 +123,25 @@ def _placed(
     yield source, Entry(name, shape, lambda: _restored(file, source, config).view(shape))
 
 
+def _linear(file: GgufFile, source: str, entry: Entry, config: Any, keep: bool) -> Entry:
+    type_ = file.tensors[source].tensor_type
+    format_ = kept_format(type_, entry.shape) if keep else None
+    if format_ is None:
+        rows = f" of {entry.shape[0]} rows" if keep and type_ in KEPT else ""  # it is they that do not fit
+        return replace(entry, type=type_.name + rows)
+    heads = _turned_heads(file, source, config)
+
+    def read() -> QuantizedTensor:
+        blocks = file.blocks(source)
+        try:
+            parts = kept_parts(type_, halved(blocks, heads) if heads else blocks)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file.path}: {source} ({type_.name}): {error.message}", DAMAGED) from error
+        return QuantizedTensor(format_, parts, entry.shape, config.dtype)
+
+    return replace(entry, read=read, format=format_, type=type_.name)
+
+
 def _check(file: GgufFile, name: str, shape: tuple[int, ...]) -> None:
     if file.shape(name) != shape:
         raise CheckpointError(f"{file.path}: {name} has shape {file.shape(name)}, expected {shape}", DAMAGED)
@@ -101,10 +151,15 @@ def _restored(file: GgufFile, source: str, config: Any) -> Tensor:
     """A tensor's values as transformers wants them."""
     if file.arch.startswith("gemma") and source.endswith("norm.weight"):  # the file holds 1 + weight
         return (file.values(source, torch.float32) - 1).to(config.dtype)
-    value = file.values(source, config.dtype)
-    if file.arch in PERMUTED and (".attn_q." in source or ".attn_k." in source):
-        return halved(value, config.num_attention_heads if ".attn_q." in source else config.num_key_value_heads)
-    return value
+    value, heads = file.values(source, config.dtype), _turned_heads(file, source, config)
+    return halved(value, heads) if heads else value
+
+
+def _turned_heads(file: GgufFile, source: str, config: Any) -> int:
+    """How many heads a tensor's rows are of, where the file has them in another order; else 0."""
+    if file.arch not in PERMUTED or not (".attn_q." in source or ".attn_k." in source):
+        return 0
+    return config.num_attention_heads if ".attn_q." in source else config.num_key_value_heads
 
 
 def halved(rows: Tensor, heads: int) -> Tensor:
