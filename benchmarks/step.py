@@ -184,7 +184,7 @@ def peer(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """A peer's numbers, or why there are none."""
     command = [sys.executable, "-m", "benchmarks.step_peers", name, given.model, str(given.batch), str(given.length)]
     command += ["--checkpointing"] if given.checkpointing else []
-    environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}  # each as it sets itself up
+    environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}  # a peer has its own
     if name == "unsloth" and given.peer_path:
         environment["PYTHONPATH"] = os.pathsep.join([given.peer_path, environment.get("PYTHONPATH", "")])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

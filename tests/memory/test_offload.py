@@ -149,23 +149,62 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
         Offload(torch.device("cpu")).pack(torch.randn(32, 16))
 
 
+@pytest.mark.parametrize("level", OFFLOADED)
+def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
+    """Norms again from what comes back, q, k and v as attention saw them, gate and up that backward writes to."""
+    from halfbyte.models.activations import ACTIVATIONS, Activations
+
+    model = tiny_model()
+    tokens = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(1))
+    expected = gradients(model, tokens, "keep")
+    cuda = StandIn()
+    cuda.install(monkeypatch)  # after imports that read torch.cuda's classes
+    store = Offload(torch.device("cpu"))
+    for layer in model.get_base_model().model.layers:
+        setattr(layer, ACTIVATIONS, Activations(level, store))
+    for _ in range(2):
+        found = gradients(model, tokens)
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    sizes = [size for _, size in cuda.registered]
+    stream = 2 * 48 * SHAPE["hidden_size"] * 4
+    assert sizes.count(stream) >= SHAPE["num_hidden_layers"]
+    assert (max(sizes) > stream) == (level == "offload_kept")  # gate and up
+    halfbyte.unpatch(model)  # and with it the store, while the stand-in is there
+
+
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
          "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 64, "max_position_embeddings": 8192}  # fmt: skip
 
 
-def gpu_model() -> torch.nn.Module:
+def tiny_model(device: str = "cpu", dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> torch.nn.Module:
     import transformers
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to("cuda", torch.bfloat16)
-    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1)).train()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(device, dtype)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", lora_dropout=dropout)).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
     return model
+
+
+def gradients(model: torch.nn.Module, tokens: torch.Tensor, levels=None) -> dict[str, torch.Tensor]:
+    """Of a step; `levels`: what the model is patched with first."""
+    from halfbyte.models.head import causal_lm_loss
+
+    if levels is not None:
+        halfbyte.patch(model, levels)
+    model.zero_grad()
+    loss, count = causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
+    (loss / count).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gpu_model() -> torch.nn.Module:
+    return tiny_model("cuda", torch.bfloat16, dropout=0.1)
 
 
 def gpu_step(model: torch.nn.Module, levels) -> tuple[int, int, dict[str, torch.Tensor]]:

@@ -175,7 +175,7 @@ class InPlace:
 
     def unpack(self, packed: _Kept) -> Tensor:
         if packed.tensor._version != packed.version:  # autograd's own check, which its hooks turn off
-            raise RuntimeError("a tensor saved for backward was modified by an in-place operation: backward ran already")
+            raise RuntimeError("a saved tensor was modified by an in-place operation: backward ran already")
         return packed.tensor
 
 

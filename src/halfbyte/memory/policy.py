@@ -21,7 +21,6 @@ between levels depends on.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -158,7 +157,7 @@ class LayerShape:
         return self.stream if level in OFFLOADED else 0
 
     def forward(self, level: Level) -> int:
-        """Bytes beyond what is saved, and what is on its way to the host, at the highest moment of a layer's forward."""
+        """Bytes beyond what is saved and what is on its way to the host, at the highest moment of a forward."""
         stream, inner = self.stream, self.tokens * self.inner * self.itemsize
         attention = self.tokens * 2 * (self.queries + self.keys) * self.itemsize
         if level == "tiled":  # the input, and either attention or the sum and the result
@@ -170,7 +169,7 @@ class LayerShape:
         return 3 * inner + (3 if level == "recompute_mlp" else 4) * stream + self._scratch
 
     def backward(self, level: Level) -> int:
-        """Bytes beyond what is saved, and what is on its way back, at the highest moment of a layer's backward."""
+        """Bytes beyond what is saved and what is on its way back, at the highest moment of a backward."""
         stream, inner = self.stream, self.tokens * self.inner * self.itemsize
         flowing = inner + 3 * stream + self._scratch  # dh, the gradient that came and the one that goes
         if level == "tiled":  # its input; then the MLP's tiles, or attention with fp32 sums of dq
