@@ -3,7 +3,7 @@
     python -m benchmarks.step --model llama-3.1-8b --batch 4 --length 2048 [--checkpointing] [--graph]
         [--policy LEVEL|auto|LEVEL:N,LEVEL:N] [--memory-limit-gib N] [--steps N] [--no-floor]
         [--recipe bf16|fp8-hybrid|nvfp4] [--storage nf4|fp8|kbit4|...]
-        [--peers unsloth,bitsandbytes] [--peer-path DIR] [--json FILE]
+        [--peers unsloth,bitsandbytes,liger] [--peer-path DIR] [--json FILE]
 
 NF4 with nested scales, rank 16 on the seven linears, fused AdamW, random weights and tokens. The floor is what the step
 cannot do without: every GEMM (forward, and the gradient of its input) and the attention, each timed alone at its exact
@@ -185,7 +185,7 @@ def peer(name: str, given: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.step_peers", name, given.model, str(given.batch), str(given.length)]
     command += ["--checkpointing"] if given.checkpointing else []
     environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}  # a peer has its own
-    if name == "unsloth" and given.peer_path:
+    if name in ("unsloth", "liger") and given.peer_path:
         environment["PYTHONPATH"] = os.pathsep.join([given.peer_path, environment.get("PYTHONPATH", "")])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -207,8 +207,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="timed; 0: the first step alone")
     parser.add_argument("--no-floor", action="store_true")
     parser.add_argument("--graph", action="store_true", help="also as a CUDA graph")
-    parser.add_argument("--peers", default="", help="unsloth,bitsandbytes")
-    parser.add_argument("--peer-path", help="folder with Unsloth and what it needs, for its process only")
+    parser.add_argument("--peers", default="", help="unsloth,bitsandbytes,liger")
+    parser.add_argument("--peer-path", help="folder with Unsloth and Liger, for their processes only")
     parser.add_argument("--json")
     given = parser.parse_args()
     least = None if given.no_floor else floor(given.model, given.batch, given.length, given.checkpointing)

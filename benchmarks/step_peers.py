@@ -1,8 +1,9 @@
 """A peer's QLoRA step in a process of its own: `python -m benchmarks.step_peers PEER MODEL BATCH LENGTH`.
 
 Same shapes, quantization, rank, optimizer and tokens as `benchmarks.step`; prints one line that begins with RESULT.
-bitsandbytes is Hugging Face's modules with PEFT after its `prepare_model_for_kbit_training`; Unsloth loads a checkpoint
-that a process before it writes, since it must be imported before transformers.
+bitsandbytes is Hugging Face's modules with PEFT after its `prepare_model_for_kbit_training`, and liger the same with
+Liger's kernels in their place; Unsloth loads a checkpoint that a process before it writes, since it must be imported
+before transformers.
 """
 
 from __future__ import annotations
@@ -45,6 +46,15 @@ def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
             return model(**batch, use_cache=False).loss
 
     return timed(training_step(model, loss_of), given.batch * given.length)
+
+
+def liger(given: argparse.Namespace) -> dict[str, Any]:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3
+
+    from benchmarks.step_model import model_config
+
+    {"llama": apply_liger_kernel_to_llama, "qwen3": apply_liger_kernel_to_qwen3}[model_config(given.model).model_type]()
+    return bitsandbytes(given)
 
 
 def unsloth(given: argparse.Namespace) -> dict[str, Any]:
@@ -111,7 +121,7 @@ def checkpoint(given: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("peer", choices=["bitsandbytes", "unsloth", "checkpoint"])
+    parser.add_argument("peer", choices=["bitsandbytes", "liger", "unsloth", "checkpoint"])
     parser.add_argument("model")
     parser.add_argument("batch", type=int)
     parser.add_argument("length", type=int)
@@ -119,7 +129,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.peer == "checkpoint":
         return checkpoint(given)
-    result = {"bitsandbytes": bitsandbytes, "unsloth": unsloth}[given.peer](given)
+    result = {"bitsandbytes": bitsandbytes, "liger": liger, "unsloth": unsloth}[given.peer](given)
     print("RESULT", json.dumps(result))
 
 
