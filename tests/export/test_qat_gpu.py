@@ -1,5 +1,6 @@
 """Quantization-aware training on a GPU: the bits of the forward, gradients, and a run through to the merged model."""
 
+import gc
 import json
 
 import pytest
@@ -50,7 +51,7 @@ def test_the_bits_are_those_of_a_cpu(scheme):
 @pytest.mark.parametrize("keys", [{}, {"use_peft": False, "learning_rate": 1e-3}], ids=["lora", "full"])
 @pytest.mark.parametrize("scheme", ["nf4", "int4", "nvfp4"])
 def test_a_run_is_merged_to_what_it_computed(tmp_path, scheme, keys):
-
+    gc.collect()  # models of other tests, which would count as this run's memory
     torch.manual_seed(1)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 272}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, eos_token_id=257, bos_token_id=256))
