@@ -111,6 +111,7 @@ def step_command(name: str, result: dict[str, Any]) -> str:
             words.append(f"--{key.replace('_', '-')} {value if isinstance(value, str) else format(value, 'g')}")
     words += ["--graph"] if "halfbyte, graph" in result["runs"] else []
     words += [] if packed or result.get("floor") else ["--no-floor"]
+    words += ["--steps 0"] if all(len(run.get("losses", ())) == 1 for run in result["runs"].values()) else []
     peers = [run for run in result["runs"] if not run.startswith("halfbyte")]
     words += [f"--peers {','.join(peers)}"] if peers else []
     return " ".join([*words, f"--json benchmarks/results/{name}.json"])
@@ -131,6 +132,11 @@ SECTIONS = (
     Section(
         "Training steps", r"(step|packed)_(?!attention).*", STEPS, {"step": plots.step, "memory": plots.memory},
         step_table, step_command,
+    ),
+    Section(
+        "The longest context", r"context_.*",
+        "One step of one row, inputs of layers in host memory, MLPs in tiles, within 80 GiB of the device.",
+        {}, step_table, step_command,
     ),
     Section(
         "Elementwise kernels", r"kernels_.*",
