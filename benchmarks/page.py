@@ -168,7 +168,7 @@ SECTIONS = (
         {"decode": plots.decode}, decode_table, command("python -m benchmarks.decode --peers --json {file}"),
     ),
     Section(
-        "Quality", r"quality_.*",
+        "Quality", r"quality_(?!hqq).*",
         "Perplexity on held-out tokens by stored bits, before (hollow) and after (filled) the same short QLoRA run; "
         "dotted: the model as it is, before and after. Tables: [formats.md](formats.md).",
         {"quality": plots.quality}, no_table,
