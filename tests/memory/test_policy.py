@@ -39,6 +39,12 @@ def test_copies_to_the_host_wait_for_the_link():
     assert cost(SHORT, ("offload_kept", "keep") * 15) == pytest.approx(15 * SHORT.seconds("offload_kept") + both)
 
 
+def test_products_in_fp8_leave_copies_less_time():
+    fp8 = LayerShape(tokens=8192, length=2048, recipe="fp8-hybrid", **LLAMA_8B)
+    assert fp8.seconds("checkpoint") < SHORT.seconds("checkpoint")
+    assert fp8.waiting(("offload_attention",) * 30) > 0
+
+
 def test_a_kept_8b_step_takes_what_was_measured():
     """34.1 GiB in benchmarks.step at 4×2048, of which 6.0 are weights, adapters and their optimizer."""
     assert peak(SHORT, ("keep",) * 32, **MOMENTS) / GIB == pytest.approx(34.1 - 6.0, rel=0.02)

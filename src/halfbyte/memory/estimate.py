@@ -161,6 +161,7 @@ def _fused_layer(config: RunConfig, shapes: ModelShapes, length: int) -> LayerSh
         rank=config.r,
         dropout=config.lora_dropout > 0,
         itemsize=shapes.dtype.itemsize,
+        recipe=config.recipe,
     )
 
 

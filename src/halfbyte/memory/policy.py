@@ -41,7 +41,8 @@ SPACINGS = (2, 3, 4, 6)
 TILE_ROWS = 8192
 
 # Rates of an H200 (docs/log.md), per second; LORA: a product with its adapter over one without.
-GEMM_FLOPS, ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZED_BYTES, LINK_BYTES = 700e12, 400e12, 4.0e12, 3.1e12, 50e9
+GEMM_FLOPS = {"bf16": 700e12, "fp8-hybrid": 1250e12, "nvfp4": 700e12}
+ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZED_BYTES, LINK_BYTES = 400e12, 4.0e12, 3.1e12, 50e9
 LORA = 1.16
 
 # What tells the fused families apart in memory, by transformers' model_type; `models.families` has the rest.
@@ -71,6 +72,7 @@ class LayerShape:
         dropout: whether the adapters drop inputs.
         itemsize: bytes of an activation.
         traits: of its family, from `FUSED`.
+        recipe: what its products are computed in.
     """
 
     tokens: int
@@ -84,10 +86,11 @@ class LayerShape:
     dropout: bool = False
     itemsize: int = 2
     traits: tuple[str, ...] = ()
+    recipe: str = "bf16"
 
     @classmethod
-    def of(cls, text_config: Any, *, rows: int, length: int, rank: int, dropout: bool, itemsize: int) -> LayerShape:
-        """From a transformers config of a text model whose model_type is in `FUSED`."""
+    def of(cls, text_config: Any, *, rows: int, length: int, **keys: Any) -> LayerShape:
+        """From a transformers config of a text model whose model_type is in `FUSED`; `keys`: the run's fields."""
         heads = text_config.num_attention_heads
         width = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
         return cls(
@@ -98,10 +101,8 @@ class LayerShape:
             queries=heads * width,
             keys=text_config.num_key_value_heads * width,
             heads=heads,
-            rank=rank,
-            dropout=dropout,
-            itemsize=itemsize,
             traits=FUSED[text_config.model_type],
+            **keys,
         )
 
     # --- bytes -------------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ class LayerShape:
         return max(0.0, sum(map(self.on_host, levels)) / LINK_BYTES - len(levels) * forward)
 
     def _product(self, weights: int) -> float:
-        flops = 2 * self.tokens * weights * LORA / GEMM_FLOPS
+        flops = 2 * self.tokens * weights * LORA / GEMM_FLOPS[self.recipe]
         return flops + weights * self.itemsize / DEQUANTIZED_BYTES
 
     def _mlp_again(self) -> float:
