@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..hardware import segments_grow
 from ..notices import notice
-from .policy import FUSED, OFFLOADED, LayerShape, choose, cost, in_words, peak
+from .policy import FUSED, LayerShape, choose, cost, in_words, peak
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +60,8 @@ OPTIMIZER_STATE: dict[str, tuple[int, float]] = {
 class MemoryPlan:
     """Predicted bytes of a run at the highest moment of a step. `total` is their sum.
 
-    `levels` says what each layer keeps, where the fused forwards run; `activation_checkpointing` whether any layer is
-    recomputed from its input.
+    `levels` says what each layer keeps, where the fused forwards run; `activation_checkpointing` whether any keeps less
+    than all.
     """
 
     weights: int  # frozen, as stored
@@ -194,10 +194,8 @@ def _fused_plan(shapes: ModelShapes, layer: LayerShape, capacity: int) -> Memory
         moving = max(peak(layer, levels, **moments) - trained.bytes, 0)
         moving = max(moving, _step_scratch(config.optim, trained, shapes.device.type))
         logits = min(loss, moving)
-        recomputed = any(OFFLOADED.get(level, level) == "checkpoint" for level in levels)
-        return replace(
-            still, activations=moving - logits, logits=logits, activation_checkpointing=recomputed, levels=levels
-        )
+        less = set(levels) != {"keep"}
+        return replace(still, activations=moving - logits, logits=logits, activation_checkpointing=less, levels=levels)
 
     want = config.activation_checkpointing
     if want != "auto":

@@ -209,7 +209,8 @@ class LayerShape:
     def waiting(self, levels: Sequence[Level]) -> float:
         """Time that copies to the host take longer than the layers' forward; backward leaves them more."""
         forward = self._attention_again() + self._mlp_again() + self._product(self.hidden * self.inner)
-        return max(0.0, sum(map(self.on_host, levels)) / LINK_BYTES - len(levels) * forward)
+        leaving = sum(count * self.on_host(level) for level, count in Counter(levels).items())
+        return max(0.0, leaving / LINK_BYTES - len(levels) * forward)
 
     def _product(self, weights: int) -> float:
         flops = 2 * self.tokens * weights * LORA / GEMM_FLOPS[self.recipe]
@@ -274,15 +275,13 @@ def choose(
 ) -> tuple[Level, ...]:
     """The fastest mix of levels whose peak stays within `budget` bytes and its offloads within `host`'s; failing that,
     the one with the lowest peak."""
-    costs: dict[tuple[Level, ...], tuple[float, int]] = {}
-    for levels in mixes(layers):
-        if sum(map(shape.on_host, levels)) <= host:
-            need = peak(shape, levels, loss=loss, gradients=gradients, accumulated=accumulated)
-            costs[levels] = cost(shape, levels), need
-    fitting = {levels: cost for levels, cost in costs.items() if cost[1] <= budget}
-    if fitting:
-        return min(fitting, key=lambda levels: fitting[levels])
-    return min(costs, key=lambda levels: costs[levels][1])
+    moments: dict[str, Any] = {"loss": loss, "gradients": gradients, "accumulated": accumulated}
+    on_host = {level: shape.on_host(level) for level in LEVELS}
+    possible = [levels for levels in mixes(layers) if sum(map(on_host.__getitem__, levels)) <= host]
+    for levels in sorted(possible, key=lambda levels: cost(shape, levels)):
+        if peak(shape, levels, **moments) <= budget:
+            return levels
+    return min(possible, key=lambda levels: peak(shape, levels, **moments))
 
 
 def in_words(levels: Sequence[Level]) -> str:
