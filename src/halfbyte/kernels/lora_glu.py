@@ -21,6 +21,7 @@ from ..ops.float8 import FP8_MAX
 from ..ops.fp8_scaling import Slot
 from ..ops.glu import Activation
 from ..ops.lora_glu import Factors, Gradients
+from . import lora_glu_cuda
 from .float8 import casts_float8, largest, observe, to_float8
 from .glu import activation_and_derivative
 from .launch import Launcher, ceil_div, power_of_2, put_back
@@ -188,6 +189,8 @@ def _constants(factors: Factors, tile: tuple[int, int, int], part: int, activati
 
 def _forward(gate, up, low, factors: Factors, activation: str, slot: Slot | None) -> tuple[Tensor, Tensor]:
     reference.check_lora_glu(gate, up, low, factors, activation)
+    if (found := lora_glu_cuda.try_forward(gate, up, low, factors, activation, slot)) is not None:
+        return found
     rows, width = gate.shape
     blocks, part = _grid(rows, width, FORWARD[1])
     out = torch.empty_like(gate) if slot is None else torch.empty_like(gate, dtype=slot.dtype)
@@ -210,6 +213,9 @@ def _backward(
     """dg and du stand in gate and up or, with a slot, in the codes that are returned."""
     reference.check_lora_glu(gate, up, low, factors, activation)
     reference.check_gradients(grad, v_down, gate, factors)
+    arguments = (grad, gate, up, low, v_down, factors, activation, slot, columns)
+    if (found := lora_glu_cuda.try_backward(*arguments)) is not None:
+        return found
     rows, width = gate.shape
     blocks, part = _grid(rows, width, BACKWARD[1])
     ranks = [factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]]
