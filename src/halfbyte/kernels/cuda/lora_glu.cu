@@ -188,6 +188,10 @@ struct Columns {
     }
 };
 
+/* Where this lane's row of four matrices is that are loaded turned: the two in the middle change places, as a product's
+   operands have them. */
+__device__ __forceinline__ u32 turned_place(u32 lane) { return (lane & 7 | (lane & 8) << 1 | (lane & 16) >> 1) * 16; }
+
 /* sums = x · factor, for tiles 2 p and 2 p + 1. */
 __device__ __forceinline__ void complete(float (&sums)[2][4], const u32 (&x)[4], const u8 *factor, u32 p, u32 lane) {
     u32 b[4];
@@ -200,21 +204,19 @@ __device__ __forceinline__ void complete(float (&sums)[2][4], const u32 (&x)[4],
 __device__ __forceinline__ void gather(float (&sums)[2][4], const u32 (&tiles)[4][2], const u8 *factor, u32 p, u32 lane) {
     const u32 a[4] = {tiles[2 * p][0], tiles[2 * p][1], tiles[2 * p + 1][0], tiles[2 * p + 1][1]};
     u32 b[4];
-    load_turned(b, factor + p * 512 + lane * 16);
-    if (p == 0) {
-        multiply_first<BF16>(sums[0], a, b[0], b[2]);
-        multiply_first<BF16>(sums[1], a, b[1], b[3]);
-    } else {
-        multiply<BF16>(sums[0], a, b[0], b[2]);
-        multiply<BF16>(sums[1], a, b[1], b[3]);
-    }
+    load_turned(b, factor + p * 512 + turned_place(lane));
+#pragma unroll
+    for (u32 half = 0; half < 2; half++)
+        if (p == 0)
+            multiply_first<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
+        else
+            multiply<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
 }
 
 /* sums [r, columns] += low-rank rows · tiles 2 p and 2 p + 1, both turned. */
 __device__ __forceinline__ void learn(float (&sums)[4][4], const u8 *rows, const u32 (&tiles)[4][2], u32 p, u32 lane) {
-    u32 m[4];
-    load_turned(m, rows + lane * 16);
-    const u32 a[4] = {m[0], m[2], m[1], m[3]};
+    u32 a[4];
+    load_turned(a, rows + turned_place(lane));
 #pragma unroll
     for (u32 j = 2 * p; j < 2 * p + 2; j++)
         multiply<BF16>(sums[j], a, turned(tiles[j][0]), turned(tiles[j][1]));
