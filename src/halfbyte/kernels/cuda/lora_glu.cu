@@ -1,7 +1,7 @@
 /* The gated unit with the low-rank products around it, ops/lora_glu.py, for ranks of 8 and 16.
 
 A block takes a strip of 32·WARPS columns and walks down a part of the rows, 16 at a time; a warp takes 32 columns of
-them. Every number [M, I] is touched by one lane only: it copies its own 16 bytes a row into its own place of the ring, and
+them. All blocks have as many steps, so that some go on at the top of the next strip. Every number [M, I] is touched by one lane only: it copies its own 16 bytes a row into its own place of the ring, and
 stores what becomes of them from registers. So that a lane's sums are eight neighbours in a row, columns change places
 within a warp: number n of tile j (n, j below 8 and 4; tiles of 8 columns, as mma.m16n8k16 has them) is column
 8 (n / 2) + 2 j + n % 2.
@@ -36,12 +36,12 @@ struct Unit {
     const u16 *factors[3];   /* B_g, B_u [width, r]; A_d [r, width] */
     u8 *out[2];              /* h; dg and du; in FP8 those are halves of rows of one tensor */
     void *partial;           /* [strip, 16 rows, SUMS, lane] of v in 16 bits, of u_d in fp32 */
-    float *gradients;        /* [part, R_GATE + R_UP + R_DOWN, width] */
+    float *gradients;        /* [part of a strip's rows, R_GATE + R_UP + R_DOWN, width] */
     u16 *sum;                /* v or u_d */
     float *gradient;         /* [R_GATE + R_UP + R_DOWN, width] */
     const float *columns, *scale;
     float *newest;
-    u32 rows, width, strips, part, parts; /* `part`: rows of one */
+    u32 rows, width, strips, share; /* `share`: steps of a block */
     float scales[2];
 };
 
@@ -74,10 +74,10 @@ struct Columns {
     u32 warp, lane, column, first, end; /* column: the first of this lane's eight; rows of the part */
     bool inside;
 
-    __device__ __forceinline__ Columns(const Unit &unit, u32 strip, u32 part)
+    __device__ __forceinline__ Columns(const Unit &unit, u32 strip, u32 step, u32 steps)
         : unit(unit), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
         column = strip * STRIP + warp * 32 + lane % 4 * 8, inside = column < unit.width;
-        first = part * unit.part, end = min(unit.rows, first + unit.part);
+        first = 16 * step, end = min(unit.rows, first + 16 * steps);
     }
 
     __device__ __forceinline__ u8 *factor(u32 tensor) const { return shared + (tensor * WARPS + warp) * 1024; }
@@ -222,16 +222,16 @@ __device__ __forceinline__ void learn(float (&sums)[4][4], const u8 *rows, const
         multiply<BF16>(sums[j], a, turned(tiles[j][0]), turned(tiles[j][1]));
 }
 
-extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
-    begin_after_others();
-    const Columns columns(unit, blockIdx.x % unit.strips, blockIdx.x / unit.strips);
-    const u32 lane = columns.lane, steps = (columns.end - columns.first + 15) / 16;
+/* The steps of a strip from `begin` on; `part`: how many blocks have some before. */
+__device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 begin, u32 steps, float &amax) {
+    const Columns columns(unit, strip, begin, steps);
+    const u32 lane = columns.lane;
     for (u32 step = 0; step < STAGES; step++)
         columns.fetch(step);
     columns.fill();
 
     const float gate_scale = unit.scales[0], up_scale = unit.scales[1], scale = FLOAT8 ? *unit.scale : 1;
-    float gradients[3][4][4] = {}, amax = 0;
+    float gradients[3][4][4] = {};
     for (u32 step = 0; step < steps; step++) {
         wait<STAGES - 1>();
         __syncthreads(); /* all have what they copied, and are through with the step before */
@@ -308,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) 
     columns.put(steps - 1);
 
     if (BACKWARD && columns.inside) {
-        float *out = unit.gradients + (u64)(columns.first / unit.part) * (R_GATE + R_UP + R_DOWN) * unit.width;
+        float *out = unit.gradients + (u64)part * (R_GATE + R_UP + R_DOWN) * unit.width;
 #pragma unroll
         for (u32 tensor = 0; tensor < 3; tensor++)
 #pragma unroll
@@ -324,11 +324,22 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) 
                 }
             }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
+    begin_after_others();
+    const u32 steps = (unit.rows + 15) / 16, end = min(steps * unit.strips, (blockIdx.x + 1) * unit.share);
+    float amax = 0;
+    for (u32 at = blockIdx.x * unit.share; at < end;) {
+        const u32 strip = at / steps, begin = at % steps, count = min(steps - begin, end - at);
+        walk(unit, strip, blockIdx.x - strip * steps / unit.share, begin, count, amax);
+        at += count;
+    }
     if (FLOAT8) {
 #pragma unroll
         for (u32 mask = 16; mask; mask /= 2)
             amax = larger(amax, shuffle(amax, mask));
-        if (lane == 0)
+        if (threadIdx.x % 32 == 0)
             raise(unit.newest, amax == amax ? amax : __uint_as_float(0x7f800000));
     }
 }
@@ -336,7 +347,8 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) 
 /* Add up what strips left of v or u_d, a thread a lane's four numbers; then what parts left of dB and dA, four a thread. */
 extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
     begin_after_others();
-    const u64 steps = (unit.rows + 15) / 16, count = steps * SUMS * 32;
+    const u32 steps = (unit.rows + 15) / 16;
+    const u64 count = (u64)steps * SUMS * 32;
     const u64 thread = (u64)blockIdx.x * 256 + threadIdx.x;
     Four sum = {};
     if (thread < count) {
@@ -364,8 +376,10 @@ extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
         const u64 fours = (u64)(R_GATE + R_UP + R_DOWN) * unit.width / 4, at = thread - count;
         if (at >= fours)
             return;
+        const u32 strip = at % (unit.width / 4) * 4 / STRIP, first = strip * steps / unit.share;
+        const u32 parts = ((strip + 1) * steps - 1) / unit.share - first + 1;
 #pragma unroll 4
-        for (u32 part = 0; part < unit.parts; part++)
+        for (u32 part = 0; part < parts; part++)
 #pragma unroll
             for (u32 k = 0; k < 4; k++)
                 sum.x[k] += ((const Four *)unit.gradients)[part * fours + at].x[k];
