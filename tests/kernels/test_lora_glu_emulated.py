@@ -90,3 +90,24 @@ def test_backward_in_float8(cuda, columns):
         assert torch.equal(one, other)
     both = torch.cat(plain[1:3], dim=1).float()
     assert_cast(codes, slot, both if factor is None else both * factor)
+
+
+def test_what_is_not_a_number_counts_as_infinite(cuda):
+    arguments, slot = case((5, 40, (8, 8, 8)), torch.bfloat16, "cpu"), slot_of(E4M3, 16.0, "cpu")
+    arguments[1][3, 7] = float("nan")
+    run_forward(cuda((4, 2)).forward, arguments, "silu", slot)
+    assert slot.newest == float("inf")
+
+
+def test_without_nvrtc_it_is_triton(cuda, monkeypatch):
+    module, arguments = cuda((4, 2)), case((5, 40, (8, 8, 8)), torch.bfloat16, "cpu")
+
+    def no_nvrtc(*_):
+        raise module.BuildError("no NVRTC")
+
+    monkeypatch.setattr(module, "cubin", no_nvrtc)
+    monkeypatch.setattr(module, "takes", lambda *_: not module._refused)
+    monkeypatch.setattr(module, "_refused", False)
+    assert run_forward(module.try_forward, arguments, "silu", None) is None
+    assert module._refused
+    assert module.try_backward(*arguments, "silu", None, None) is None
