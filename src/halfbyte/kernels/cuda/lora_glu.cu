@@ -161,7 +161,7 @@ struct Columns {
             ((Four *)unit.partial)[at] = sum;
     }
 
-    /* A tensor's packed results: [tile][half of rows] are numbers 2 j and 2 j + 1 of this lane's eight. */
+    /* Store a tensor of a step, as in Packed. */
     __device__ __forceinline__ void write(const u32 (&packed)[4][2], u32 row, u32 tensor, float scale, float &amax) const {
         float factors[8];
         if (FLOAT8 && COLUMNS) {
@@ -185,6 +185,21 @@ struct Columns {
                 store(unit.out[tensor] + ((u64)at * unit.width + column) * 2,
                       make_uint4(packed[0][half], packed[1][half], packed[2][half], packed[3][half]));
         }
+    }
+
+    /* Store what a part of the rows gives to dBᵀ and dA. */
+    __device__ __forceinline__ void leave(const float (&gradients)[3][4][4], u32 part) const {
+        float *out = unit.gradients + (u64)part * (R_GATE + R_UP + R_DOWN) * unit.width + column;
+#pragma unroll
+        for (u32 tensor = 0; tensor < 3; tensor++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                const u32 half = i / 2, r = 8 * half + lane / 4;
+                const float(&a)[4] = gradients[tensor][i % 2 * 2], (&b)[4] = gradients[tensor][i % 2 * 2 + 1];
+                if (r < rank_of(tensor))
+                    ((Four *)(out + (u64)(begin_of(tensor) + r) * unit.width))[i % 2] =
+                        Four{a[2 * half], a[2 * half + 1], b[2 * half], b[2 * half + 1]};
+            }
     }
 };
 
@@ -222,6 +237,40 @@ __device__ __forceinline__ void learn(float (&sums)[4][4], const u8 *rows, const
         multiply<BF16>(sums[j], a, turned(tiles[j][0]), turned(tiles[j][1]));
 }
 
+/* Numbers of a step: [tile][half of rows], those of columns 2 j and 2 j + 1 of this lane's eight. */
+struct Packed { u32 hidden[4][2], gate[4][2], up[4][2]; /* h; dg and du */ };
+
+/* Tiles 2 p and 2 p + 1 of the unit itself, from what was read and the low-rank terms. */
+__device__ __forceinline__ void compute(
+    Packed &packed, const uint4 (&raw)[TENSORS][2], const float (&g)[2][4], const float (&u)[2][4],
+    const float (&dh)[2][4], u32 p, float gate_scale, float up_scale) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        const u32 tile = i / 2, half = i % 2, j = 2 * p + tile;
+        float hidden[2], gate[2], up[2];
+#pragma unroll
+        for (u32 k = 0; k < 2; k++) {
+            const u32 at = 2 * half + k;
+            float base[TENSORS], derivative;
+#pragma unroll
+            for (u32 tensor = 0; tensor < TENSORS; tensor++) {
+                const uint4 &w = raw[tensor][half];
+                base[tensor] = half_of(j == 0 ? w.x : j == 1 ? w.y : j == 2 ? w.z : w.w, k);
+            }
+            const float full = base[1] + up_scale * u[tile][at];
+            const float activated = activate(base[0] + gate_scale * g[tile][at], derivative);
+            hidden[k] = activated * full;
+            if (BACKWARD) {
+                const float d = base[TENSORS - 1] + dh[tile][at];
+                gate[k] = d * full * derivative, up[k] = d * activated;
+            }
+        }
+        packed.hidden[j][half] = pair<BF16>(hidden[0], hidden[1]);
+        if (BACKWARD)
+            packed.gate[j][half] = pair<BF16>(gate[0], gate[1]), packed.up[j][half] = pair<BF16>(up[0], up[1]);
+    }
+}
+
 /* The steps of a strip from `begin` on; `part`: how many blocks have some before. */
 __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 begin, u32 steps, float &amax) {
     const Columns columns(unit, strip, begin, steps);
@@ -244,7 +293,8 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
             columns.put(step - 1);
 
         const u8 *low = shared + LOW + step % (STAGES + 1) * SLOT;
-        u32 rows[TENSORS][4], first[4][2], second[4][2], hidden[4][2]; /* dg, du and h */
+        u32 rows[TENSORS][4];
+        Packed packed;
         float sums[SUMS / 2][2][4];
 #pragma unroll
         for (u32 i = 0; i < TENSORS; i++)
@@ -256,49 +306,22 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
             complete(u, rows[1], columns.factor(1), p, lane);
             if (BACKWARD)
                 complete(dh, rows[TENSORS - 1], columns.factor(2), p, lane);
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                const u32 tile = i / 2, half = i % 2, j = 2 * p + tile;
-                float results[3][2];
-#pragma unroll
-                for (u32 k = 0; k < 2; k++) {
-                    const u32 at = 2 * half + k;
-                    float base[TENSORS];
-#pragma unroll
-                    for (u32 tensor = 0; tensor < TENSORS; tensor++) {
-                        const uint4 &w = raw[tensor][half];
-                        base[tensor] = half_of(j == 0 ? w.x : j == 1 ? w.y : j == 2 ? w.z : w.w, k);
-                    }
-                    float derivative;
-                    const float full = base[1] + up_scale * u[tile][at];
-                    const float activated = activate(base[0] + gate_scale * g[tile][at], derivative);
-                    results[2][k] = activated * full;
-                    if (BACKWARD) {
-                        const float d = base[TENSORS - 1] + dh[tile][at];
-                        results[0][k] = d * full * derivative, results[1][k] = d * activated;
-                    }
-                }
-                hidden[j][half] = pair<BF16>(results[2][0], results[2][1]);
-                if (BACKWARD) {
-                    first[j][half] = pair<BF16>(results[0][0], results[0][1]);
-                    second[j][half] = pair<BF16>(results[1][0], results[1][1]);
-                }
-            }
+            compute(packed, raw, g, u, dh, p, gate_scale, up_scale);
             if (BACKWARD) {
-                gather(sums[0], first, columns.factor(0), p, lane);
-                gather(sums[SUMS / 2 - 1], second, columns.factor(1), p, lane);
-                learn(gradients[0], low, first, p, lane);
-                learn(gradients[1], low + 512, second, p, lane);
-                learn(gradients[2], low + 1024, hidden, p, lane);
+                gather(sums[0], packed.gate, columns.factor(0), p, lane);
+                gather(sums[SUMS / 2 - 1], packed.up, columns.factor(1), p, lane);
+                learn(gradients[0], low, packed.gate, p, lane);
+                learn(gradients[1], low + 512, packed.up, p, lane);
+                learn(gradients[2], low + 1024, packed.hidden, p, lane);
             } else
-                gather(sums[0], hidden, columns.factor(2), p, lane);
+                gather(sums[0], packed.hidden, columns.factor(2), p, lane);
         }
         const u32 row = columns.first + 16 * step;
         if (BACKWARD) {
-            columns.write(first, row, 0, scale, amax);
-            columns.write(second, row, 1, scale, amax);
+            columns.write(packed.gate, row, 0, scale, amax);
+            columns.write(packed.up, row, 1, scale, amax);
         } else
-            columns.write(hidden, row, 0, scale, amax);
+            columns.write(packed.hidden, row, 0, scale, amax);
         Four *to = (Four *)(shared + EXCHANGE) + (step % 2 * WARPS + columns.warp) * SUMS * 32 + lane;
 #pragma unroll
         for (u32 i = 0; i < SUMS; i++)
@@ -306,24 +329,8 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
     }
     __syncthreads();
     columns.put(steps - 1);
-
-    if (BACKWARD && columns.inside) {
-        float *out = unit.gradients + (u64)part * (R_GATE + R_UP + R_DOWN) * unit.width;
-#pragma unroll
-        for (u32 tensor = 0; tensor < 3; tensor++)
-#pragma unroll
-            for (u32 half = 0; half < 2; half++) {
-                const u32 r = 8 * half + lane / 4;
-                if (8 * half >= rank_of(tensor))
-                    continue;
-                Four *to = (Four *)(out + (u64)(begin_of(tensor) + r) * unit.width + columns.column);
-#pragma unroll
-                for (u32 i = 0; i < 2; i++) {
-                    const float(&a)[4] = gradients[tensor][2 * i], (&b)[4] = gradients[tensor][2 * i + 1];
-                    to[i] = Four{a[2 * half], a[2 * half + 1], b[2 * half], b[2 * half + 1]};
-                }
-            }
-    }
+    if (BACKWARD && columns.inside)
+        columns.leave(gradients, part);
 }
 
 extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
