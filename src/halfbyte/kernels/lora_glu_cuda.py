@@ -39,11 +39,10 @@ class Blocks(NamedTuple):
         rows, columns = (self.stages + 1) * tensors * 512, 2 * 32 * 4 * self.warps
         return self.warps * (3 * 1024 + 2 * sums * 512 + self.stages * tensors * 1024) + rows + columns
 
-    def grid(self, rows: int, width: int, multiprocessors: int) -> tuple[int, int, int]:
-        """Strips of columns, blocks, and steps of a block: all blocks run at once."""
-        strips, steps = ceil_div(width, 32 * self.warps), ceil_div(rows, ROWS)
-        share = ceil_div(strips * steps, multiprocessors * self.blocks)
-        return strips, ceil_div(strips * steps, share), share
+    def grid(self, rows: int, width: int, multiprocessors: int) -> tuple[int, int]:
+        """Strips of columns, and blocks of each: all run at once where they can."""
+        strips = ceil_div(width, 32 * self.warps)
+        return strips, max(1, min(multiprocessors * self.blocks // strips, ceil_div(rows, ROWS)))
 
 
 FORWARD = BACKWARD = Blocks(16, 1, 2)
@@ -62,7 +61,7 @@ class Unit(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("partial", "gradients", "sum", "gradient", "columns", "scale", "newest")
         ),
-        *((name, ctypes.c_uint32) for name in ("rows", "width", "strips", "share")),
+        *((name, ctypes.c_uint32) for name in ("rows", "width", "strips", "parts")),
         ("scales", ctypes.c_float * 2),
     )
 
@@ -102,12 +101,12 @@ def _launch(
     gate, blocks = tensors[0], BACKWARD if backward else FORWARD
     (rows, width), device = gate.shape, gate.get_device()
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
-    strips, count, share = blocks.grid(rows, width, multiprocessors_of(device))
+    strips, parts = blocks.grid(rows, width, multiprocessors_of(device))
     steps, rank = ceil_div(rows, ROWS), ranks[0] + ranks[1] if backward else ranks[2]
     fresh = functools.partial(torch.empty, device=gate.device)
     partial = fresh((strips, steps, 512 if backward else 256), dtype=gate.dtype if backward else torch.float32)
     total = fresh((rows, rank), dtype=gate.dtype)
-    gradients = fresh((ceil_div(steps, share) + 1 if backward else 0, sum(ranks), width), dtype=torch.float32)
+    gradients = fresh((parts if backward else 0, sum(ranks), width), dtype=torch.float32)
     gradient = fresh((sum(ranks) if backward else 0, width), dtype=torch.float32)
     pointers |= {
         "tensors": tensors, "low": low, "factors": list(factors[:3]), "partial": partial, "gradients": gradients,
@@ -117,13 +116,13 @@ def _launch(
         pointers |= {"scale": slot.scale, "newest": slot.newest}
     if columns is not None:
         pointers |= {"columns": columns}
-    numbers = {"rows": rows, "width": width, "strips": strips, "share": share}
+    numbers = {"rows": rows, "width": width, "strips": strips, "parts": parts}
     unit = Unit(scales=(factors.gate_scale, factors.up_scale)).of(pointers, numbers)
     float8 = 0 if slot is None else 2 if slot.dtype is E5M2 else 1
     with torch.cuda.device(device):
         bf16 = gate.dtype is torch.bfloat16
         kernel, finish = _kernel(backward, blocks, device, bf16, activation, ranks, float8, columns is not None)
-        kernel(count, 32 * blocks.warps, [unit])
+        kernel(strips * parts, 32 * blocks.warps, [unit])
         threads = steps * (128 if backward else 64) + gradient.numel() // 4
         finish(ceil_div(threads, FINISH_THREADS), FINISH_THREADS, [unit])
     return total, gradient

@@ -1,7 +1,7 @@
 /* The gated unit with the low-rank products around it, ops/lora_glu.py, for ranks of 8 and 16.
 
-A block takes a strip of 32·WARPS columns and walks down a part of the rows, 16 at a time; a warp takes 32 columns of
-them. All blocks have as many steps, so that some go on at the top of the next strip. Every number [M, I] is touched by one lane only: it copies its own 16 bytes a row into its own place of the ring, and
+A block takes a strip of 32·WARPS columns and walks down the rows, 16 at a time; a warp takes 32 columns of them. The
+blocks of a strip take turns, so that all blocks are near each other's rows: memory likes whole rows better. Every number [M, I] is touched by one lane only: it copies its own 16 bytes a row into its own place of the ring, and
 stores what becomes of them from registers. So that a lane's sums are eight neighbours in a row, columns change places
 within a warp: number n of tile j (n, j below 8 and 4; tiles of 8 columns, as mma.m16n8k16 has them) is column
 8 (n / 2) + 2 j + n % 2.
@@ -10,8 +10,8 @@ within a warp: number n of tile j (n, j below 8 and 4; tiles of 8 columns, as mm
     v, u_d      [rows, r]       += dg, du or h as they lie in registers · factor [columns, r]
     dBᵀ, dA     [r, columns]    += low-rank rows [r, rows] · dg, du, h, turned in registers (movmatrix)
 
-dB and dA stay in registers down the part. v and u_d are added over a block's warps in shared memory, in order, while the
-next step is under way; what strips and parts leave, `finish` adds, in order.
+dB and dA stay in registers down the rows. v and u_d are added over a block's warps in shared memory, in order, while the
+next step is under way; what strips and blocks leave, `finish` adds, in order.
 
 Constants: BACKWARD, WARPS, BLOCKS (of a multiprocessor), STAGES (of the ring), BF16 (else fp16), SILU (else gelu_tanh), R_GATE, R_UP, R_DOWN (8 or 16), FLOAT8 (0; 1 for E4M3,
 2 for E5M2: what h, or dg and du, are written in), COLUMNS (factors of those before). */
@@ -36,12 +36,12 @@ struct Unit {
     const u16 *factors[3];   /* B_g, B_u [width, r]; A_d [r, width] */
     u8 *out[2];              /* h; dg and du; in FP8 those are halves of rows of one tensor */
     void *partial;           /* [strip, 16 rows, SUMS, lane] of v in 16 bits, of u_d in fp32 */
-    float *gradients;        /* [part of a strip's rows, R_GATE + R_UP + R_DOWN, width] */
+    float *gradients;        /* [block of a strip, R_GATE + R_UP + R_DOWN, width] */
     u16 *sum;                /* v or u_d */
     float *gradient;         /* [R_GATE + R_UP + R_DOWN, width] */
     const float *columns, *scale;
     float *newest;
-    u32 rows, width, strips, share; /* `share`: steps of a block */
+    u32 rows, width, strips, parts; /* `parts`: blocks of a strip */
     float scales[2];
 };
 
@@ -71,14 +71,16 @@ __device__ __forceinline__ u32 cast(u32 both, const float *factors, float scale,
 /* What a warp does with its 32 columns. */
 struct Columns {
     const Unit &unit;
-    u32 warp, lane, column, first, end; /* column: the first of this lane's eight; rows of the part */
+    u32 warp, lane, column, part, steps; /* column: the first of this lane's eight; part: which of a strip's blocks */
     bool inside;
 
-    __device__ __forceinline__ Columns(const Unit &unit, u32 strip, u32 step, u32 steps)
-        : unit(unit), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
-        column = strip * STRIP + warp * 32 + lane % 4 * 8, inside = column < unit.width;
-        first = 16 * step, end = min(unit.rows, first + 16 * steps);
+    __device__ __forceinline__ Columns(const Unit &unit) : unit(unit), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+        column = blockIdx.x % unit.strips * STRIP + warp * 32 + lane % 4 * 8, inside = column < unit.width;
+        part = blockIdx.x / unit.strips, steps = ((unit.rows + 15) / 16 - part + unit.parts - 1) / unit.parts;
     }
+
+    /* Which 16 rows are a step's. */
+    __device__ __forceinline__ u32 turn(u32 step) const { return part + step * unit.parts; }
 
     __device__ __forceinline__ u8 *factor(u32 tensor) const { return shared + (tensor * WARPS + warp) * 1024; }
 
@@ -114,13 +116,13 @@ struct Columns {
 
     /* Begin to copy a step's numbers and low-rank rows. */
     __device__ __forceinline__ void fetch(u32 step) const {
-        const u32 row = first + 16 * step;
-        if (row < end) {
+        const u32 row = 16 * turn(step);
+        if (row < unit.rows) {
             u8 *to = place(step);
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
                 const u32 at = row + 8 * half + lane / 4;
-                const bool there = inside && at < end;
+                const bool there = inside && at < unit.rows;
                 const u64 offset = there ? (u64)at * unit.width + column : 0;
 #pragma unroll
                 for (u32 tensor = 0; tensor < TENSORS; tensor++)
@@ -128,7 +130,7 @@ struct Columns {
             }
             if (threadIdx.x < 32 * TENSORS) { /* a warp per tensor: half of r, half of rows, row */
                 const u32 half = lane / 16, at = row + lane % 16;
-                const bool there = at < end && 8 * half < rank_of(warp);
+                const bool there = at < unit.rows && 8 * half < rank_of(warp);
                 const u16 *from = warp == 2 ? unit.v_down + (u64)at * R_DOWN
                                             : unit.low + (u64)at * (R_GATE + R_UP) + begin_of(warp);
                 copy<16>(shared + LOW + step % (STAGES + 1) * SLOT + threadIdx.x * 16, there ? from + 8 * half : unit.low, there);
@@ -149,8 +151,8 @@ struct Columns {
 #pragma unroll
             for (u32 k = 0; k < 4; k++)
                 sum.x[k] += from[w * SUMS * 32].x[k];
-        const u64 steps = (unit.rows + 15) / 16;
-        const u64 at = ((column / STRIP * steps + first / 16 + step) * SUMS + i) * 32 + lane;
+        const u64 all = (unit.rows + 15) / 16;
+        const u64 at = ((column / STRIP * all + turn(step)) * SUMS + i) * 32 + lane;
         if (BACKWARD) {
             const float scale = unit.scales[i / 2];
             uint2 both;
@@ -172,7 +174,7 @@ struct Columns {
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             const u32 at = row + 8 * half + lane / 4;
-            const bool there = inside && at < end;
+            const bool there = inside && at < unit.rows;
             if (FLOAT8) {
                 u32 codes[4];
 #pragma unroll
@@ -187,8 +189,8 @@ struct Columns {
         }
     }
 
-    /* Store what a part of the rows gives to dBᵀ and dA. */
-    __device__ __forceinline__ void leave(const float (&gradients)[3][4][4], u32 part) const {
+    /* Store what the block's rows give to dBᵀ and dA. */
+    __device__ __forceinline__ void leave(const float (&gradients)[3][4][4]) const {
         float *out = unit.gradients + (u64)part * (R_GATE + R_UP + R_DOWN) * unit.width + column;
 #pragma unroll
         for (u32 tensor = 0; tensor < 3; tensor++)
@@ -271,16 +273,16 @@ __device__ __forceinline__ void compute(
     }
 }
 
-/* The steps of a strip from `begin` on; `part`: how many blocks have some before. */
-__device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 begin, u32 steps, float &amax) {
-    const Columns columns(unit, strip, begin, steps);
-    const u32 lane = columns.lane;
+extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
+    begin_after_others();
+    const Columns columns(unit);
+    const u32 lane = columns.lane, steps = columns.steps;
     for (u32 step = 0; step < STAGES; step++)
         columns.fetch(step);
     columns.fill();
 
     const float gate_scale = unit.scales[0], up_scale = unit.scales[1], scale = FLOAT8 ? *unit.scale : 1;
-    float gradients[3][4][4] = {};
+    float gradients[3][4][4] = {}, amax = 0;
     for (u32 step = 0; step < steps; step++) {
         wait<STAGES - 1>();
         __syncthreads(); /* all have what they copied, and are through with the step before */
@@ -316,7 +318,7 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
             } else
                 gather(sums[0], packed.hidden, columns.factor(2), p, lane);
         }
-        const u32 row = columns.first + 16 * step;
+        const u32 row = 16 * columns.turn(step);
         if (BACKWARD) {
             columns.write(packed.gate, row, 0, scale, amax);
             columns.write(packed.up, row, 1, scale, amax);
@@ -330,23 +332,12 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
     __syncthreads();
     columns.put(steps - 1);
     if (BACKWARD && columns.inside)
-        columns.leave(gradients, part);
-}
-
-extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
-    begin_after_others();
-    const u32 steps = (unit.rows + 15) / 16, end = min(steps * unit.strips, (blockIdx.x + 1) * unit.share);
-    float amax = 0;
-    for (u32 at = blockIdx.x * unit.share; at < end;) {
-        const u32 strip = at / steps, begin = at % steps, count = min(steps - begin, end - at);
-        walk(unit, strip, blockIdx.x - strip * steps / unit.share, begin, count, amax);
-        at += count;
-    }
+        columns.leave(gradients);
     if (FLOAT8) {
 #pragma unroll
         for (u32 mask = 16; mask; mask /= 2)
             amax = larger(amax, shuffle(amax, mask));
-        if (threadIdx.x % 32 == 0)
+        if (lane == 0)
             raise(unit.newest, amax == amax ? amax : __uint_as_float(0x7f800000));
     }
 }
@@ -383,10 +374,8 @@ extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
         const u64 fours = (u64)(R_GATE + R_UP + R_DOWN) * unit.width / 4, at = thread - count;
         if (at >= fours)
             return;
-        const u32 strip = at % (unit.width / 4) * 4 / STRIP, first = strip * steps / unit.share;
-        const u32 parts = ((strip + 1) * steps - 1) / unit.share - first + 1;
 #pragma unroll 4
-        for (u32 part = 0; part < parts; part++)
+        for (u32 part = 0; part < unit.parts; part++)
 #pragma unroll
             for (u32 k = 0; k < 4; k++)
                 sum.x[k] += ((const Four *)unit.gradients)[part * fours + at].x[k];
