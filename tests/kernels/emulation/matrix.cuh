@@ -42,7 +42,9 @@ template <bool BFLOAT> void multiply_first(float (&d)[4], const u32 (&a)[4], u32
 
 float power_of_two(float x) { return std::exp2(x); }
 float reciprocal(float x) { return 1 / x; }
-float larger(float magnitude, float x) { return x != x || magnitude != magnitude ? NAN : std::fmax(magnitude, std::fabs(x)); }
+float larger(float magnitude, float x) {
+    return x != x || magnitude != magnitude ? NAN : std::fmax(magnitude, std::fabs(x));
+}
 void raise(float *to, float value) { *to = std::fmax(*to, value); }
 
 /* Numbers of three bits of mantissa from 2^-6 to 448, or two from 2^-14 to 57344, and subnormals. */

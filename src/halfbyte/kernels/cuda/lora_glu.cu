@@ -1,20 +1,21 @@
 /* The gated unit with the low-rank products around it, ops/lora_glu.py, for ranks of 8 and 16.
 
-A block takes a strip of 32·WARPS columns and walks down the rows, 16 at a time; a warp takes 32 columns of them. The
-blocks of a strip take turns, so that all blocks are near each other's rows: memory likes whole rows better. Every number [M, I] is touched by one lane only: it copies its own 16 bytes a row into its own place of the ring, and
-stores what becomes of them from registers. So that a lane's sums are eight neighbours in a row, columns change places
-within a warp: number n of tile j (n, j below 8 and 4; tiles of 8 columns, as mma.m16n8k16 has them) is column
-8 (n / 2) + 2 j + n % 2.
+A block takes a strip of 32·WARPS columns and walks down a part of the rows, 16 at a time; a warp takes 32 columns of
+them. All blocks have as many steps, so that some go on at the top of the next strip. Every number [M, I] is touched by
+one lane only: it copies its own 16 bytes a row into its own place of the ring, and stores what becomes of them from
+registers. So that a lane's sums are eight neighbours in a row, columns change places within a warp: number n of tile j
+(n, j below 8 and 4; tiles of 8 columns, as mma.m16n8k16 has them) is column 8 (n / 2) + 2 j + n % 2.
 
     g, u, dh    [rows, columns] += low-rank rows [rows, r] · factor [r, columns]
     v, u_d      [rows, r]       += dg, du or h as they lie in registers · factor [columns, r]
     dBᵀ, dA     [r, columns]    += low-rank rows [r, rows] · dg, du, h, turned in registers (movmatrix)
 
-dB and dA stay in registers down the rows. v and u_d are added over a block's warps in shared memory, in order, while the
-next step is under way; what strips and blocks leave, `finish` adds, in order.
+dB and dA stay in registers down the part. v and u_d are added over a block's warps in shared memory, in order, while
+the next step is under way; what strips and parts leave, `finish` adds, in order.
 
-Constants: BACKWARD, WARPS, BLOCKS (of a multiprocessor), STAGES (of the ring), BF16 (else fp16), SILU (else gelu_tanh), R_GATE, R_UP, R_DOWN (8 or 16), FLOAT8 (0; 1 for E4M3,
-2 for E5M2: what h, or dg and du, are written in), COLUMNS (factors of those before). */
+Constants: BACKWARD, WARPS, BLOCKS (of a multiprocessor), STAGES (of the ring), BF16 (else fp16), SILU (else gelu_tanh),
+R_GATE, R_UP, R_DOWN (8 or 16), FLOAT8 (0; 1 for E4M3, 2 for E5M2: what h, or dg and du, are written in), COLUMNS
+(factors of those before). */
 
 #include "warp.cuh"
 #include "matrix.cuh"
@@ -23,8 +24,8 @@ constexpr u32 STRIP = 32 * WARPS;
 constexpr u32 TENSORS = BACKWARD ? 3 : 2; /* of [M, I] that are read; low-rank ones are as many */
 constexpr u32 SUMS = BACKWARD ? 4 : 2;    /* fragments of 16×8: of v, or u_d */
 
-/* Shared memory: matrices of 8×8, 128 bytes each, of the factors [tensor][warp][tile j][half of r] and of low-rank rows
-   [slot][tensor][half of r][half of rows]; [odd][warp] sums; the ring [stage][warp][tensor][half of rows]. */
+/* Shared memory: matrices of 8×8, 128 bytes each, of the factors [tensor][warp][tile j][half of r] and of low-rank
+   rows [slot][tensor][half of r][half of rows]; [odd][warp] sums; the ring [stage][warp][tensor][half of rows]. */
 constexpr u32 LOW = 3 * WARPS * 1024, SLOT = TENSORS * 512, EXCHANGE = LOW + (STAGES + 1) * SLOT;
 constexpr u32 RING = EXCHANGE + 2 * WARPS * SUMS * 512, STAGE = TENSORS * 1024, FACTORS = RING + STAGES * WARPS * STAGE;
 
@@ -36,17 +37,18 @@ struct Unit {
     const u16 *factors[3];   /* B_g, B_u [width, r]; A_d [r, width] */
     u8 *out[2];              /* h; dg and du; in FP8 those are halves of rows of one tensor */
     void *partial;           /* [strip, 16 rows, SUMS, lane] of v in 16 bits, of u_d in fp32 */
-    float *gradients;        /* [block of a strip, R_GATE + R_UP + R_DOWN, width] */
+    float *gradients;        /* [part of a strip's rows, R_GATE + R_UP + R_DOWN, width] */
     u16 *sum;                /* v or u_d */
     float *gradient;         /* [R_GATE + R_UP + R_DOWN, width] */
     const float *columns, *scale;
     float *newest;
-    u32 rows, width, strips, parts; /* `parts`: blocks of a strip */
+    u32 rows, width, strips, share; /* `share`: steps of a block */
     float scales[2];
 };
 
-__device__ __forceinline__ constexpr u32 rank_of(u32 tensor) { return tensor == 0 ? R_GATE : tensor == 1 ? R_UP : R_DOWN; }
-__device__ __forceinline__ constexpr u32 begin_of(u32 tensor) { return tensor == 0 ? 0 : tensor == 1 ? R_GATE : R_GATE + R_UP; }
+/* Of the gate, up and down projection; and where its part of all gradients begins. */
+__device__ __forceinline__ constexpr u32 rank_of(u32 i) { return i == 0 ? R_GATE : i == 1 ? R_UP : R_DOWN; }
+__device__ __forceinline__ constexpr u32 begin_of(u32 i) { return i == 0 ? 0 : i == 1 ? R_GATE : R_GATE + R_UP; }
 
 __device__ __forceinline__ float half_of(u32 pair, u32 i) { return number<BF16>((u16)(i ? pair >> 16 : pair)); }
 
@@ -71,16 +73,14 @@ __device__ __forceinline__ u32 cast(u32 both, const float *factors, float scale,
 /* What a warp does with its 32 columns. */
 struct Columns {
     const Unit &unit;
-    u32 warp, lane, column, part, steps; /* column: the first of this lane's eight; part: which of a strip's blocks */
+    u32 warp, lane, column, first, end; /* column: the first of this lane's eight; rows of the part */
     bool inside;
 
-    __device__ __forceinline__ Columns(const Unit &unit) : unit(unit), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
-        column = blockIdx.x % unit.strips * STRIP + warp * 32 + lane % 4 * 8, inside = column < unit.width;
-        part = blockIdx.x / unit.strips, steps = ((unit.rows + 15) / 16 - part + unit.parts - 1) / unit.parts;
+    __device__ __forceinline__ Columns(const Unit &unit, u32 strip, u32 step, u32 steps)
+        : unit(unit), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+        column = strip * STRIP + warp * 32 + lane % 4 * 8, inside = column < unit.width;
+        first = 16 * step, end = min(unit.rows, first + 16 * steps);
     }
-
-    /* Which 16 rows are a step's. */
-    __device__ __forceinline__ u32 turn(u32 step) const { return part + step * unit.parts; }
 
     __device__ __forceinline__ u8 *factor(u32 tensor) const { return shared + (tensor * WARPS + warp) * 1024; }
 
@@ -94,7 +94,8 @@ struct Columns {
             for (u32 tensor = 0; tensor < 2; tensor++) {
                 const bool there = mine < unit.width && 8 * half < rank_of(tensor);
                 const u16 *from = unit.factors[tensor] + (u64)mine * rank_of(tensor) + 8 * half;
-                *(uint4 *)(row + tensor * WARPS * 1024 + half * 128) = there ? from_global(from) : make_uint4(0, 0, 0, 0);
+                uint4 *to = (uint4 *)(row + tensor * WARPS * 1024 + half * 128);
+                *to = there ? from_global(from) : make_uint4(0, 0, 0, 0);
             }
 #pragma unroll
             for (u32 r = 8 * half; r < 8 * half + 8; r++) {
@@ -116,13 +117,13 @@ struct Columns {
 
     /* Begin to copy a step's numbers and low-rank rows. */
     __device__ __forceinline__ void fetch(u32 step) const {
-        const u32 row = 16 * turn(step);
-        if (row < unit.rows) {
+        const u32 row = first + 16 * step;
+        if (row < end) {
             u8 *to = place(step);
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
                 const u32 at = row + 8 * half + lane / 4;
-                const bool there = inside && at < unit.rows;
+                const bool there = inside && at < end;
                 const u64 offset = there ? (u64)at * unit.width + column : 0;
 #pragma unroll
                 for (u32 tensor = 0; tensor < TENSORS; tensor++)
@@ -130,10 +131,11 @@ struct Columns {
             }
             if (threadIdx.x < 32 * TENSORS) { /* a warp per tensor: half of r, half of rows, row */
                 const u32 half = lane / 16, at = row + lane % 16;
-                const bool there = at < unit.rows && 8 * half < rank_of(warp);
+                const bool there = at < end && 8 * half < rank_of(warp);
                 const u16 *from = warp == 2 ? unit.v_down + (u64)at * R_DOWN
                                             : unit.low + (u64)at * (R_GATE + R_UP) + begin_of(warp);
-                copy<16>(shared + LOW + step % (STAGES + 1) * SLOT + threadIdx.x * 16, there ? from + 8 * half : unit.low, there);
+                u8 *low = shared + LOW + step % (STAGES + 1) * SLOT;
+                copy<16>(low + threadIdx.x * 16, there ? from + 8 * half : unit.low, there);
             }
         }
         commit();
@@ -151,8 +153,8 @@ struct Columns {
 #pragma unroll
             for (u32 k = 0; k < 4; k++)
                 sum.x[k] += from[w * SUMS * 32].x[k];
-        const u64 all = (unit.rows + 15) / 16;
-        const u64 at = ((column / STRIP * all + turn(step)) * SUMS + i) * 32 + lane;
+        const u64 steps = (unit.rows + 15) / 16;
+        const u64 at = ((column / STRIP * steps + first / 16 + step) * SUMS + i) * 32 + lane;
         if (BACKWARD) {
             const float scale = unit.scales[i / 2];
             uint2 both;
@@ -164,17 +166,17 @@ struct Columns {
     }
 
     /* Store a tensor of a step, as in Packed. */
-    __device__ __forceinline__ void write(const u32 (&packed)[4][2], u32 row, u32 tensor, float scale, float &amax) const {
-        float factors[8];
+    __device__ __forceinline__ void write(
+        const u32 (&packed)[4][2], u32 row, u32 tensor, float scale, float &amax) const {
+        alignas(16) float factors[8];
         if (FLOAT8 && COLUMNS) {
-#pragma unroll
-            for (u32 i = 0; i < 2; i++)
-                *(Four *)(factors + 4 * i) = ((Four *)(shared + FACTORS))[(tensor * STRIP + warp * 32 + lane % 4 * 8) / 4 + i];
+            const Four *from = (const Four *)(shared + FACTORS) + (tensor * STRIP + warp * 32 + lane % 4 * 8) / 4;
+            ((Four *)factors)[0] = from[0], ((Four *)factors)[1] = from[1];
         }
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             const u32 at = row + 8 * half + lane / 4;
-            const bool there = inside && at < unit.rows;
+            const bool there = inside && at < end;
             if (FLOAT8) {
                 u32 codes[4];
 #pragma unroll
@@ -189,8 +191,8 @@ struct Columns {
         }
     }
 
-    /* Store what the block's rows give to dBᵀ and dA. */
-    __device__ __forceinline__ void leave(const float (&gradients)[3][4][4]) const {
+    /* Store what a part of the rows gives to dBᵀ and dA. */
+    __device__ __forceinline__ void leave(const float (&gradients)[3][4][4], u32 part) const {
         float *out = unit.gradients + (u64)part * (R_GATE + R_UP + R_DOWN) * unit.width + column;
 #pragma unroll
         for (u32 tensor = 0; tensor < 3; tensor++)
@@ -218,7 +220,8 @@ __device__ __forceinline__ void complete(float (&sums)[2][4], const u32 (&x)[4],
 }
 
 /* sums [rows, r] += tiles 2 p and 2 p + 1 · factor, which come first if p is 0. */
-__device__ __forceinline__ void gather(float (&sums)[2][4], const u32 (&tiles)[4][2], const u8 *factor, u32 p, u32 lane) {
+__device__ __forceinline__ void gather(
+    float (&sums)[2][4], const u32 (&tiles)[4][2], const u8 *factor, u32 p, u32 lane) {
     const u32 a[4] = {tiles[2 * p][0], tiles[2 * p][1], tiles[2 * p + 1][0], tiles[2 * p + 1][1]};
     u32 b[4];
     load_turned(b, factor + p * 512 + turned_place(lane));
@@ -273,16 +276,16 @@ __device__ __forceinline__ void compute(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
-    begin_after_others();
-    const Columns columns(unit);
-    const u32 lane = columns.lane, steps = columns.steps;
+/* The steps of a strip from `begin` on; `part`: how many blocks have some before. */
+__device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 begin, u32 steps, float &amax) {
+    const Columns columns(unit, strip, begin, steps);
+    const u32 lane = columns.lane;
     for (u32 step = 0; step < STAGES; step++)
         columns.fetch(step);
     columns.fill();
 
     const float gate_scale = unit.scales[0], up_scale = unit.scales[1], scale = FLOAT8 ? *unit.scale : 1;
-    float gradients[3][4][4] = {}, amax = 0;
+    float gradients[3][4][4] = {};
     for (u32 step = 0; step < steps; step++) {
         wait<STAGES - 1>();
         __syncthreads(); /* all have what they copied, and are through with the step before */
@@ -318,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) 
             } else
                 gather(sums[0], packed.hidden, columns.factor(2), p, lane);
         }
-        const u32 row = 16 * columns.turn(step);
+        const u32 row = columns.first + 16 * step;
         if (BACKWARD) {
             columns.write(packed.gate, row, 0, scale, amax);
             columns.write(packed.up, row, 1, scale, amax);
@@ -332,38 +335,65 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) 
     __syncthreads();
     columns.put(steps - 1);
     if (BACKWARD && columns.inside)
-        columns.leave(gradients);
+        columns.leave(gradients, part);
+}
+
+extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
+    begin_after_others();
+    const u32 steps = (unit.rows + 15) / 16, end = min(steps * unit.strips, (blockIdx.x + 1) * unit.share);
+    float amax = 0;
+    for (u32 at = blockIdx.x * unit.share; at < end;) {
+        const u32 strip = at / steps, begin = at % steps, count = min(steps - begin, end - at);
+        walk(unit, strip, blockIdx.x - strip * steps / unit.share, begin, count, amax);
+        at += count;
+    }
     if (FLOAT8) {
 #pragma unroll
         for (u32 mask = 16; mask; mask /= 2)
             amax = larger(amax, shuffle(amax, mask));
-        if (lane == 0)
+        if (threadIdx.x % 32 == 0)
             raise(unit.newest, amax == amax ? amax : __uint_as_float(0x7f800000));
     }
 }
 
-/* Add up what strips left of v or u_d, a thread a lane's four numbers; then what parts left of dB and dA, four a thread. */
+/* The sum of `count` fours from `at` on, each `apart` after the one before; of 16 bits or fp32. BATCH of them are on
+   their way at once. */
+template <bool HALF, u32 BATCH>
+__device__ __forceinline__ Four sum_of(const void *from, u64 at, u64 apart, u32 count) {
+    Four sum = {};
+    for (u32 begin = 0; begin < count; begin += BATCH) {
+        Four next[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; i++) {
+            const u64 place = at + (begin + i) * apart;
+            const bool there = begin + i < count;
+            if (HALF) {
+                const uint2 w = there ? ((const uint2 *)from)[place] : uint2{};
+                next[i] = Four{half_of(w.x, 0), half_of(w.x, 1), half_of(w.y, 0), half_of(w.y, 1)};
+            } else {
+                const uint4 w = there ? ((const uint4 *)from)[place] : uint4{};
+                next[i] = Four{__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < BATCH; i++)
+#pragma unroll
+            for (u32 k = 0; k < 4; k++)
+                sum.x[k] += next[i].x[k];
+    }
+    return sum;
+}
+
+/* Add up what strips left of v or u_d, a thread a lane's four numbers; then what parts left of dB and dA, four a
+   thread. */
 extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
     begin_after_others();
     const u32 steps = (unit.rows + 15) / 16;
-    const u64 count = (u64)steps * SUMS * 32;
-    const u64 thread = (u64)blockIdx.x * 256 + threadIdx.x;
-    Four sum = {};
+    const u64 count = (u64)steps * SUMS * 32, thread = (u64)blockIdx.x * 256 + threadIdx.x;
     if (thread < count) {
-#pragma unroll 8
-        for (u32 strip = 0; strip < unit.strips; strip++) {
-            const u64 at = strip * count + thread;
-            if (BACKWARD) {
-                const uint2 both = ((const uint2 *)unit.partial)[at];
-#pragma unroll
-                for (u32 k = 0; k < 4; k++)
-                    sum.x[k] += half_of(k < 2 ? both.x : both.y, k % 2);
-            } else
-#pragma unroll
-                for (u32 k = 0; k < 4; k++)
-                    sum.x[k] += ((const Four *)unit.partial)[at].x[k];
-        }
-        const u32 lane = thread % 32, i = thread / 32 % SUMS, tensor = BACKWARD ? i / 2 : 2, r = i % 2 * 8 + lane % 4 * 2;
+        const Four sum = sum_of<BACKWARD, BACKWARD ? 16 : 8>(unit.partial, thread, count, unit.strips);
+        const u32 lane = thread % 32, i = thread / 32 % SUMS, tensor = BACKWARD ? i / 2 : 2;
+        const u32 r = i % 2 * 8 + lane % 4 * 2;
         const u32 row = thread / (32 * SUMS) * 16 + lane / 4, stride = BACKWARD ? R_GATE + R_UP : R_DOWN;
         u16 *to = unit.sum + (u64)row * stride + (BACKWARD ? begin_of(tensor) : 0) + r;
         if (r < rank_of(tensor) && row < unit.rows)
@@ -374,11 +404,9 @@ extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
         const u64 fours = (u64)(R_GATE + R_UP + R_DOWN) * unit.width / 4, at = thread - count;
         if (at >= fours)
             return;
-#pragma unroll 4
-        for (u32 part = 0; part < unit.parts; part++)
-#pragma unroll
-            for (u32 k = 0; k < 4; k++)
-                sum.x[k] += ((const Four *)unit.gradients)[part * fours + at].x[k];
+        const u32 strip = at % (unit.width / 4) * 4 / STRIP, first = strip * steps / unit.share;
+        const u32 parts = ((strip + 1) * steps - 1) / unit.share - first + 1;
+        Four sum = sum_of<false, 8>(unit.gradients, at, fours, parts);
         const u32 r = at / (unit.width / 4);
         const float scale = r < R_GATE ? unit.scales[0] : r < R_GATE + R_UP ? unit.scales[1] : 1.0f;
 #pragma unroll

@@ -1,4 +1,4 @@
-/* More of what warp.cuh has: 8×8 matrices of 16-bit numbers in a warp, special functions, FP8 in pairs. In such a matrix
+/* More of what warp.cuh has: 8×8 matrices of 16-bit numbers in a warp, special functions, FP8 in pairs. Of a matrix
    the lane g * 4 + t holds numbers 2t and 2t + 1 of row g, as in the operands and sums of multiply(). */
 
 /* Four matrices in shared memory, whose 32 rows of 16 bytes are given by the 32 lanes; and the same turned. */
@@ -19,13 +19,16 @@ __device__ __forceinline__ u32 turned(u32 matrix) {
 }
 
 /* d = a b, as multiply() adds it. */
-template <bool BFLOAT> __device__ __forceinline__ void multiply_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <bool BFLOAT>
+__device__ __forceinline__ void multiply_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (BFLOAT)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
             : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
     else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
             : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
