@@ -21,7 +21,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Unit *unit) {
 # of several, strips whose last one is mostly outside.
 CASES = [
     ((37, 136, (16, 16, 16)), (4, 2), torch.bfloat16, "silu"),
-    ((98, 40, (8, 16, 8)), (4, 3), torch.float16, "gelu_tanh"),
+    ((50, 40, (8, 16, 8)), (4, 3), torch.float16, "gelu_tanh"),
     ((19, 200, (16, 8, 16)), (5, 2), torch.float16, "silu"),
 ]
 cases = pytest.mark.parametrize(("size", "shape", "dtype", "activation"), CASES, ids=str)
