@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ def emulate(module, monkeypatch, folder, runner):
 
     Args:
         module: of halfbyte.kernels, with a cached `_kernel` that takes `cubin` to `Kernel`.
-        folder: to compile in.
+        folder: to compile in, and to find again what was compiled there before.
         runner: C++ of `run(blocks, threads, bytes, *pointers to the arguments)`.
     """
     from halfbyte.kernels import cuda
@@ -26,10 +27,11 @@ def emulate(module, monkeypatch, folder, runner):
     class Emulated:
         def __init__(self, image, name, size):
             source, constants = image
-            built = folder / f"{len(list(folder.iterdir()))}.so"
-            built.with_suffix(".cpp").write_text(source + runner)
-            flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in constants.items())]
-            subprocess.run(["g++", *flags, str(built.with_suffix(".cpp")), "-o", str(built)], check=True)
+            built = folder / f"{hashlib.sha256(repr(image).encode()).hexdigest()[:16]}.so"
+            if not built.exists():
+                built.with_suffix(".cpp").write_text(source + runner)
+                flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in constants.items())]
+                subprocess.run(["g++", *flags, str(built.with_suffix(".cpp")), "-o", str(built)], check=True)
             self.run, self.size = ctypes.CDLL(str(built)).run, size
 
         def __call__(self, blocks, threads, arguments):

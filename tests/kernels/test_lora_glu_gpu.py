@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
+from lora_glu_cases import assert_cast, assert_close_to, case, moved, run_backward, run_forward, slot_of
+from parity import DEVICE, INTERPRETED, dtypes, mark, poisoned  # noqa: F401
 
 from halfbyte.errors import ModelError
-from halfbyte.ops.float8 import E4M3, E5M2, FP8_MAX
-from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
+from halfbyte.ops.float8 import E4M3, E5M2
 from halfbyte.ops.glu import ACTIVATIONS
-from halfbyte.ops.lora_glu import MAX_RANK_BYTES, Factors
+from halfbyte.ops.lora_glu import MAX_RANK_BYTES
 from halfbyte.ops.lora_glu import lora_glu as forward
 from halfbyte.ops.lora_glu import lora_glu_backward_ as backward_
 
 pytest.importorskip("triton")
 from halfbyte.kernels import lora_glu as kernels
+from halfbyte.kernels import lora_glu_cuda
 
 pytestmark = mark
 
@@ -21,79 +22,66 @@ pytestmark = mark
 SIZES = [(13, 37, (1, 2, 3)), (70, 200, (16, 16, 16)), (65, 129, (8, 20, 4))]
 if not INTERPRETED:
     SIZES += [(1100, 1032, (16, 16, 16)), (300, 14336, (32, 32, 32)), (257, 640, (64, 64, 64))]
+    SIZES += [(261, 14336, (16, 8, 16)), (2000, 72, (8, 16, 8))]
 sizes = pytest.mark.parametrize("size", SIZES, ids=str)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
-def case(size, dtype):
-    """grad, gate, up, low, v_down, factors; every term as large as the others."""
+@pytest.fixture(params=["triton"] if INTERPRETED else ["triton", "cuda"], autouse=True)
+def way(request, monkeypatch):
+    """Which kernels run, and no others; skips what is not for CUDA's."""
+    if request.param == "triton":
+        monkeypatch.setattr(lora_glu_cuda, "takes", lambda *arguments: False)
+        return
+    asked = request.node.callspec.params
+    _, width, ranks = asked.get("size", (0, 8, lora_glu_cuda.RANKS))
+    fits = width % lora_glu_cuda.LANE_COLUMNS == 0 and set(ranks) <= set(lora_glu_cuda.RANKS)
+    known = asked.get("activation", "silu") in lora_glu_cuda.ACTIVATIONS
+    if not fits or not known or asked.get("dtype") is torch.float32:
+        pytest.skip("Triton's")
+    if torch.cuda.get_device_capability() < lora_glu_cuda.CAPABILITY:
+        pytest.skip("needs Hopper")
+    if "size" in asked:
+        monkeypatch.setattr(kernels, "_forward_launcher", None)
+        monkeypatch.setattr(kernels, "_backward_launcher", None)
+
+
+def arguments_of(size, dtype):
     if max(size[2]) * dtype.itemsize > MAX_RANK_BYTES:
         pytest.skip("its factors do not fit into shared memory")
-    rows, width, (gate, up, down) = size
-    grad, base_gate, base_up = (random(rows, width, dtype=dtype) for _ in range(3))
-    low, v_down = random(rows, gate + up, dtype=dtype), random(rows, down, dtype=dtype, scale=down**-0.5)
-    b_gate, b_up = (random(width, rank, dtype=dtype, scale=rank**-0.5) for rank in (gate, up))
-    a_down = random(down, width, dtype=dtype, scale=width**-0.5)
-    return grad, base_gate, base_up, low, v_down, Factors(b_gate, b_up, a_down, 1.5, 0.7)
-
-
-def moved(arguments, change):
-    """The same arguments with every tensor changed."""
-    *tensors, factors = arguments
-    return *map(change, tensors), Factors(*map(change, factors[:3]), *factors[3:])
-
-
-def rounded(tensor):
-    """A copy on the CPU: what the reference, which is torch's arithmetic, is run on in the same dtype."""
-    return tensor.cpu().clone()
-
-
-def run_forward(function, arguments, activation):
-    _, gate, up, low, _, factors = arguments
-    return function(gate, up, low, factors, activation)
-
-
-def run_backward(function, arguments, activation):
-    grad, gate, up, low, v_down, factors = arguments
-    return gate, up, *function(grad, gate, up, low, v_down, factors, activation)
-
-
-def assert_all_close(mine, torchs, truths):
-    for tensor, other, truth in zip(mine, torchs, truths, strict=True):
-        assert_as_close_as_torch(tensor.cpu(), other, truth)
+    return case(size, dtype, DEVICE)
 
 
 @dtypes
 @sizes
 @activations
 def test_forward(size, dtype, activation):
-    arguments = case(size, dtype)
-    runs = moved(arguments, rounded), moved(arguments, exact)
-    torchs, truths = (run_forward(forward.reference, run, activation) for run in runs)
-    assert_all_close(run_forward(kernels.lora_glu, arguments, activation), torchs, truths)
+    arguments = arguments_of(size, dtype)
+    before = moved(arguments, torch.clone)
+    mine = run_forward(kernels.lora_glu, arguments, activation)
+    assert_close_to(forward.reference, run_forward, mine, before, activation)
 
 
 @dtypes
 @sizes
 @activations
 def test_backward(size, dtype, activation):
-    arguments = case(size, dtype)
-    runs = moved(arguments, rounded), moved(arguments, exact)
-    torchs, truths = (run_backward(backward_.reference, run, activation) for run in runs)
-    versions = arguments[1]._version, arguments[2]._version
-    assert_all_close(run_backward(kernels.lora_glu_backward_, arguments, activation), torchs, truths)
+    arguments = arguments_of(size, dtype)
+    before, versions = moved(arguments, torch.clone), (arguments[1]._version, arguments[2]._version)
+    mine = run_backward(kernels.lora_glu_backward_, arguments, activation)
+    assert_close_to(backward_.reference, run_backward, mine, before, activation)
     assert (arguments[1]._version, arguments[2]._version) > versions
 
 
 def test_no_rows():
-    arguments = case((0, 24, (4, 4, 4)), torch.float32)
+    arguments = arguments_of((0, 24, (4, 4, 4)), torch.float32)
     assert [tuple(t.shape) for t in run_forward(kernels.lora_glu, arguments, "silu")] == [(0, 24), (0, 4)]
     gradients = run_backward(kernels.lora_glu_backward_, arguments, "silu")[3:]
     assert all(bool((gradient == 0).all()) for gradient in gradients)
 
 
 def test_what_does_not_fit_is_named():
-    grad, gate, up, low, v_down, factors = case((6, 24, (4, 4, 4)), torch.float32)
+    grad, gate, up, low, v_down, factors = arguments_of((6, 24, (4, 4, 4)), torch.float32)
     with pytest.raises(ModelError, match="low is"):
         kernels.lora_glu(gate, up, low[:, 1:], factors, "silu")
     with pytest.raises(ModelError, match="b_up is"):
@@ -104,30 +92,9 @@ def test_what_does_not_fit_is_named():
 
 @pytest.mark.skipif(INTERPRETED, reason="about the GPU's atomics and caches")
 def test_every_run_gives_the_same_bits():
-    arguments = case((1100, 1032, (16, 16, 16)), torch.bfloat16)
+    arguments = arguments_of((1100, 1032, (16, 16, 16)), torch.bfloat16)
     runs = [run_backward(kernels.lora_glu_backward_, moved(arguments, torch.clone), "silu") for _ in range(3)]
     assert all(torch.equal(*pair) for run in runs[1:] for pair in zip(runs[0], run, strict=True))
-
-
-def slot_of(dtype, scale):
-    """Settled, as after a first step."""
-    state = DelayedScaling([dtype], ScalingOptions(), device=DEVICE)
-    state.scale.fill_(scale)
-    state.inverse.fill_(1 / scale)
-    state.settled = [True]
-    return Slot(state, 0)
-
-
-def assert_cast(codes, slot, plain):
-    """`codes` are `plain` in FP8, up to the rounding that its own sums leave open."""
-    limit = FP8_MAX[slot.dtype]
-    values, expected = codes.float().cpu(), (plain.float().cpu() * slot.scale.cpu()).clamp(-limit, limit)
-    sound = torch.ones_like(expected, dtype=torch.bool)
-    if INTERPRETED:  # which rounds to FP8 wrongly where the exponent grows
-        sound = codes.view(torch.uint8) & (3 if slot.dtype is E5M2 else 7) != 0
-    step = 2.0 ** (-2 if slot.dtype is E5M2 else -3)
-    torch.testing.assert_close(values[sound], expected[sound], rtol=step * 0.51, atol=2**-6)
-    torch.testing.assert_close(slot.newest.cpu(), plain.float().abs().max().cpu(), rtol=2e-3, atol=0)
 
 
 few_sizes = pytest.mark.parametrize("size", SIZES[1:2] if INTERPRETED else SIZES, ids=str)
@@ -137,24 +104,24 @@ few_sizes = pytest.mark.parametrize("size", SIZES[1:2] if INTERPRETED else SIZES
 @pytest.mark.parametrize("scale", [16.0, 300.0])  # the second saturates
 @few_sizes
 def test_forward_in_float8(size, dtype, scale):
-    arguments = case(size, dtype)
+    arguments = arguments_of(size, dtype)
     hidden, u_down = run_forward(kernels.lora_glu, arguments, "silu")
     _, gate, up, low, _, factors = arguments
-    slot = slot_of(E4M3, scale)
+    slot = slot_of(E4M3, scale, DEVICE)
     codes, low_down = kernels.lora_glu_float8(gate, up, low, factors, "silu", slot)
     assert codes.dtype is E4M3
     assert torch.equal(low_down, u_down)
-    assert_cast(codes, slot, hidden)
+    assert_cast(codes, slot, hidden, INTERPRETED)
 
 
 @dtypes
 @pytest.mark.parametrize("columns", [False, True])
 @few_sizes
 def test_backward_in_float8(size, dtype, columns):
-    arguments = case(size, dtype)
+    arguments = arguments_of(size, dtype)
     grad, gate, up, low, v_down, factors = arguments
     factor = torch.rand(2 * size[1]).to(DEVICE) if columns else None
-    slot, before = slot_of(E5M2, 100.0), gate.clone()
+    slot, before = slot_of(E5M2, 100.0, DEVICE), gate.clone()
     options = (grad, gate, up, low, v_down, factors, "silu", slot, factor)
     found, codes = kernels.lora_glu_backward_float8(*options)
     assert torch.equal(gate, before)
@@ -162,4 +129,4 @@ def test_backward_in_float8(size, dtype, columns):
     for one, other in zip(found, plain[2:], strict=True):
         assert torch.equal(one, other)
     both = torch.cat(plain[:2], dim=1).float()
-    assert_cast(codes, slot, both if factor is None else both * factor)
+    assert_cast(codes, slot, both if factor is None else both * factor, INTERPRETED)

@@ -1,0 +1,417 @@
+/* The gated unit with the low-rank products around it, ops/lora_glu.py, for ranks of 8 and 16.
+
+A block takes a strip of 32·WARPS columns and walks down a part of the rows, 16 at a time; a warp takes 32 columns of
+them. All blocks have as many steps, so that some go on at the top of the next strip. Every number [M, I] is touched by
+one lane only: it copies its own 16 bytes a row into its own place of the ring, and stores what becomes of them from
+registers. So that a lane's sums are eight neighbours in a row, columns change places within a warp: number n of tile j
+(n, j below 8 and 4; tiles of 8 columns, as mma.m16n8k16 has them) is column 8 (n / 2) + 2 j + n % 2.
+
+    g, u, dh    [rows, columns] += low-rank rows [rows, r] · factor [r, columns]
+    v, u_d      [rows, r]       += dg, du or h as they lie in registers · factor [columns, r]
+    dBᵀ, dA     [r, columns]    += low-rank rows [r, rows] · dg, du, h, turned in registers (movmatrix)
+
+dB and dA stay in registers down the part. v and u_d are added over a block's warps in shared memory, in order, while
+the next step is under way; what strips and parts leave, `finish` adds, in order.
+
+Constants: BACKWARD, WARPS, BLOCKS (of a multiprocessor), STAGES (of the ring), BF16 (else fp16), SILU (else gelu_tanh),
+R_GATE, R_UP, R_DOWN (8 or 16), FLOAT8 (0; 1 for E4M3, 2 for E5M2: what h, or dg and du, are written in), COLUMNS
+(factors of those before). */
+
+#include "warp.cuh"
+#include "matrix.cuh"
+
+constexpr u32 STRIP = 32 * WARPS;
+constexpr u32 TENSORS = BACKWARD ? 3 : 2; /* of [M, I] that are read; low-rank ones are as many */
+constexpr u32 SUMS = BACKWARD ? 4 : 2;    /* fragments of 16×8: of v, or u_d */
+
+/* Shared memory: matrices of 8×8, 128 bytes each, of the factors [tensor][warp][tile j][half of r] and of low-rank
+   rows [slot][tensor][half of r][half of rows]; [odd][warp] sums; the ring [stage][warp][tensor][half of rows]. */
+constexpr u32 LOW = 3 * WARPS * 1024, SLOT = TENSORS * 512, EXCHANGE = LOW + (STAGES + 1) * SLOT;
+constexpr u32 RING = EXCHANGE + 2 * WARPS * SUMS * 512, STAGE = TENSORS * 1024, FACTORS = RING + STAGES * WARPS * STAGE;
+
+struct alignas(16) Four { float x[4]; };
+
+struct Unit {
+    const u16 *tensors[3];   /* g₀, u₀, dh₀ [rows, width] */
+    const u16 *low, *v_down; /* [rows, R_GATE + R_UP], [rows, R_DOWN] */
+    const u16 *factors[3];   /* B_g, B_u [width, r]; A_d [r, width] */
+    u8 *out[2];              /* h; dg and du; in FP8 those are halves of rows of one tensor */
+    void *partial;           /* [strip, 16 rows, SUMS, lane] of v in 16 bits, of u_d in fp32 */
+    float *gradients;        /* [part of a strip's rows, R_GATE + R_UP + R_DOWN, width] */
+    u16 *sum;                /* v or u_d */
+    float *gradient;         /* [R_GATE + R_UP + R_DOWN, width] */
+    const float *columns, *scale;
+    float *newest;
+    u32 rows, width, strips, share; /* `share`: steps of a block */
+    float scales[2];
+};
+
+/* Of the gate, up and down projection; and where its part of all gradients begins. */
+__device__ __forceinline__ constexpr u32 rank_of(u32 i) { return i == 0 ? R_GATE : i == 1 ? R_UP : R_DOWN; }
+__device__ __forceinline__ constexpr u32 begin_of(u32 i) { return i == 0 ? 0 : i == 1 ? R_GATE : R_GATE + R_UP; }
+
+__device__ __forceinline__ float half_of(u32 pair, u32 i) { return number<BF16>((u16)(i ? pair >> 16 : pair)); }
+
+/* a(g) and a'(g). */
+__device__ __forceinline__ float activate(float g, float &derivative) {
+    const float square = g * g, twice = 1.5957691216057308f; /* 2 √(2/π) */
+    const float z = SILU ? g : twice * g * (1.0f + 0.044715f * square);
+    const float p = reciprocal(1.0f + power_of_two(z * -1.4426950408889634f)), activated = g * p;
+    derivative = p + activated * (1.0f - p) * (SILU ? 1.0f : twice * (1.0f + 0.134145f * square));
+    return activated;
+}
+
+/* Two neighbours to FP8. */
+__device__ __forceinline__ u32 cast(u32 both, const float *factors, float scale, float &amax) {
+    float first = half_of(both, 0), second = half_of(both, 1);
+    if (COLUMNS)
+        first *= factors[0], second *= factors[1];
+    amax = larger(larger(amax, first), second);
+    return float8<FLOAT8 == 2>(first * scale, second * scale);
+}
+
+/* What a warp does with its 32 columns. */
+struct Columns {
+    const Unit &unit;
+    u32 warp, lane, column, first, end; /* column: the first of this lane's eight; rows of the part */
+    bool inside;
+
+    __device__ __forceinline__ Columns(const Unit &unit, u32 strip, u32 step, u32 steps)
+        : unit(unit), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+        column = strip * STRIP + warp * 32 + lane % 4 * 8, inside = column < unit.width;
+        first = 16 * step, end = min(unit.rows, first + 16 * steps);
+    }
+
+    __device__ __forceinline__ u8 *factor(u32 tensor) const { return shared + (tensor * WARPS + warp) * 1024; }
+
+    /* Put the factors of the warp's columns in shared memory, a column a lane, zero beyond ranks and width. */
+    __device__ __forceinline__ void fill() const {
+        const u32 mine = column - lane % 4 * 8 + lane;
+        u8 *row = shared + warp * 1024 + lane % 8 / 2 * 256 + (lane / 8 * 2 + lane % 2) * 16;
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+#pragma unroll
+            for (u32 tensor = 0; tensor < 2; tensor++) {
+                const bool there = mine < unit.width && 8 * half < rank_of(tensor);
+                const u16 *from = unit.factors[tensor] + (u64)mine * rank_of(tensor) + 8 * half;
+                uint4 *to = (uint4 *)(row + tensor * WARPS * 1024 + half * 128);
+                *to = there ? from_global(from) : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (u32 r = 8 * half; r < 8 * half + 8; r++) {
+                const bool there = mine < unit.width && r < R_DOWN;
+                const u16 number = there ? unit.factors[2][(u64)r * unit.width + mine] : 0;
+                *(u16 *)(row + 2 * WARPS * 1024 + half * 128 + r % 8 * 2) = number;
+            }
+        }
+        if (FLOAT8 && COLUMNS) {
+            float *factors = (float *)(shared + FACTORS) + warp * 32 + lane;
+            factors[0] = mine < unit.width ? unit.columns[mine] : 0;
+            factors[STRIP] = mine < unit.width ? unit.columns[unit.width + mine] : 0;
+        }
+    }
+
+    __device__ __forceinline__ u8 *place(u32 step) const {
+        return shared + RING + (step % STAGES * WARPS + warp) * STAGE + lane * 16;
+    }
+
+    /* Begin to copy a step's numbers and low-rank rows. */
+    __device__ __forceinline__ void fetch(u32 step) const {
+        const u32 row = first + 16 * step;
+        if (row < end) {
+            u8 *to = place(step);
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                const u32 at = row + 8 * half + lane / 4;
+                const bool there = inside && at < end;
+                const u64 offset = there ? (u64)at * unit.width + column : 0;
+#pragma unroll
+                for (u32 tensor = 0; tensor < TENSORS; tensor++)
+                    copy<16>(to + (2 * tensor + half) * 512, unit.tensors[tensor] + offset, there);
+            }
+            if (threadIdx.x < 32 * TENSORS) { /* a warp per tensor: half of r, half of rows, row */
+                const u32 half = lane / 16, at = row + lane % 16;
+                const bool there = at < end && 8 * half < rank_of(warp);
+                const u16 *from = warp == 2 ? unit.v_down + (u64)at * R_DOWN
+                                            : unit.low + (u64)at * (R_GATE + R_UP) + begin_of(warp);
+                u8 *low = shared + LOW + step % (STAGES + 1) * SLOT;
+                copy<16>(low + threadIdx.x * 16, there ? from + 8 * half : unit.low, there);
+            }
+        }
+        commit();
+    }
+
+    /* Add up what all warps have left of a step; warps take turns. */
+    __device__ __forceinline__ void put(u32 step) const {
+        const u32 i = (warp + step * SUMS) % WARPS;
+        if (i >= SUMS)
+            return;
+        const Four *from = (const Four *)(shared + EXCHANGE) + (step % 2 * WARPS * SUMS + i) * 32 + lane;
+        Four sum = from[0];
+#pragma unroll
+        for (u32 w = 1; w < WARPS; w++)
+#pragma unroll
+            for (u32 k = 0; k < 4; k++)
+                sum.x[k] += from[w * SUMS * 32].x[k];
+        const u64 steps = (unit.rows + 15) / 16;
+        const u64 at = ((column / STRIP * steps + first / 16 + step) * SUMS + i) * 32 + lane;
+        if (BACKWARD) {
+            const float scale = unit.scales[i / 2];
+            uint2 both;
+            both.x = pair<BF16>(sum.x[0] * scale, sum.x[1] * scale);
+            both.y = pair<BF16>(sum.x[2] * scale, sum.x[3] * scale);
+            ((uint2 *)unit.partial)[at] = both;
+        } else
+            ((Four *)unit.partial)[at] = sum;
+    }
+
+    /* Store a tensor of a step, as in Packed. */
+    __device__ __forceinline__ void write(
+        const u32 (&packed)[4][2], u32 row, u32 tensor, float scale, float &amax) const {
+        alignas(16) float factors[8];
+        if (FLOAT8 && COLUMNS) {
+            const Four *from = (const Four *)(shared + FACTORS) + (tensor * STRIP + warp * 32 + lane % 4 * 8) / 4;
+            ((Four *)factors)[0] = from[0], ((Four *)factors)[1] = from[1];
+        }
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const u32 at = row + 8 * half + lane / 4;
+            const bool there = inside && at < end;
+            if (FLOAT8) {
+                u32 codes[4];
+#pragma unroll
+                for (u32 j = 0; j < 4; j++)
+                    codes[j] = cast(packed[j][half], factors + 2 * j, scale, amax);
+                if (there)
+                    store(unit.out[tensor] + (u64)at * unit.width * (BACKWARD ? 2 : 1) + column,
+                          uint2{codes[0] | codes[1] << 16, codes[2] | codes[3] << 16});
+            } else if (there)
+                store(unit.out[tensor] + ((u64)at * unit.width + column) * 2,
+                      make_uint4(packed[0][half], packed[1][half], packed[2][half], packed[3][half]));
+        }
+    }
+
+    /* Store what a part of the rows gives to dBᵀ and dA. */
+    __device__ __forceinline__ void leave(const float (&gradients)[3][4][4], u32 part) const {
+        float *out = unit.gradients + (u64)part * (R_GATE + R_UP + R_DOWN) * unit.width + column;
+#pragma unroll
+        for (u32 tensor = 0; tensor < 3; tensor++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                const u32 half = i / 2, r = 8 * half + lane / 4;
+                const float(&a)[4] = gradients[tensor][i % 2 * 2], (&b)[4] = gradients[tensor][i % 2 * 2 + 1];
+                if (r < rank_of(tensor))
+                    ((Four *)(out + (u64)(begin_of(tensor) + r) * unit.width))[i % 2] =
+                        Four{a[2 * half], a[2 * half + 1], b[2 * half], b[2 * half + 1]};
+            }
+    }
+};
+
+/* Where this lane's row of four matrices is that are loaded turned: the two in the middle change places, as a product's
+   operands have them. */
+__device__ __forceinline__ u32 turned_place(u32 lane) { return (lane & 7 | (lane & 8) << 1 | (lane & 16) >> 1) * 16; }
+
+/* sums = x · factor, for tiles 2 p and 2 p + 1. */
+__device__ __forceinline__ void complete(float (&sums)[2][4], const u32 (&x)[4], const u8 *factor, u32 p, u32 lane) {
+    u32 b[4];
+    load_matrices(b, factor + p * 512 + lane * 16);
+    multiply_first<BF16>(sums[0], x, b[0], b[1]);
+    multiply_first<BF16>(sums[1], x, b[2], b[3]);
+}
+
+/* sums [rows, r] += tiles 2 p and 2 p + 1 · factor, which come first if p is 0. */
+__device__ __forceinline__ void gather(
+    float (&sums)[2][4], const u32 (&tiles)[4][2], const u8 *factor, u32 p, u32 lane) {
+    const u32 a[4] = {tiles[2 * p][0], tiles[2 * p][1], tiles[2 * p + 1][0], tiles[2 * p + 1][1]};
+    u32 b[4];
+    load_turned(b, factor + p * 512 + turned_place(lane));
+#pragma unroll
+    for (u32 half = 0; half < 2; half++)
+        if (p == 0)
+            multiply_first<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
+        else
+            multiply<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
+}
+
+/* sums [r, columns] += low-rank rows · tiles 2 p and 2 p + 1, both turned. */
+__device__ __forceinline__ void learn(float (&sums)[4][4], const u8 *rows, const u32 (&tiles)[4][2], u32 p, u32 lane) {
+    u32 a[4];
+    load_turned(a, rows + turned_place(lane));
+#pragma unroll
+    for (u32 j = 2 * p; j < 2 * p + 2; j++)
+        multiply<BF16>(sums[j], a, turned(tiles[j][0]), turned(tiles[j][1]));
+}
+
+/* Numbers of a step: [tile][half of rows], those of columns 2 j and 2 j + 1 of this lane's eight. */
+struct Packed { u32 hidden[4][2], gate[4][2], up[4][2]; /* h; dg and du */ };
+
+/* Tiles 2 p and 2 p + 1 of the unit itself, from what was read and the low-rank terms. */
+__device__ __forceinline__ void compute(
+    Packed &packed, const uint4 (&raw)[TENSORS][2], const float (&g)[2][4], const float (&u)[2][4],
+    const float (&dh)[2][4], u32 p, float gate_scale, float up_scale) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        const u32 tile = i / 2, half = i % 2, j = 2 * p + tile;
+        float hidden[2], gate[2], up[2];
+#pragma unroll
+        for (u32 k = 0; k < 2; k++) {
+            const u32 at = 2 * half + k;
+            float base[TENSORS], derivative;
+#pragma unroll
+            for (u32 tensor = 0; tensor < TENSORS; tensor++) {
+                const uint4 &w = raw[tensor][half];
+                base[tensor] = half_of(j == 0 ? w.x : j == 1 ? w.y : j == 2 ? w.z : w.w, k);
+            }
+            const float full = base[1] + up_scale * u[tile][at];
+            const float activated = activate(base[0] + gate_scale * g[tile][at], derivative);
+            hidden[k] = activated * full;
+            if (BACKWARD) {
+                const float d = base[TENSORS - 1] + dh[tile][at];
+                gate[k] = d * full * derivative, up[k] = d * activated;
+            }
+        }
+        packed.hidden[j][half] = pair<BF16>(hidden[0], hidden[1]);
+        if (BACKWARD)
+            packed.gate[j][half] = pair<BF16>(gate[0], gate[1]), packed.up[j][half] = pair<BF16>(up[0], up[1]);
+    }
+}
+
+/* The steps of a strip from `begin` on; `part`: how many blocks have some before. */
+__device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 begin, u32 steps, float &amax) {
+    const Columns columns(unit, strip, begin, steps);
+    const u32 lane = columns.lane;
+    for (u32 step = 0; step < STAGES; step++)
+        columns.fetch(step);
+    columns.fill();
+
+    const float gate_scale = unit.scales[0], up_scale = unit.scales[1], scale = FLOAT8 ? *unit.scale : 1;
+    float gradients[3][4][4] = {};
+    for (u32 step = 0; step < steps; step++) {
+        wait<STAGES - 1>();
+        __syncthreads(); /* all have what they copied, and are through with the step before */
+        uint4 raw[TENSORS][2];
+#pragma unroll
+        for (u32 i = 0; i < 2 * TENSORS; i++)
+            raw[i / 2][i % 2] = *(const uint4 *)(columns.place(step) + i * 512);
+        columns.fetch(step + STAGES);
+        if (step)
+            columns.put(step - 1);
+
+        const u8 *low = shared + LOW + step % (STAGES + 1) * SLOT;
+        u32 rows[TENSORS][4];
+        Packed packed;
+        float sums[SUMS / 2][2][4];
+#pragma unroll
+        for (u32 i = 0; i < TENSORS; i++)
+            load_matrices(rows[i], low + i * 512 + lane * 16);
+#pragma unroll
+        for (u32 p = 0; p < 2; p++) {
+            float g[2][4], u[2][4], dh[2][4];
+            complete(g, rows[0], columns.factor(0), p, lane);
+            complete(u, rows[1], columns.factor(1), p, lane);
+            if (BACKWARD)
+                complete(dh, rows[TENSORS - 1], columns.factor(2), p, lane);
+            compute(packed, raw, g, u, dh, p, gate_scale, up_scale);
+            if (BACKWARD) {
+                gather(sums[0], packed.gate, columns.factor(0), p, lane);
+                gather(sums[SUMS / 2 - 1], packed.up, columns.factor(1), p, lane);
+                learn(gradients[0], low, packed.gate, p, lane);
+                learn(gradients[1], low + 512, packed.up, p, lane);
+                learn(gradients[2], low + 1024, packed.hidden, p, lane);
+            } else
+                gather(sums[0], packed.hidden, columns.factor(2), p, lane);
+        }
+        const u32 row = columns.first + 16 * step;
+        if (BACKWARD) {
+            columns.write(packed.gate, row, 0, scale, amax);
+            columns.write(packed.up, row, 1, scale, amax);
+        } else
+            columns.write(packed.hidden, row, 0, scale, amax);
+        Four *to = (Four *)(shared + EXCHANGE) + (step % 2 * WARPS + columns.warp) * SUMS * 32 + lane;
+#pragma unroll
+        for (u32 i = 0; i < SUMS; i++)
+            to[i * 32] = *(const Four *)sums[i / 2][i % 2];
+    }
+    __syncthreads();
+    columns.put(steps - 1);
+    if (BACKWARD && columns.inside)
+        columns.leave(gradients, part);
+}
+
+extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
+    begin_after_others();
+    const u32 steps = (unit.rows + 15) / 16, end = min(steps * unit.strips, (blockIdx.x + 1) * unit.share);
+    float amax = 0;
+    for (u32 at = blockIdx.x * unit.share; at < end;) {
+        const u32 strip = at / steps, begin = at % steps, count = min(steps - begin, end - at);
+        walk(unit, strip, blockIdx.x - strip * steps / unit.share, begin, count, amax);
+        at += count;
+    }
+    if (FLOAT8) {
+#pragma unroll
+        for (u32 mask = 16; mask; mask /= 2)
+            amax = larger(amax, shuffle(amax, mask));
+        if (threadIdx.x % 32 == 0)
+            raise(unit.newest, amax == amax ? amax : __uint_as_float(0x7f800000));
+    }
+}
+
+/* The sum of `count` fours from `at` on, each `apart` after the one before; of 16 bits or fp32. BATCH of them are on
+   their way at once. */
+template <bool HALF, u32 BATCH>
+__device__ __forceinline__ Four sum_of(const void *from, u64 at, u64 apart, u32 count) {
+    Four sum = {};
+    for (u32 begin = 0; begin < count; begin += BATCH) {
+        Four next[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; i++) {
+            const u64 place = at + (begin + i) * apart;
+            const bool there = begin + i < count;
+            if (HALF) {
+                const uint2 w = there ? ((const uint2 *)from)[place] : uint2{};
+                next[i] = Four{half_of(w.x, 0), half_of(w.x, 1), half_of(w.y, 0), half_of(w.y, 1)};
+            } else {
+                const uint4 w = there ? ((const uint4 *)from)[place] : uint4{};
+                next[i] = Four{__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < BATCH; i++)
+#pragma unroll
+            for (u32 k = 0; k < 4; k++)
+                sum.x[k] += next[i].x[k];
+    }
+    return sum;
+}
+
+/* Add up what strips left of v or u_d, a thread a lane's four numbers; then what parts left of dB and dA, four a
+   thread. */
+extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
+    begin_after_others();
+    const u32 steps = (unit.rows + 15) / 16;
+    const u64 count = (u64)steps * SUMS * 32, thread = (u64)blockIdx.x * 256 + threadIdx.x;
+    if (thread < count) {
+        const Four sum = sum_of<BACKWARD, BACKWARD ? 16 : 8>(unit.partial, thread, count, unit.strips);
+        const u32 lane = thread % 32, i = thread / 32 % SUMS, tensor = BACKWARD ? i / 2 : 2;
+        const u32 r = i % 2 * 8 + lane % 4 * 2;
+        const u32 row = thread / (32 * SUMS) * 16 + lane / 4, stride = BACKWARD ? R_GATE + R_UP : R_DOWN;
+        u16 *to = unit.sum + (u64)row * stride + (BACKWARD ? begin_of(tensor) : 0) + r;
+        if (r < rank_of(tensor) && row < unit.rows)
+            *(u32 *)to = pair<BF16>(sum.x[0], sum.x[1]);
+        if (r < rank_of(tensor) && row + 8 < unit.rows)
+            *(u32 *)(to + 8 * stride) = pair<BF16>(sum.x[2], sum.x[3]);
+    } else if (BACKWARD) {
+        const u64 fours = (u64)(R_GATE + R_UP + R_DOWN) * unit.width / 4, at = thread - count;
+        if (at >= fours)
+            return;
+        const u32 strip = at % (unit.width / 4) * 4 / STRIP, first = strip * steps / unit.share;
+        const u32 parts = ((strip + 1) * steps - 1) / unit.share - first + 1;
+        Four sum = sum_of<false, 8>(unit.gradients, at, fours, parts);
+        const u32 r = at / (unit.width / 4);
+        const float scale = r < R_GATE ? unit.scales[0] : r < R_GATE + R_UP ? unit.scales[1] : 1.0f;
+#pragma unroll
+        for (u32 k = 0; k < 4; k++)
+            sum.x[k] *= scale;
+        ((Four *)unit.gradient)[at] = sum;
+    }
+}
