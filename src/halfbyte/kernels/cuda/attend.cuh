@@ -94,7 +94,9 @@ struct Attention {
     }
 
     /* Its first. */
-    __device__ __forceinline__ void fetch(Chunk &chunk, const Unit &u) const { fetch(chunk, u, u.begin + u.split * STRIDE); }
+    __device__ __forceinline__ void fetch(Chunk &chunk, const Unit &u) const {
+        fetch(chunk, u, u.begin + u.split * STRIDE);
+    }
 
     /* A query (part 0 ...), the key or the value, as their product left them, made ready by one warp. `raw`: its own
        shared memory. */
@@ -209,7 +211,8 @@ struct Attention {
     };
 
     /* A chunk and all queries. `kv`: the newest slot, which may not be in the cache yet. */
-    __device__ __forceinline__ void add(Query (&queries)[QUERIES], Chunk &chunk, const float *q, const Cell *kv, u32 base) const {
+    __device__ __forceinline__ void add(
+        Query (&queries)[QUERIES], Chunk &chunk, const float *q, const Cell *kv, u32 base) const {
         u32 begin = threadIdx.x % 8 * EACH;
 #pragma unroll
         for (u32 a = 0; a < AHEAD; a++)
@@ -230,7 +233,7 @@ struct Attention {
             prepare(qkv, u, part, lane, q, kv, (uint4 *)(room + ROOM) - (warp + 1) * (HEAD / 8));
         workers_arrive<THREADS>();
         Query queries[QUERIES];
-        for (u32 base = u.begin + u.split * STRIDE; base <= last; base += 2 * APART) { /* two by turns: no copies wait for loads */
+        for (u32 base = u.begin + u.split * STRIDE; base <= last; base += 2 * APART) { /* by turns: no move waits for a load */
             Chunk other;
             fetch(other, u, base + APART);
             add(queries, chunk, q, kv, base);
