@@ -98,9 +98,8 @@ def shapes(batch: int, sweep: bool) -> list[Blocks]:
     """What the kernel would take, or all that are worth a try."""
     if not sweep:
         return [decode_layers.blocks_for(batch)]
-    groups = (1, 2, 8), (1, 1, 8), (2, 1, 8), (2, 2, 4)
-    wide = [Blocks(*each, stages) for each in groups for stages in (2, 3, 4, 5)]
-    return [each for each in wide if each.wr * each.wk * each.rt * (each.stages - 1) >= 24]
+    wide = [Blocks(rt, 1, wk, stages) for rt in (1, 2) for wk in (8, 10, 11) for stages in (2, 3, 4, 5)]
+    return [each for each in wide if 20 <= each.wk * each.rt * (each.stages - 1) <= 36]
 
 
 def main() -> None:

@@ -55,13 +55,33 @@ def runner(monkeypatch, tmp_path):
     ("blocks", "batch", "dtype", "keys"),
     [
         ((1, 1, 2, 3), 1, torch.bfloat16, {"lora": True}),
-        ((1, 2, 1, 2), 3, torch.float16, {"lora": True, "masked": True, "bias": True, "nested": False}),
+        ((2, 1, 3, 2), 1, torch.bfloat16, {"lora": True, "layers": 1}),
+        ((1, 1, 2, 2), 3, torch.float16, {"lora": True, "masked": True, "bias": True, "nested": False}),
         ((2, 1, 2, 2), 9, torch.bfloat16, {"lora": True, "qk_norm": True, "window": 7, "layers": 1, "fp8": True}),
     ],
     ids=str,
 )
 def test_layers(runner, blocks, batch, dtype, keys):
     decode_cases.check(runner(blocks), *decode_cases.stack(batch, dtype, **keys))
+
+
+@pytest.mark.parametrize("keys", [{}, {"window": 7, "fp8": True}], ids=str)
+def test_blocks_share_slots(runner, monkeypatch, keys):
+    """Two blocks for each of four heads; with the window one of them has no slot."""
+    from halfbyte.kernels import decode_layers
+
+    monkeypatch.setattr(decode_layers, "multiprocessors_of", lambda device: 8)
+    hidden, made = decode_cases.stack(1, torch.bfloat16, layers=1, **keys)
+    assert decode_layers.splits_of(made.heads, 8, 32, 32) == 2
+    decode_cases.check(runner((1, 1, 2, 2)), hidden, made)
+
+
+def test_inputs_that_do_not_fit(runner, monkeypatch):
+    """Then blocks wait for each other at barriers, as they do with more rows. A team has three chunks of slots."""
+    from halfbyte.kernels import decode_layers
+
+    monkeypatch.setattr(decode_layers.Stacked, "fits_in", lambda *_: False)
+    decode_cases.check(runner((1, 1, 1, 2)), *decode_cases.stack(1, torch.float16, layers=1, lora=True))
 
 
 def test_steps_follow_each_other(runner):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError, ModelError
 from .kept import CACHES, engine_for
@@ -88,12 +89,31 @@ def stream(
         drawn = sampling.draw(engine.prefill(padded, padding), generator)
         waiting = [True] * len(prompts)
         for left in reversed(range(max_new_tokens)):
-            tokens = drawn.tolist()
+            taken = _to_host(drawn)
+            # A GPU begins the next step now, and does not wait until these tokens have been read and used.
+            logits = engine.step(drawn) if left and device.type == "cuda" else None
+            tokens = taken()
             yield [token if waits else None for token, waits in zip(tokens, waiting, strict=True)]
             waiting = [waits and token not in ends for token, waits in zip(tokens, waiting, strict=True)]
             if not left or not any(waiting):
                 return
-            drawn = sampling.draw(engine.step(drawn), generator)
+            drawn = sampling.draw(engine.step(drawn) if logits is None else logits, generator)
+
+
+def _to_host(tokens: Tensor) -> Callable[[], list[int]]:
+    """Begin to copy tokens; what is returned waits for them, but not for what the device begins later."""
+    if tokens.device.type != "cuda":
+        return tokens.tolist
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def taken() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return taken
 
 
 def _check(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, kv_cache: str) -> None:

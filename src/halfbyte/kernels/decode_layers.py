@@ -32,7 +32,7 @@ from .gemv4_cuda import (
 from .launch import ceil_div, power_of_2
 
 BATCH, ADAPTED_BATCH = 16, 32  # rows at most: beyond, separate products are faster; adapters cost these more
-EARLY_BATCH = 4  # rows at most whose x is loaded a step early: 5% faster at 1 on an H200, 6% slower at 8
+LONG_CACHE = 1024  # slots from which attention takes all blocks
 HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
 
 
@@ -48,15 +48,20 @@ Layer = _struct(
     "Layer", products=Product * 4, norms=_P * 2, q_norm=_P, k_norm=_P, keys=_P, values=_P, window=_I, pad=_I * 3
 )
 Step = _struct(
-    "Step", layers=_P, norm=_P, hidden=_P, normed=_P, qkv=_P, attended=_P, gated=_P, squares=_P, low=_P, counters=_P,
-    cos=_P, sin=_P, padding=_P, slot=_P, count=_I, batch=_I, width=_I, heads=_I, key_heads=_I, slots=_I, eps=_F,
-    scale=_F,
+    "Step", layers=_P, norm=_P, hidden=_P, normed=_P * 2, qkv=_P, attended=_P, gated=_P, squares=_P, shares=_P,
+    low=_P, counters=_P, cos=_P, sin=_P, padding=_P, slot=_P, count=_I, batch=_I, width=_I, heads=_I, key_heads=_I,
+    slots=_I, eps=_F, scale=_F, record=_I, columns=_I,
 )  # fmt: skip
 
 
 def blocks_for(batch: int) -> Blocks:
     """What `benchmarks.decode_layers` found best; many rows of x leave less room for copies."""
     return Blocks(2, 1, 8, 3 if batch <= 16 else 2)
+
+
+def clerks_of(batch: int) -> int:
+    """Warps that finish tiles; from 9 to 12 warps of a block leave each as many registers."""
+    return 1 if batch == 1 else 4
 
 
 def queries_of(batch: int, size: int, group: int) -> int:
@@ -66,9 +71,19 @@ def queries_of(batch: int, size: int, group: int) -> int:
 
 
 def room_floats(blocks: Blocks, batch: int, size: int, queries: int) -> int:
-    """Of shared memory: sums of products, twice, or what attention's warps exchange."""
-    warps = blocks.wr * blocks.wk
-    return max(2 * warps * batch * 16 * blocks.rt, (queries + 1) * size + warps * queries * (size + 2))
+    """Of a room: sums of a tile, or what attention's warps exchange; in whole pieces of 16 bytes."""
+    attention = (queries + 1) * size + blocks.wk * queries * (size + 2)
+    return 4 * ceil_div(max(blocks.wk * batch * 16 * blocks.rt, attention), 4)
+
+
+def splits_of(units: int, blocks: int, tiles: int, slots: int) -> int:
+    """Blocks that share the slots of a unit of attention, where there are so many; it has each for itself.
+
+    In a short cache two are enough, and only of those blocks that have fewest tiles of q, k and v: the others are late.
+    """
+    long = slots >= LONG_CACHE
+    free = blocks if long or tiles <= blocks else blocks - tiles % blocks
+    return next(splits for splits in (4, 2, 1) if splits == 1 or (units * splits <= free and (long or splits == 2)))
 
 
 @functools.cache
@@ -81,13 +96,14 @@ class Stacked:
     """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange."""
 
     def __init__(self, hidden: Tensor, stack: Stack, blocks: Blocks):
-        self.stack, self.blocks, self.held = stack, blocks, [hidden]
+        self.stack, self.blocks, self.kept = stack, blocks, [hidden]
         self.hidden = torch.empty_like(hidden)
         layers = stack.layers
         self.ranks = self.shares = 0
         following = [layer.norm for layer in layers[1:]] + [layers[0].norm]
         table = (Layer * len(layers))(*[self._layer(*pair) for pair in zip(layers, following, strict=True)])
         batch, width = hidden.shape
+        self.batch = batch
         first = layers[0]
         self.weight = Weight(0, 0, 0, 0, 0, 0)
         one = first.out.weights[0]
@@ -97,45 +113,65 @@ class Stacked:
         self.group = stack.heads // first.keys.shape[1]
         self.head, key_heads = first.keys.shape[3], first.keys.shape[1]
 
-        def room(*shape: int, dtype: torch.dtype = hidden.dtype) -> int:
+        def room(*shape: int, dtype: torch.dtype) -> int:
             return self._hold(torch.zeros(shape, dtype=dtype, device=hidden.device))
+
+        at_once = queries_of(batch, self.head, self.group)
+        units, tiles = batch * stack.heads // at_once, sum(each.rows for each in first.qkv.weights) // (16 * blocks.rt)
+        self.splits = splits_of(units, multiprocessors_of(hidden.get_device()), tiles, first.keys.shape[2])
+        queries, inner = stack.heads * self.head, first.gate_up.weights[0].rows
+        sizes = [batch * each for each in (width, width, queries + 2 * key_heads * self.head, queries, inner)]
+        columns = [max(columns_of(each) for each in linears_of(stack)[i::2]) for i in range(2)]
+        self.held = 0
+        self.held = sum(columns) if self.fits_in(sum(columns)) else 0
+        records = 2 * len(layers) if self.held else 1
+        exchange = self._hold(torch.full((records, sum(sizes)), -1, dtype=torch.int16, device=hidden.device))
+        places = [exchange + 2 * sum(sizes[:i]) for i in range(len(sizes))]
 
         self.step = Step(
             layers=self._hold(torch.frombuffer(bytearray(table), dtype=torch.uint8).to(hidden.device)),
-            norm=first.norm.data_ptr(), hidden=self.hidden.data_ptr(), normed=room(batch, width),
-            qkv=room(batch, (stack.heads + 2 * key_heads) * self.head), attended=room(batch, stack.heads * self.head),
-            gated=room(batch, first.gate_up.weights[0].rows),
-            squares=room(batch, width // (16 * blocks.rt), dtype=torch.float32),
+            norm=first.norm.data_ptr(), hidden=self.hidden.data_ptr(), normed=(_P * 2)(*places[:2]), qkv=places[2],
+            attended=places[3], gated=places[4], squares=room(batch, width // (16 * blocks.rt), dtype=torch.int64),
+            shares=room(units * at_once, self.splits - 1, self.head + 2, dtype=torch.int64),
             low=room(self.shares, batch, self.ranks, dtype=torch.int64), counters=room(2, dtype=torch.int32),
             cos=self._hold(stack.cos), sin=self._hold(stack.sin), padding=stack.padding.data_ptr(),
             slot=stack.slot.data_ptr(), count=len(layers), batch=batch, width=width, heads=stack.heads,
             key_heads=key_heads, slots=first.keys.shape[2], eps=stack.eps, scale=stack.scale,
+            record=sum(sizes) if self.held else 0, columns=columns[0],
         )  # fmt: skip
 
     def constants(self) -> dict[str, int]:
         """What `cuda/decode.cu` is compiled with."""
-        batch = self.step.batch
+        batch = self.batch
         queries = queries_of(batch, self.head, self.group)
         return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
             "NT": power_of_2(ceil_div(batch, 8)),
-            "PIPE": int(batch <= EARLY_BATCH),
+            "FLOW": int(self.held > 0),
+            "HELD": self.held,
+            "CLERKS": clerks_of(batch),
+            "VALUES": ceil_div(ceil_div(batch * self.blocks.rt, 2), clerks_of(batch)),
             "BF16": int(self.hidden.dtype is torch.bfloat16),
             "NESTED": int(self.weight.code is not None),
             "KV8": int(self.fp8),
             "HEAD": self.head,
             "QUERIES": queries,
+            "SPLITS": self.splits,
             "ROOM": room_floats(self.blocks, batch, self.head, queries),
         }
 
     def shared_bytes(self) -> int:
-        batch, warps = self.step.batch, self.blocks.wr * self.blocks.wk
-        ring = warps * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
-        floats = self.constants()["ROOM"] + batch * (2 + self.ranks)
-        return TABLE_BYTES + ring + 3 * ctypes.sizeof(Layer) + 4 * floats
+        batch = self.batch
+        ring = self.blocks.wk * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
+        floats = 2 * self.constants()["ROOM"] + batch * (2 + self.ranks) + 1
+        return TABLE_BYTES + ring + 3 * ctypes.sizeof(Layer) + 2 * self.held + 4 * floats
+
+    def fits_in(self, numbers: int) -> bool:
+        """True if shared memory has room for so many of one row's inputs."""
+        return self.batch == 1 and self.shared_bytes() + 2 * numbers <= SHARED_BYTES
 
     def _hold(self, tensor: Tensor) -> int:
         """The address of a tensor that stays."""
-        self.held.append(tensor)
+        self.kept.append(tensor)
         return tensor.data_ptr()
 
     def _layer(self, layer: DecoderLayer, following: Tensor) -> Any:
@@ -166,7 +202,7 @@ class Stacked:
     def __call__(self, kernel: Kernel, hidden: Tensor) -> Tensor:
         self.hidden.copy_(hidden)
         with torch.cuda.device(hidden.device):
-            threads = 32 * (self.blocks.wr * self.blocks.wk + 1)  # and a warp that keeps time
+            threads = 32 * (self.blocks.wk + clerks_of(self.step.batch))
             kernel(multiprocessors_of(hidden.get_device()), threads, [self.step, self.weight], together=True)
         return self.hidden
 

@@ -7,6 +7,7 @@ asynchronous copies happen as late as the kernel allows, so that a wait or a bar
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <ucontext.h>
 #include <vector>
@@ -74,7 +75,23 @@ void wait_for(const u32 *counter, u32 number) {
         meet(0, 0);
 }
 void tell(u32 *counter) { ++*counter; }
+void tell_block(u32 *counter) { ++*counter; }
+void wait_in_block(const u32 *counter, u32 number) { wait_for(counter, number); }
 template <int COUNT> void workers_arrive() { meet(current->number - current->thread.x, COUNT); }
+struct Numbered { u32 came = 0, round = 0; };
+std::map<std::pair<u32, u32>, Numbered> numbered; /* barriers by block and number */
+template <int COUNT> void block_goes_on(u32 number) {
+    Numbered &barrier = numbered[{current->block.x, number}];
+    if (++barrier.came == COUNT)
+        barrier.came = 0, barrier.round++;
+}
+template <int COUNT> void block_waits(u32 number) {
+    Numbered &barrier = numbered[{current->block.x, number}];
+    u32 round = barrier.round;
+    block_goes_on<COUNT>(number);
+    while (barrier.round == round)
+        meet(0, 0);
+}
 float rsqrtf(float value) { return 1 / std::sqrt(value); }
 template <typename T> void keep(T &) {}
 u32 choose(u32 mask, u32 yes, u32 no) { return yes & mask | no & ~mask; }
@@ -110,6 +127,12 @@ void put_tagged(u64 *to, float value, u32 tag) {
     *to = (u64)tag << 32 | bits;
 }
 u64 peek(const u64 *from) { return *from; }
+uint4 peek(const uint4 *from) { return *from; }
+uint4 take_written(const uint4 *from, uint4 eight) {
+    for (; eight.y == 0xffffffff || eight.w == 0xffffffff; eight = *from)
+        meet(0, 0);
+    return eight;
+}
 float take_tagged(const u64 *from, u32 tag, u64 both) {
     for (; both >> 32 != tag; both = *from)
         meet(0, 0);
@@ -146,6 +169,13 @@ template <bool BFLOAT> float number(u16 bits) {
 }
 template <bool BFLOAT> u32 pair(float first, float second) {
     return rounded<BFLOAT>(first) | (u32)rounded<BFLOAT>(second) << 16;
+}
+
+template <bool BFLOAT> void put_four(u16 *to, float value, bool inside) {
+    u32 two = pair<BFLOAT>(value, shuffle(value, 1));
+    u32 others = __float_as_uint(shuffle(__uint_as_float(two), 2));
+    if (inside && current->thread.x % 4 == 0)
+        *(u64 *)to = (u64)others << 32 | two;
 }
 
 float from_e4m3(u32 code) { return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; }

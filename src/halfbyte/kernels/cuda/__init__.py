@@ -21,7 +21,9 @@ from ..native import BuildError, cache_folder
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
-HEADERS = ("copies.cuh", "attend.cuh", "weight4.cuh", "product.cuh", "planes.cuh", "warp.cuh", "matrix.cuh")
+HEADERS = (  # what includes others before them
+    "clerk.cuh", "copies.cuh", "attend.cuh", "weight4.cuh", "product.cuh", "planes.cuh", "warp.cuh", "matrix.cuh",
+)  # fmt: skip
 
 
 class _Attribute(ctypes.Structure):

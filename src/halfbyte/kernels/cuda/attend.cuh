@@ -1,12 +1,11 @@
-/* Attention of one new token (ops.decode_attention is the specification): a block has QUERIES query heads of one row at a
-time, a unit, which share a key. It rotates them and the new key, and writes what is new to the cache if its heads are the
-first that share the key. Eight lanes have AHEAD slots of the cache at a time, each HEAD / 8 of their values, and a running
-maximum of flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own; all are joined at the end. What
-comes from the cache is on its way before it is needed: old slots do not wait for the new query.
+/* Attention of one new token (ops.decode_attention is the specification). A unit is QUERIES query heads of one row, which
+share a key; SPLITS blocks share its slots. Each rotates the queries and the new key, and one for each key writes what is
+new to the cache. Eight lanes have AHEAD slots of the cache at a time, each HEAD / 8 of their values, and a running
+maximum of flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own. A warp joins its lanes, a clerk
+its block's warps, and the clerk of the first split all blocks, which put theirs with tags: SPLITS above 1 needs a block
+for each unit's split. What comes from the cache is on its way before it is needed: old slots do not wait for the new query.
 
-Constants: HEAD, QUERIES, KV8. */
-
-constexpr u32 EACH = HEAD / 8, TEAMS = THREADS / 8, AHEAD = 2;
+Constants: HEAD, QUERIES, SPLITS, KV8, FLOW. */
 
 #if KV8 /* the cache is in E4M3, else in x's dtype */
 typedef u8 Cell;
@@ -14,7 +13,9 @@ typedef u8 Cell;
 typedef u16 Cell;
 #endif
 
-constexpr u32 PER_WORD = 4 / sizeof(Cell);
+constexpr u32 PER_WORD = 4 / sizeof(Cell), EACH = HEAD / 8, TEAMS = THREADS / 8;
+constexpr u32 AHEAD = EACH / PER_WORD > 4 ? 1 : 2; /* so that chunks leave registers to what a worker keeps */
+constexpr u32 STRIDE = TEAMS * AHEAD, APART = SPLITS * STRIDE; /* slots of a chunk of all teams; to the block's next */
 
 struct Cells { /* a lane's part of a slot */
     alignas(16) u32 words[EACH / PER_WORD];
@@ -38,6 +39,12 @@ struct Chunk { /* AHEAD slots of a team */
     Cells key[AHEAD], value[AHEAD];
 };
 
+struct Unit {
+    u32 number, split, row, head, key, begin; /* `head`: its first; `begin`: the first slot that it sees */
+    bool first_head;                          /* that is the first of those that share the key */
+    u64 place;                                /* in the cache */
+};
+
 struct Attention {
     Cell *keys, *values;          /* [batch, key heads, slots, HEAD] */
     const u16 *q_norm, *k_norm;   /* [HEAD] each, or null */
@@ -46,35 +53,35 @@ struct Attention {
     u32 heads, key_heads, slots, window, last;
     float eps, scale;
 
-    /* Of a unit: its row, its first head, the key's. */
-    __device__ __forceinline__ u32 row_of(u32 unit) const { return unit * QUERIES / heads; }
-    __device__ __forceinline__ u32 head_of(u32 unit) const { return unit * QUERIES % heads; }
-    __device__ __forceinline__ u32 key_of(u32 unit) const { return head_of(unit) / (heads / key_heads); }
-    __device__ __forceinline__ bool is_first(u32 unit) const { return head_of(unit) % (heads / key_heads) == 0; }
-
-    /* Where the unit's slots are in the cache, and the first that it sees. */
-    __device__ __forceinline__ u64 place_of(u32 unit) const {
-        return ((u64)row_of(unit) * key_heads + key_of(unit)) * slots * HEAD;
-    }
-    __device__ __forceinline__ u32 first_slot(u32 unit) const {
-        u32 first = padding[row_of(unit)];
-        return window && last + 1 > window + first ? last + 1 - window : first;
+    /* Unit and split that a block has at a turn. */
+    __device__ __forceinline__ Unit unit(u32 turn) const {
+        Unit u;
+        u32 group = heads / key_heads;
+        u.number = turn / SPLITS, u.split = turn % SPLITS;
+        u.row = u.number * QUERIES / heads, u.head = u.number * QUERIES - u.row * heads;
+        u.key = u.head / group, u.first_head = u.head == u.key * group;
+        u.place = ((u64)u.row * key_heads + u.key) * slots * HEAD;
+        u.begin = padding[u.row];
+        u.begin = window && last + 1 > window + u.begin ? last + 1 - window : u.begin;
+        return u;
     }
 
-    /* Begin to bring a unit's keys and values near, if it is the first that shares them; a long cache's first part. */
-    __device__ __forceinline__ void foresee(u32 unit) const {
-        constexpr u32 LINE = 128 / sizeof(Cell);
-        u32 first = first_slot(unit), lines = is_first(unit) ? ((last - first) * HEAD + LINE - 1) / LINE : 0;
-        u64 begin = place_of(unit) + first * HEAD;
-        for (u32 i = threadIdx.x; i < min(lines, 8 * THREADS); i += THREADS) {
-            prefetch(keys + begin + i * LINE);
-            prefetch(values + begin + i * LINE);
+    /* Begin to bring what a block's units need near, a long cache's first part; one unit does it for all with its key. */
+    __device__ __forceinline__ void foresee(u32 turns) const {
+        constexpr u32 LINE = 128 / sizeof(Cell), ALL_SPLITS = SPLITS * THREADS;
+        for (u32 turn = gridDim.x - 1 - blockIdx.x; turn < turns; turn += gridDim.x) {
+            Unit u = unit(turn);
+            u32 lines = u.first_head ? ((last - u.begin) * HEAD + LINE - 1) / LINE : 0;
+            for (u32 i = u.split * THREADS + threadIdx.x; i < min(lines, 8 * ALL_SPLITS); i += ALL_SPLITS) {
+                prefetch(keys + u.place + u.begin * HEAD + i * LINE);
+                prefetch(values + u.place + u.begin * HEAD + i * LINE);
+            }
         }
     }
 
     /* This team's slots from `base` on, of those before the last. */
-    __device__ __forceinline__ void fetch(Chunk &chunk, u32 unit, u32 base) const {
-        u64 begin = place_of(unit) + threadIdx.x % 8 * EACH;
+    __device__ __forceinline__ void fetch(Chunk &chunk, const Unit &u, u32 base) const {
+        u64 begin = u.place + threadIdx.x % 8 * EACH;
 #pragma unroll
         for (u32 a = 0; a < AHEAD; a++) {
             u32 slot = base + a * TEAMS + threadIdx.x / 8;
@@ -86,20 +93,37 @@ struct Attention {
         }
     }
 
-    /* A query (part 0 ...), the key or the value, as their product left them, made ready by one warp. */
-    __device__ __forceinline__ void prepare(const u16 *qkv, u32 unit, u32 part, u32 lane, float *q, Cell *kv) const {
+    /* Its first. */
+    __device__ __forceinline__ void fetch(Chunk &chunk, const Unit &u) const {
+        fetch(chunk, u, u.begin + u.split * STRIDE);
+    }
+
+    /* A query (part 0 ...), the key or the value, as their product left them, made ready by one warp. `raw`: its own
+       shared memory. */
+    __device__ __forceinline__ void prepare(
+        const u16 *qkv, const Unit &u, u32 part, u32 lane, float *q, Cell *kv, uint4 *raw) const {
         constexpr u32 E = HEAD / 32, KEY = QUERIES, VALUE = QUERIES + 1;
-        u32 m = row_of(unit), head = part < KEY ? head_of(unit) + part : heads + key_of(unit) + (part == VALUE) * key_heads;
-        const u16 *from = qkv + ((u64)m * (heads + 2 * key_heads) + head) * HEAD;
+        u32 head = part < KEY ? u.head + part : heads + u.key + (part == VALUE) * key_heads;
+        const u16 *from = qkv + ((u64)u.row * (heads + 2 * key_heads) + head) * HEAD;
         const u16 *norm = part < KEY ? q_norm : part == KEY ? k_norm : nullptr;
-        u64 position = (u64)(last - padding[m]) * HEAD;
-        float x[E], c[E], s[E], square = 0;
+        u64 position = (u64)(last - padding[u.row]) * HEAD;
+        float x[E], c[E], s[E], weight[E], square = 0; /* what is there already comes first */
 #pragma unroll
         for (u32 j = 0; j < E; j++) {
             u32 i = lane + 32 * j;
-            x[j] = number<BF16>(from[i]), c[j] = number<BF16>(cos[position + i]), s[j] = number<BF16>(sin[position + i]);
-            square += x[j] * x[j];
+            c[j] = number<BF16>(cos[position + i]), s[j] = number<BF16>(sin[position + i]);
+            weight[j] = norm ? number<BF16>(norm[i]) : 1.0f;
         }
+        if (FLOW) {
+            __syncwarp();
+            if (lane < HEAD / 8)
+                raw[lane] = take_written((const uint4 *)from + lane, peek((const uint4 *)from + lane));
+            __syncwarp();
+            from = (const u16 *)raw;
+        }
+#pragma unroll
+        for (u32 j = 0; j < E; j++)
+            x[j] = number<BF16>(from[lane + 32 * j]), square += x[j] * x[j];
         if (norm) {
 #pragma unroll
             for (u32 mask = 16; mask; mask /= 2)
@@ -107,7 +131,7 @@ struct Attention {
             float factor = rsqrtf(square / HEAD + eps);
 #pragma unroll
             for (u32 j = 0; j < E; j++)
-                x[j] *= factor * number<BF16>(norm[lane + 32 * j]);
+                x[j] *= factor * weight[j];
         }
         if (part <= KEY)
 #pragma unroll
@@ -116,7 +140,7 @@ struct Attention {
                 x[j] = first * c[j] - second * s[j];
                 x[j + E / 2] = second * c[j + E / 2] + first * s[j + E / 2];
             }
-        Cell *cache = (part == KEY ? keys : values) + place_of(unit) + (u64)last * HEAD;
+        Cell *cache = (part == KEY ? keys : values) + u.place + (u64)last * HEAD;
 #pragma unroll
         for (u32 j = 0; j < E; j++) {
             u16 bits = (u16)pair<BF16>(x[j], 0.0f);
@@ -126,7 +150,7 @@ struct Attention {
             } else {
                 Cell cell = KV8 ? to_e4m3(number<BF16>(bits)) : bits;
                 kv[(part - KEY) * HEAD + i] = cell;
-                if (is_first(unit))
+                if (u.first_head && u.split == 0)
                     cache[i] = cell;
             }
         }
@@ -186,27 +210,37 @@ struct Attention {
         }
     };
 
-    /* A unit of qkv [batch, heads + 2 key heads, HEAD], to out [QUERIES, HEAD]. `chunk` has its first slots; `room` is
-       shared memory. */
-    __device__ __forceinline__ void attend(const u16 *qkv, u16 *out, u32 unit, Chunk &chunk, float *room) const {
+    /* A chunk and all queries. `kv`: the newest slot, which may not be in the cache yet. */
+    __device__ __forceinline__ void add(
+        Query (&queries)[QUERIES], Chunk &chunk, const float *q, const Cell *kv, u32 base) const {
+        u32 begin = threadIdx.x % 8 * EACH;
+#pragma unroll
+        for (u32 a = 0; a < AHEAD; a++)
+            if (base + a * TEAMS + threadIdx.x / 8 == last)
+                chunk.key[a].load(kv + begin), chunk.value[a].load(kv + HEAD + begin);
+#pragma unroll
+        for (u32 j = 0; j < QUERIES; j++)
+            queries[j].add(chunk, q + j * HEAD + begin, base, last);
+    }
+
+    /* A unit's split of qkv [batch, heads + 2 key heads, HEAD], but for joining what the warps have. `chunk` is its first;
+       `room` is shared memory. */
+    __device__ __forceinline__ void attend(const u16 *qkv, const Unit &u, Chunk &chunk, float *room) const {
         u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = lane % 8 * EACH;
         float *q = room, *parts = room + (QUERIES + 1) * HEAD;
         Cell *kv = (Cell *)(room + QUERIES * HEAD);
         for (u32 part = warp; part < QUERIES + 2; part += WARPS)
-            prepare(qkv, unit, part, lane, q, kv);
+            prepare(qkv, u, part, lane, q, kv, (uint4 *)(room + ROOM) - (warp + 1) * (HEAD / 8));
         workers_arrive<THREADS>();
         Query queries[QUERIES];
-        for (u32 base = first_slot(unit); base <= last; base += TEAMS * AHEAD) {
-            Chunk next;
-            fetch(next, unit, base + TEAMS * AHEAD);
-#pragma unroll
-            for (u32 a = 0; a < AHEAD; a++)
-                if (base + a * TEAMS + threadIdx.x / 8 == last) /* the newest, which may not be in the cache yet */
-                    chunk.key[a].load(kv + begin), chunk.value[a].load(kv + HEAD + begin);
-#pragma unroll
-            for (u32 j = 0; j < QUERIES; j++)
-                queries[j].add(chunk, q + j * HEAD + begin, base, last);
-            chunk = next;
+        for (u32 base = u.begin + u.split * STRIDE; base <= last; base += 2 * APART) { /* by turns: no move waits for a load */
+            Chunk other;
+            fetch(other, u, base + APART);
+            add(queries, chunk, q, kv, base);
+            if (base + APART > last)
+                break;
+            fetch(chunk, u, base + 2 * APART);
+            add(queries, other, q, kv, base + APART);
         }
 #pragma unroll
         for (u32 j = 0; j < QUERIES; j++) {
@@ -219,24 +253,56 @@ struct Attention {
                 part[HEAD] = queries[j].top, part[HEAD + 1] = queries[j].total;
             }
         }
-        workers_arrive<THREADS>();
-        for (u32 i = threadIdx.x; i < QUERIES * HEAD; i += THREADS)
-            out[i] = (u16)pair<BF16>(joined(parts + i / HEAD * (HEAD + 2), i % HEAD), 0.0f);
-        workers_arrive<THREADS>();
     }
 
-    /* Value i of all warps' parts together. */
-    static __device__ __forceinline__ float joined(const float *parts, u32 i) {
-        constexpr u32 APART = QUERIES * (HEAD + 2);
-        float highest = parts[HEAD], sum = 0, weights = 0;
+    /* What a unit's split left in its room, to out [QUERIES, HEAD], by one of the clerks. `shares`: [units, QUERIES,
+       SPLITS - 1, HEAD + 2] for what other splits put. */
+    static __device__ __forceinline__ void finish(
+        u16 *out, const float *room, const Unit &u, u32 clerk, u32 lane, u64 *shares, u32 tag) {
+        constexpr u32 E = HEAD / 32, WARP = QUERIES * (HEAD + 2), OTHERS = SPLITS - 1;
+        for (u32 j = clerk; j < QUERIES; j += CLERKS) {
+            const float *parts = room + (QUERIES + 1) * HEAD + j * (HEAD + 2);
+            float top = parts[HEAD], weights[WARPS], total = 0, sum[E] = {};
 #pragma unroll
-        for (u32 w = 1; w < WARPS; w++)
-            highest = fmaxf(highest, parts[w * APART + HEAD]);
+            for (u32 w = 1; w < WARPS; w++)
+                top = fmaxf(top, parts[w * WARP + HEAD]);
 #pragma unroll
-        for (u32 w = 0; w < WARPS; w++) {
-            float weight = exp2f(parts[w * APART + HEAD] - highest);
-            sum += weight * parts[w * APART + i], weights += weight * parts[w * APART + HEAD + 1];
+            for (u32 w = 0; w < WARPS; w++) {
+                weights[w] = exp2f(parts[w * WARP + HEAD] - top);
+                total += weights[w] * parts[w * WARP + HEAD + 1];
+#pragma unroll
+                for (u32 e = 0; e < E; e++)
+                    sum[e] += weights[w] * parts[w * WARP + lane + 32 * e];
+            }
+            u64 *of_others = shares + ((u64)u.number * QUERIES + j) * OTHERS * (HEAD + 2);
+            if (u.split) {
+                u64 *to = of_others + (u.split - 1) * (HEAD + 2);
+#pragma unroll
+                for (u32 e = 0; e < E; e++)
+                    put_tagged(to + lane + 32 * e, sum[e], tag);
+                if (lane < 2)
+                    put_tagged(to + HEAD + lane, lane ? total : top, tag);
+                continue;
+            }
+            u64 first[OTHERS + 1][E + 2];
+#pragma unroll
+            for (u32 k = 0; k < OTHERS; k++)
+#pragma unroll
+                for (u32 e = 0; e < E + 2; e++)
+                    first[k][e] = peek(of_others + k * (HEAD + 2) + (e < E ? lane + 32 * e : HEAD + e - E));
+#pragma unroll
+            for (u32 k = 0; k < OTHERS; k++) {
+                const u64 *from = of_others + k * (HEAD + 2);
+                float theirs = take_tagged(from + HEAD, tag, first[k][E]), higher = fmaxf(top, theirs);
+                float mine = exp2f(top - higher), weight = exp2f(theirs - higher);
+                top = higher, total = total * mine + weight * take_tagged(from + HEAD + 1, tag, first[k][E + 1]);
+#pragma unroll
+                for (u32 e = 0; e < E; e++)
+                    sum[e] = sum[e] * mine + weight * take_tagged(from + lane + 32 * e, tag, first[k][e]);
+            }
+#pragma unroll
+            for (u32 e = 0; e < E; e++)
+                put_four<BF16>(out + j * HEAD + lane + 32 * e, sum[e] / total, true);
         }
-        return sum / weights;
     }
 };

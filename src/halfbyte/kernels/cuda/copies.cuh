@@ -29,9 +29,11 @@ struct Layer {
 struct Step {
     const Layer *layers;
     const u16 *norm;             /* the first layer's */
-    u16 *hidden, *normed;        /* [batch, width]: the residual stream, and with the next norm's weight */
+    u16 *hidden;                 /* [batch, width]: the residual stream */
+    u16 *normed[2];              /* [batch, width]: it times the norms' weights, for QKV and GATED */
     u16 *qkv, *attended, *gated; /* [batch, ...]: what products and attention put */
-    float *squares;              /* [batch, width / ROWS] */
+    u64 *squares;                /* [batch, width / ROWS], tagged */
+    u64 *shares;                 /* of attention's splits, tagged */
     u64 *low;                    /* u [shares of K, batch, ranks], tagged */
     u32 *counters;               /* blocks that came to barriers, zero; earlier launches */
     const u16 *cos, *sin;
@@ -39,6 +41,7 @@ struct Step {
     const long long *slot;
     u32 count, batch, width, heads, key_heads, slots;
     float eps, scale;
+    u32 record, columns;         /* numbers from a layer's `normed` ... `gated` to the next's, or 0; of QKV's and GATED's x */
 };
 
 /* Where a row of a tile is. */
@@ -68,6 +71,7 @@ struct Copies {
     const u8 *codes[2], *scales;                    /* of rows i and i + 8 in the tile, at this lane's piece; of row `lane` */
     const float *second;
     u32 block, columns, tiles;
+    u32 edge, stretch;                              /* the first tile beyond these linears; bytes to the warp's next tile */
 
     __device__ __forceinline__ Copies(const Step &s, u32 first, u32 first_tile, u32 stride, u32 lane)
         : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), step(first) {}
@@ -75,15 +79,17 @@ struct Copies {
     /* Layer l: this one and the next are in shared memory. */
     __device__ __forceinline__ const Layer *at(u32 l) const { return l - now < 2 ? tables() + l % 3 : s.layers + l; }
 
-    /* Go to the first product, from this one on, in which this warp has a tile, and look up where that is. */
+    /* Go to the next step, from this one on, that there is, and look up where its tile is. */
     __device__ __forceinline__ void enter() {
         const Product *product;
-        for (;; tile = first_tile) {
+        for (;; tile = first_tile, step = first) {
             if (layer == s.count)
                 return;
             product = at(layer)->products + kind;
             columns = product->columns, tiles = product->tiles;
-            if (tile < tiles && first < columns / 256)
+            for (; tile < tiles && step >= columns / 256; tile += stride)
+                step -= columns / 256;
+            if (tile < tiles)
                 break;
             layer += kind == DOWN, kind = (kind + 1) % 4;
         }
@@ -96,6 +102,10 @@ struct Copies {
             Place p = place(*product, kind, tile, lane);
             scales = p.linear->absmax, second = p.linear->second, block = p.row * (columns / 64);
         }
+        stretch = stride * (kind == GATED ? ROWS / 2 : ROWS) * (columns / 2);
+        edge = kind == GATED ? tiles : 0;
+        for (const Linear *linear = product->parts; edge <= tile; linear++)
+            edge += linear->rows / ROWS;
     }
 
     /* Begin to copy the next step into the ring. As in Weight::fetch, 16-byte pieces change places. */
@@ -115,8 +125,13 @@ struct Copies {
                     copy<4>(slot + Weight::CODES + ROWS * 4 + lane * 4, second + now / 256, true);
             }
             step += WK;
-            if (step >= columns / 256)
-                step = first, tile += stride, enter();
+            if (step >= columns / 256) {
+                step -= columns / 256, tile += stride;
+                if (tile < edge && step < columns / 256)
+                    codes[0] += stretch, codes[1] += stretch, block += stretch / 32;
+                else
+                    enter();
+            }
         }
         filled = filled + 1 == STAGES ? 0 : filled + 1;
         commit();

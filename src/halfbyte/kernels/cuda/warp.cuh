@@ -158,6 +158,25 @@ __device__ __forceinline__ void prefetch(const void *pointer) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
 }
 
+/* Barrier `number` of COUNT threads of a block: some wait, others say that they have come and go on. */
+template <int COUNT> __device__ __forceinline__ void block_waits(u32 number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
+template <int COUNT> __device__ __forceinline__ void block_goes_on(u32 number) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
+
+/* Count up in shared memory, after all that this thread has read or seen read; wait until a count is reached. */
+__device__ __forceinline__ void tell_block(u32 *counter) {
+    asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(address(counter)) : "memory");
+}
+__device__ __forceinline__ void wait_in_block(const u32 *counter, u32 number) {
+    u32 now;
+    do
+        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(now) : "r"(address(counter)) : "memory");
+    while (now < number);
+}
+
 /* A barrier of the first COUNT threads of a block. */
 template <int COUNT> __device__ __forceinline__ void workers_arrive() {
     asm volatile("bar.sync 15, %0;" ::"n"(COUNT) : "memory");
@@ -194,8 +213,27 @@ __device__ __forceinline__ u64 peek(const u64 *from) {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
     return both;
 }
+__device__ __forceinline__ uint4 peek(const uint4 *from) {
+    u64 first, second;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+    return make_uint4((u32)first, (u32)(first >> 32), (u32)second, (u32)(second >> 32));
+}
 __device__ __forceinline__ float take_tagged(const u64 *from, u32 tag, u64 both) { /* `both`: what peek() gave */
     while (both >> 32 != tag)
         both = peek(from);
     return __uint_as_float((u32)both);
+}
+
+/* Four lanes' numbers in 16 bits, written as one by the first of them if `inside`: never ones only, so that where all was
+   ones before, who waits for them needs no fence. */
+template <bool BFLOAT> __device__ __forceinline__ void put_four(u16 *to, float value, bool inside) {
+    u32 two = pair<BFLOAT>(value, shuffle(value, 1));
+    u32 others = __float_as_uint(shuffle(__uint_as_float(two), 2));
+    if (inside && threadIdx.x % 4 == 0)
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)others << 32 | two) : "memory");
+}
+__device__ __forceinline__ uint4 take_written(const uint4 *from, uint4 eight) { /* `eight`: what peek() gave */
+    while (eight.y == 0xffffffff || eight.w == 0xffffffff)
+        eight = peek(from);
+    return eight;
 }
