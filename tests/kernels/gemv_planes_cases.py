@@ -30,14 +30,29 @@ def arguments_of(weight):
     return packed, scales, scales, parts["factor"], format_.levels(parts), format_.k, 0, rows
 
 
+def row_arguments(weight):
+    """What `gemv_planes_row.product` takes between x and bias."""
+    packed, scales, _, factor, codebook, bits, _, rows = arguments_of(weight)
+    return packed, scales, factor, codebook, bits, rows
+
+
 def check(planes, weight, batch, dtype, blocks=None, bias=False):
     """Within the rounding of the codebook, of weights and of the result to `dtype`, of fp64's product."""
+    _check(planes, weight, arguments_of(weight), batch, dtype, blocks, bias, 2)
+
+
+def check_row(row, weight, dtype, blocks=None, bias=False):
+    """Within the rounding of the codebook and of the result to `dtype`, of fp64's product."""
+    _check(row, weight, row_arguments(weight), 1, dtype, blocks, bias, 1)
+
+
+def _check(module, weight, arguments, batch, dtype, blocks, bias, roundings):
     rows, columns = weight.shape
     device = weight.parts["packed"].device
     x = torch.randn(batch, columns, device=device).to(dtype)
     added = torch.randn(rows, device=device).to(dtype) if bias else None
-    found = planes.product(x, *arguments_of(weight), added, blocks)
+    found = module.product(x, *arguments, added, blocks)
     assert (found.shape, found.dtype) == ((batch, rows), dtype)
     exact = x.double() @ weight.format.dequantize(weight.parts, weight.shape, torch.float32).double().T
     exact = exact if added is None else exact + added.double()
-    assert (found.double() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
+    assert (found.double() - exact).norm() <= roundings * torch.finfo(dtype).eps * exact.norm()

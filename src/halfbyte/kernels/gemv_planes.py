@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..notices import notice
 from ..ops.gemv_planes import linear_bitplane, linear_hqq
+from . import gemv_planes_row
 from .cuda import BuildError, Kernel, cubin
 from .gemv4_cuda import multiprocessors_of, takes
 from .launch import ceil_div, power_of_2
@@ -77,6 +78,8 @@ def product(
         BuildError: the kernel does not compile here.
     """
     device, batch = x.get_device(), x.shape[0]
+    if batch == 1 and not group and x.shape[1] % gemv_planes_row.COLUMNS == 0 and blocks is None:
+        return gemv_planes_row.product(x, packed, scales, factor, codebook, bits, rows, bias)
     blocks = blocks or blocks_for(bits, rows, batch, multiprocessors_of(device))
     weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)

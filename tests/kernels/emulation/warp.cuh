@@ -95,6 +95,7 @@ template <int COUNT> void block_waits(u32 number) {
 float rsqrtf(float value) { return 1 / std::sqrt(value); }
 template <typename T> void keep(T &) {}
 u32 choose(u32 mask, u32 yes, u32 no) { return yes & mask | no & ~mask; }
+u32 __funnelshift_l(u32 low, u32 high, u32 shift) { return high << shift | (shift ? low >> (32 - shift) : 0); }
 uint4 from_global(const void *pointer) { return *(const uint4 *)pointer; }
 void store(void *pointer, uint4 value) { *(uint4 *)pointer = value; }
 constexpr u32 RESERVED = 1024; /* bytes of shared memory before a block's own */

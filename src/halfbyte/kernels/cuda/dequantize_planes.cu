@@ -15,12 +15,14 @@ constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256;
 constexpr u32 SIZE = BITS == 2 ? 16 : 8; /* bytes of an entry, which has copies for 128 bytes */
 
 __device__ __forceinline__ void build(const float *codebook) {
-    for (u32 i = threadIdx.x; i < ENTRIES * 8; i += THREADS) {
+    for (u32 index = threadIdx.x; index < ENTRIES; index += THREADS) {
         u32 value[4]; /* four columns, or two of them twice */
 #pragma unroll
         for (int c = 0; c < 4; c++)
-            value[c] = __float_as_uint(codebook[BITS == 2 ? code_of<4>(i / 8, c) : code_of<2>(i / 8, c % 2)]);
-        *(uint4 *)(shared + i * 16) = make_uint4(value[0], value[1], value[2], value[3]);
+            value[c] = __float_as_uint(codebook[BITS == 2 ? code_of<4>(index, c) : code_of<2>(index, c % 2)]);
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) /* neighbours begin at neighbouring places, for the banks' sake */
+            *(uint4 *)(shared + index * 128 + (i + index) % 8 * 16) = {value[0], value[1], value[2], value[3]};
     }
 }
 
@@ -98,13 +100,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 dequantize_planes(
     const u32 *packed, const u8 *scales, const float *factor, const float *codebook, u16 *out, u32 blocks) {
     u32 lane = threadIdx.x % 32, place = address(shared) + lane % (128 / SIZE) * SIZE;
-    u32 stride = gridDim.x * THREADS, block = blockIdx.x * THREADS + threadIdx.x / 32 * 32 + lane / 4;
-    begin_after_others();
+    /* Warps' blocks are dealt out one multiprocessor after another, so that the last round is spread over all. */
+    u32 stride = gridDim.x * THREADS, block = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + lane / 4;
     float by = *factor;
     Four now, then;
     then.load(packed, scales, block, blocks);
     build(codebook);
     __syncthreads();
+    begin_after_others(); /* all that is read before are weights */
     for (; block - lane / 4 < blocks; block += stride) {
         now = then;
         then.load(packed, scales, block + stride, blocks);
