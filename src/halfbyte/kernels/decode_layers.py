@@ -55,7 +55,7 @@ Step = _struct(
 
 
 def blocks_for(batch: int) -> Blocks:
-    """What `benchmarks.decode_layers` found best; the kernel has one group of warps, and with `clerks_of` twelve in all.
+    """What `benchmarks.decode_layers` found best; one group, with `clerks_of` twelve warps in all.
 
     Many rows of x leave less room for copies.
     """
