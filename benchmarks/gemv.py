@@ -3,7 +3,7 @@
 python -m benchmarks.gemv [--sweep] [--batches 1,4] [--json FILE]
 
 Calls rotate over weights, so that none comes from the cache. TB/s is of packed bytes: codes and scales. `--sweep` times
-every block shape of the CUDA kernel and prints the best; without it, what `linear_blockwise4` picks is timed. Other
+every block shape of the CUDA kernels and prints the best; without it, what `linear_blockwise4` picks is timed. Other
 formats: `benchmarks.gemv_formats`.
 """
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.formats import Blockwise4
-from halfbyte.kernels.gemv4_cuda import BATCH, SHARED_BYTES, TABLE_BYTES, Blocks, image, product, row_bytes
+from halfbyte.kernels import gemm_cuda
+from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, TABLE_BYTES, Blocks, image, product, row_bytes
 from halfbyte.kernels.launch import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
 
@@ -81,6 +82,20 @@ def sweep(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     return sorted(times)
 
 
+def sweep_gemm(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
+    """The same for what takes more rows."""
+    times = []
+    for groups, stages in itertools.product((2, 4), (3, 4, 5)):
+        blocks = gemm_cuda.Blocks(groups, stages)
+        if blocks.shared_bytes(gemm_cuda.tiles_of(x.shape[0]), gemm_cuda.CODES + 8) <= SHARED_BYTES:
+            calls = [
+                partial(gemm_cuda.product, x, packed, absmax, nested, kind, rows, None, blocks)
+                for packed, absmax, nested, _, kind, rows in weights
+            ]
+            times.append((graph_us(calls, 5), tuple(blocks)))
+    return sorted(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true")
@@ -104,8 +119,8 @@ def main() -> None:
                    "of_copy": rate / copy, "error": error}  # fmt: skip
             print(f"{shape:>11} M={batch:<2}: {ours:6.1f} µs, {rate:.2f} TB/s ({rate / copy:.0%} of copy), "
                   f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
-            if given.sweep and batch <= BATCH:
-                row["sweep"] = sweep(x, weights)
+            if given.sweep:
+                row["sweep"] = sweep(x, weights) if batch < gemm_cuda.FEWEST else sweep_gemm(x, weights)
                 best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:8])
                 print(f"    {best}", flush=True)
             result["rows"].append(row)

@@ -20,7 +20,7 @@ def emulate(module, monkeypatch, folder, runner):
     Args:
         module: of halfbyte.kernels, with a cached `_kernel` that takes `cubin` to `Kernel`.
         folder: to compile in, and to find again what was compiled there before.
-        runner: C++ of `run(blocks, threads, bytes, *pointers to the arguments)`.
+        runner: C++ of `run(blocks, threads, bytes, *pointers to the arguments)`, or of `run_NAME` for each kernel.
     """
     from halfbyte.kernels import cuda
 
@@ -32,7 +32,8 @@ def emulate(module, monkeypatch, folder, runner):
                 built.with_suffix(".cpp").write_text(source + runner)
                 flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in constants.items())]
                 subprocess.run(["g++", *flags, str(built.with_suffix(".cpp")), "-o", str(built)], check=True)
-            self.run, self.size = ctypes.CDLL(str(built)).run, size
+            library = ctypes.CDLL(str(built))
+            self.run, self.size = getattr(library, f"run_{name}", None) or library.run, size
 
         def __call__(self, blocks, threads, arguments):
             self.run(blocks, threads, self.size, *[ctypes.byref(argument) for argument in arguments])

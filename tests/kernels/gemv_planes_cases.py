@@ -1,5 +1,6 @@
 """Products in bit planes that the small-M kernel is compared on, and how close is close enough."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,13 @@ def check(planes, weight, batch, dtype, blocks=None, bias=False):
 def check_row(row, weight, dtype, blocks=None, bias=False):
     """Within the rounding of the codebook and of the result to `dtype`, of fp64's product."""
     _check(row, weight, row_arguments(weight), 1, dtype, blocks, bias, 1)
+
+
+def check4(product4, weight, batch, dtype, blocks=None, bias=True):
+    """As `check`, for `gemv_planes.product4`."""
+    *first, bits, group, rows = arguments_of(weight)
+    assert bits == 4
+    _check(SimpleNamespace(product=product4), weight, (*first, group, rows), batch, dtype, blocks, bias, 2)
 
 
 def _check(module, weight, arguments, batch, dtype, blocks, bias, roundings):

@@ -110,14 +110,21 @@ def launch(
     return out
 
 
-def takes(x: Tensor, *of_weight: Tensor) -> bool:
+def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int) -> Weight:
+    """W as the kernels of `linear_blockwise4` take it, for the product with x."""
+    second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
+    of_weight = (packed, absmax, second, code, offset, codebook4(quant_type, x.device))
+    return Weight(*[tensor.data_ptr() for tensor in of_weight], rows, x.shape[1])
+
+
+def takes(x: Tensor, *of_weight: Tensor, most: int = BATCH) -> bool:
     """True if a kernel of `cuda/product.cuh` can run: the device, x's dtype and size, and how tensors are aligned."""
     return (
         x.device.type == "cuda"
         and torch.version.hip is None
         and torch.cuda.get_device_capability(x.device) >= CAPABILITY
         and x.dtype is not torch.float32
-        and 1 <= x.shape[0] <= BATCH
+        and 1 <= x.shape[0] <= most
         and x.shape[1] % STEP == 0
         and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *of_weight))
     )
@@ -132,10 +139,7 @@ def product(
     Raises:
         BuildError: the kernel does not compile here.
     """
-    second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
-    of_weight = (packed, absmax, second, code, offset, codebook4(quant_type, x.device))
-    weight = Weight(*[tensor.data_ptr() for tensor in of_weight], rows, x.shape[1])
-    row = row_bytes(nested is not None)
+    weight, row = weight_of(x, packed, absmax, nested, quant_type, rows), row_bytes(nested is not None)
     return launch("gemv4", weight, x, bias, [], rows, blocks, TABLE_BYTES, row, NESTED=int(nested is not None))
 
 

@@ -1,4 +1,7 @@
-"""`cuda/planes.cu`: products of up to 16 rows with weights in bit planes, else by dequantizing."""
+"""Products of few rows with weights in bit planes.
+
+Up to 16 rows `cuda/planes.cu`, up to 64 with 4 bits `cuda/gemm_planes.cu`; others dequantize.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from torch import Tensor
 
 from ..notices import notice
 from ..ops.gemv_planes import linear_bitplane, linear_hqq
-from . import gemv_planes_row
+from . import gemm_cuda, gemv_planes_row
 from .cuda import BuildError, Kernel, cubin
 from .gemv4_cuda import multiprocessors_of, takes
 from .launch import ceil_div, power_of_2
 
 RESERVED = 1024  # bytes of shared memory before a block's own
+FEWEST_HQQ = 17  # rows of x, from which on `product4` is faster
 _refused = False
 
 
@@ -91,13 +95,33 @@ def product(
     return out
 
 
+def product4(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, codebook: Tensor, group: int, rows: int,
+    bias: Tensor | None, blocks: gemm_cuda.Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    """`product` with 4 bits of tensors that `gemm_cuda.takes` accepts.
+
+    Raises:
+        BuildError: the kernel does not compile here.
+    """
+    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
+    row = gemm_cuda.CODES + (16 if group == 32 else 8 if group else 4)
+    added = None if group else factor
+    return gemm_cuda.launch("gemm_planes", weight, x, bias, added, rows, row, blocks, BITS=4, GROUP=group)
+
+
 def _try(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, *rest) -> Tensor | None:
-    """`product` where it can run, else None; says once why it cannot be compiled."""
+    """`product` or `product4` where they can run, else None; says once why they cannot be compiled."""
     global _refused
-    *_, rows, _ = rest
-    if _refused or rows < 16 or not takes(x, packed, scales, zeros):
+    factor, codebook, bits, group, rows, bias = rest
+    few = rows >= 16 and takes(x, packed, scales, zeros)
+    fewest = FEWEST_HQQ if group else gemm_cuda.FEWEST
+    more = bits == 4 and x.shape[0] >= fewest and gemm_cuda.takes(x, packed, scales, zeros)
+    if _refused or not (few or more):
         return None
     try:
+        if more:
+            return product4(x, packed, scales, zeros, factor, codebook, group, rows, bias)
         return product(x, packed, scales, zeros, *rest)
     except BuildError as error:
         _refused = True

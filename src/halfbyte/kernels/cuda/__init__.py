@@ -22,7 +22,8 @@ from ..native import BuildError, cache_folder
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
 HEADERS = (  # what includes others before them
-    "clerk.cuh", "copies.cuh", "attend.cuh", "weight4.cuh", "product.cuh", "planes.cuh", "warp.cuh", "matrix.cuh",
+    "clerk.cuh", "copies.cuh", "attend.cuh", "weight4.cuh", "gemm.cuh", "table4.cuh", "product.cuh", "planes.cuh",
+    "group.cuh", "warp.cuh", "matrix.cuh",
 )  # fmt: skip
 
 
@@ -100,7 +101,8 @@ def cubin(name: str, capability: tuple[int, int], constants: dict[str, int]) -> 
         BuildError: with NVRTC's first message.
     """
     source = source_of(name)
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    own = "a" if capability >= (9, 0) else ""  # with what only this architecture has, such as wgmma
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
     key = hashlib.sha256(f"{source}{options}{torch.version.cuda}".encode()).hexdigest()[:16]
     built = cache_folder() / "cuda" / f"{name}-{key}.cubin"

@@ -1,9 +1,4 @@
-/* NF4 and FP4 weights in blocks of 64, nested scales or fp32 ones, as products take them; see product.cuh.
-
-A packed byte is two weights, neighbours along K. The table has for each of the 256 bytes both values, in x's dtype, as one
-4-byte word; it has 32 such copies, one for each lane, so that lanes never wait for each other. An entry takes 256 bytes:
-32 words of weights, then 32 words of the nested scale's value for the same byte. So an address is entry · 256 + lane · 4,
-which one PRMT puts together: two weights cost one PRMT and one LDS, and what LDS gives is an operand as it stands.
+/* NF4 and FP4 weights as products of few rows take them; see product.cuh and table4.cuh.
 
 Of a block, which has one scale for a row, a lane has the 16 columns that begin at 16 t: 8 bytes of W and 32 of x, in
 their order in memory. fp32 sums of a block are scaled and added up in fp32.
@@ -11,6 +6,7 @@ their order in memory. fp32 sums of a block are scaled and added up in fp32.
 Constants: NESTED, and those of product.cuh. */
 
 #include "product.cuh"
+#include "table4.cuh"
 
 struct Sixteen { /* a lane's columns of a block of x */
     uint4 first, second;
@@ -23,20 +19,11 @@ __device__ __forceinline__ Sixteen sixteen_of(const u16 *x, u32 columns, int b, 
     return {inside ? from[0] : none, inside ? from[1] : none};
 }
 
-struct Weight {
-    const u8 *packed, *absmax; /* [N, K/2]; [N, K/64], bytes if nested, else fp32 */
-    const float *second, *code, *offset; /* [N·K/16384], [256], [], of nested scales */
-    const float *codebook; /* [16] */
-    u32 rows, columns;     /* N, K */
-    float shift[2];        /* what is added to nested scales, of rows g and of rows g + 8 */
+struct Weight : Table4 {
+    float shift[2]; /* what is added to nested scales, of rows g and of rows g + 8 */
 
-    static constexpr u32 TABLE = 65536, CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16, NEIGHBOURS = 16;
+    static constexpr u32 CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16, NEIGHBOURS = 16;
     static constexpr u32 SLOT = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
-
-    /* What the table has for byte i of a word; `lane4` is lane · 4. */
-    template <typename T, u32 AT> static __device__ __forceinline__ T look_up(u32 word, int i, u32 lane4) {
-        return look<T, AT>(__byte_perm(word, lane4, 0x5504 | i << 4));
-    }
 
     /* Begin to copy one step of a tile's rows `row` ... into a slot. 16-byte pieces of a row change places by the row's
        number modulo 4, so that reading 8 bytes of each of 4 rows takes every bank once. */
@@ -56,17 +43,6 @@ struct Weight {
             copy<SCALE>(slot + CODES + i * SCALE, absmax + block * (SCALE / 4), inside);
             if (NESTED)
                 copy<4>(slot + CODES + ROWS * 4 + i * 4, second + block / 256, inside);
-        }
-    }
-
-    __device__ __forceinline__ void build() const {
-        for (u32 i = threadIdx.x; i < TABLE / 16; i += THREADS) { /* 8 pieces of weights, 8 of scales to an entry */
-            u32 entry = i / 16, word = 0;
-            if (i % 16 < 8)
-                word = pair<BF16>(codebook[entry >> 4], codebook[entry & 15]);
-            else if (NESTED)
-                word = __float_as_uint(code[entry]);
-            ((uint4 *)shared)[i] = make_uint4(word, word, word, word);
         }
     }
 
