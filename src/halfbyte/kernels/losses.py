@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops import cross_entropy as reference
+from .cross_entropy_cuda import try_gradient
 from .launch import Launcher, ceil_div, evenly_spaced, power_of_2, put_back
 
 BLOCK = 16_384  # logits a program takes at a time
@@ -181,16 +182,19 @@ def cross_entropy_(
     entropy = torch.empty_like(loss) if need_entropy else None
     if not rows:
         return reference.RowLosses(loss, logsumexp, entropy)
+    losses = reference.RowLosses(loss, logsumexp, entropy)
     spaced, stride = evenly_spaced(logits)
-    block, warps = _blocks(vocabulary)
-    _cross_entropy_launcher(
-        rows, (spaced, labels.contiguous(), loss, logsumexp, loss if entropy is None else entropy),
-        (vocabulary, stride, objective.ignore_index, *_factors(objective), objective.label_smoothing, objective.z_loss),
-        (block, objective.softcap is not None, objective.label_smoothing > 0, need_gradient, need_entropy), warps,
-    )  # fmt: skip
+    if not (need_gradient and try_gradient(spaced, labels.contiguous(), objective, stride, losses)):
+        block, warps = _blocks(vocabulary)
+        _cross_entropy_launcher(
+            rows, (spaced, labels.contiguous(), loss, logsumexp, loss if entropy is None else entropy),
+            (vocabulary, stride, objective.ignore_index, *_factors(objective), objective.label_smoothing,
+             objective.z_loss),
+            (block, objective.softcap is not None, objective.label_smoothing > 0, need_gradient, need_entropy), warps,
+        )  # fmt: skip
     if need_gradient:
         put_back([logits], [spaced])
-    return reference.RowLosses(loss, logsumexp, entropy)
+    return losses
 
 
 @reference.log_probs_backward_.twin("cuda", "xpu")

@@ -28,6 +28,8 @@ typedef unsigned long long u64;
 
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Index { u32 x; } gridDim;
 
@@ -178,6 +180,8 @@ template <bool BFLOAT> void put_four(u16 *to, float value, bool inside) {
     if (inside && current->thread.x % 4 == 0)
         *(u64 *)to = (u64)others << 32 | two;
 }
+
+float two_to_the(float x) { return std::exp2(x); }
 
 float from_e4m3(u32 code) { return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; }
 u8 to_e4m3(float value) {

@@ -1,0 +1,109 @@
+"""`cuda/cross_entropy.cu`: cross-entropy of rows that a multiprocessor can hold, read once and written once.
+
+It takes a Hopper GPU or newer (griddepcontrol), logits in 16 bits whose rows are aligned, no softcap, and a gradient
+that is wanted; the rest is Triton's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..notices import notice
+from ..ops.cross_entropy import Objective, RowLosses
+from .cuda import BuildError, Kernel, cubin
+from .gemv4_cuda import CAPABILITY, SHARED_BYTES, multiprocessors_of
+from .launch import ceil_div
+
+LOG2_E = 1.4426950408889634
+
+
+class Blocks(NamedTuple):
+    """Constants of `cuda/cross_entropy.cu`."""
+
+    threads: int = 512
+    kept: int = 16
+    ahead: int = 6
+
+    def chunks(self, vocabulary: int) -> int:
+        """Of a row, in shared memory."""
+        return ceil_div(vocabulary, 8 * self.threads) - self.kept
+
+    def shared_bytes(self, vocabulary: int) -> int:
+        return (self.chunks(vocabulary) + self.ahead) * 16 * self.threads + self.threads
+
+    def take(self, vocabulary: int) -> bool:
+        return self.chunks(vocabulary) >= self.ahead and self.shared_bytes(vocabulary) <= SHARED_BYTES
+
+
+class Task(ctypes.Structure):
+    """The struct of this name in `cuda/cross_entropy.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "labels", "loss", "logsumexp", "entropy")),
+        ("stride", ctypes.c_uint64),
+        ("ignore", ctypes.c_int64),
+        *((name, ctypes.c_uint32) for name in ("rows", "vocabulary", "chunks")),
+        *((name, ctypes.c_float) for name in ("slope", "outer", "smoothing", "z_loss")),
+    )
+
+
+BLOCKS = Blocks()
+
+
+@functools.cache
+def _kernel(device: int, blocks: Blocks, vocabulary: int, bf16: bool, smoothing: bool, entropy: bool) -> Kernel | None:
+    """None where it does not compile, which is said."""
+    constants = {"BF16": int(bf16), "SMOOTHING": int(smoothing), "ENTROPY": int(entropy)}
+    constants |= {"THREADS": blocks.threads, "KEPT": blocks.kept, "AHEAD": blocks.ahead}
+    try:
+        with torch.cuda.device(device):
+            code = cubin("cross_entropy", torch.cuda.get_device_capability(device), constants)
+            return Kernel(code, "cross_entropy", blocks.shared_bytes(vocabulary))
+    except BuildError as error:
+        notice("cross-entropy-cuda", f"{error}; cross-entropies run in Triton instead, more slowly")
+        return None
+
+
+def takes(logits: Tensor, stride: int, objective: Objective) -> bool:
+    """True if the kernel can run: the device, the logits' dtype, size and alignment, and what is asked for."""
+    return (
+        logits.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(logits.device) >= CAPABILITY
+        and logits.dtype is not torch.float32
+        and objective.softcap is None
+        and objective.slope > 0
+        and BLOCKS.take(logits.shape[1])
+        and stride % 8 == logits.data_ptr() % 16 == 0
+    )
+
+
+def try_gradient(logits: Tensor, labels: Tensor, objective: Objective, stride: int, losses: RowLosses) -> bool:
+    """`cross_entropy_` with a gradient into `losses`, where this can; returns whether it could.
+
+    Args:
+        logits: [n, V], `stride` elements from row to row, n > 0.
+        labels: [n], contiguous.
+    """
+    if not takes(logits, stride, objective):
+        return False
+    (rows, vocabulary), device = logits.shape, logits.get_device()
+    smoothing, entropy = objective.label_smoothing, losses.entropy
+    bf16 = logits.dtype is torch.bfloat16
+    kernel = _kernel(device, BLOCKS, vocabulary, bf16, smoothing > 0, entropy is not None)
+    if kernel is None:
+        return False
+    tensors = (logits, labels, losses.loss, losses.logsumexp, entropy)
+    task = Task(
+        *[None if tensor is None else tensor.data_ptr() for tensor in tensors], stride, objective.ignore_index,
+        rows, vocabulary, BLOCKS.chunks(vocabulary),
+        objective.slope, objective.slope * LOG2_E, smoothing, objective.z_loss,
+    )  # fmt: skip
+    with torch.cuda.device(device):
+        kernel(min(rows, multiprocessors_of(device)), BLOCKS.threads, [task])
+    return True
