@@ -51,7 +51,7 @@ def example(rows, vocabulary, dtype):
             torch.bfloat16,
             Objective(),
             False,
-        ),  # as few chunks as there may be; 3, 3 and 2 rows for three blocks
+        ),  # the fewest chunks; 3, 3 and 2 rows for three blocks
         (2, 5000, torch.float16, Objective(0.5, None, 0.7), False),  # a block has nothing
         (7, 4608, torch.float16, Objective(2.0, None, 1.0, 0.1, 1e-3), True),  # whole chunks
         (10, 4099, torch.bfloat16, Objective(z_loss=1e-2), True),
