@@ -16,6 +16,7 @@ pytestmark = [
         reason="needs a Hopper GPU",
     ),
 ]
+SIZES = [(1, 128_256), (300, 128_256), (300, 151_665), (133, 151_936), (270, 32_000), (270, 50_257)]
 OBJECTIVES = {
     "plain": Objective(),
     "smooth": Objective(scale=0.5, temperature=0.7, label_smoothing=0.1, z_loss=1e-3, ignore_index=-1),
@@ -41,7 +42,9 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-@pytest.mark.parametrize("shape", [(1, 128_256), (300, 128_256), (300, 151_665), (133, 151_936)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 128_256), (300, 128_256), (300, 151_665), (133, 151_936), (270, 32_000), (270, 50_257)], ids=str
+)
 def test_losses_and_gradient(calls, shape, dtype, objective):
     logits, labels = example(*shape, dtype, objective.ignore_index)
     truth = logits.double()

@@ -21,7 +21,7 @@ SMALL = (64, 2, 3)  # 512 logits a chunk
 def cuda(monkeypatch, tmp_path):
     from halfbyte.kernels import cross_entropy_cuda
 
-    monkeypatch.setattr(cross_entropy_cuda, "BLOCKS", cross_entropy_cuda.Blocks(*SMALL))
+    monkeypatch.setattr(cross_entropy_cuda, "blocks_for", lambda vocabulary: cross_entropy_cuda.Blocks(*SMALL))
     monkeypatch.setattr(cross_entropy_cuda, "takes", lambda *arguments: True)
     return emulate(cross_entropy_cuda, monkeypatch, tmp_path, RUN)
 
@@ -104,7 +104,14 @@ def test_logits_that_grow_move_the_origin(cuda):
 
 
 def test_which_vocabularies_fit():
-    from halfbyte.kernels.cross_entropy_cuda import Blocks
+    from halfbyte.kernels.cross_entropy_cuda import blocks_for
+    from halfbyte.kernels.gemv4_cuda import SHARED_BYTES
 
-    taken = [size for size in (8192, 50_257, 128_256, 151_665, 151_936, 262_144) if Blocks().take(size)]
-    assert taken == [128_256, 151_665, 151_936]
+    sizes = (8192, 32_000, 50_257, 128_256, 151_665, 151_936, 200_064, 262_144)
+    found = {size: blocks_for(size) for size in sizes}
+    assert [size for size in sizes if found[size]] == [32_000, 50_257, 128_256, 151_665, 151_936]
+    for size, blocks in found.items():
+        if blocks:
+            assert blocks.chunks(size) >= blocks.ahead
+            assert blocks.shared_bytes(size) <= SHARED_BYTES
+            assert blocks.kept * blocks.threads * 8 <= size  # what is kept in registers is whole

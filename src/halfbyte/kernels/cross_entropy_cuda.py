@@ -25,19 +25,27 @@ LOG2_E = 1.4426950408889634
 class Blocks(NamedTuple):
     """Constants of `cuda/cross_entropy.cu`."""
 
-    threads: int = 512
-    kept: int = 16
-    ahead: int = 6
+    threads: int
+    kept: int
+    ahead: int
 
     def chunks(self, vocabulary: int) -> int:
         """Of a row, in shared memory."""
         return ceil_div(vocabulary, 8 * self.threads) - self.kept
 
     def shared_bytes(self, vocabulary: int) -> int:
+        """The ring, and twice 16 bytes for each warp."""
         return (self.chunks(vocabulary) + self.ahead) * 16 * self.threads + self.threads
 
-    def take(self, vocabulary: int) -> bool:
-        return self.chunks(vocabulary) >= self.ahead and self.shared_bytes(vocabulary) <= SHARED_BYTES
+
+LARGEST = Blocks(512, 16, 6)
+
+
+def blocks_for(vocabulary: int) -> Blocks | None:
+    """As much of a row in registers as leaves the ring a row's way to run ahead; None where a row does not fit."""
+    threads, kept, ahead = LARGEST
+    blocks = Blocks(threads, min(kept, ceil_div(vocabulary, 8 * threads) - ahead), ahead)
+    return blocks if blocks.kept > 0 and blocks.shared_bytes(vocabulary) <= SHARED_BYTES else None
 
 
 class Task(ctypes.Structure):
@@ -50,9 +58,6 @@ class Task(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("rows", "vocabulary", "chunks")),
         *((name, ctypes.c_float) for name in ("slope", "outer", "smoothing", "z_loss")),
     )
-
-
-BLOCKS = Blocks()
 
 
 @functools.cache
@@ -70,7 +75,7 @@ def _kernel(device: int, blocks: Blocks, vocabulary: int, bf16: bool, smoothing:
 
 
 def takes(logits: Tensor, stride: int, objective: Objective) -> bool:
-    """True if the kernel can run: the device, the logits' dtype, size and alignment, and what is asked for."""
+    """True if the kernel can run: the device, the logits' dtype and alignment, and what is asked for."""
     return (
         logits.device.type == "cuda"
         and torch.version.hip is None
@@ -78,7 +83,6 @@ def takes(logits: Tensor, stride: int, objective: Objective) -> bool:
         and logits.dtype is not torch.float32
         and objective.softcap is None
         and objective.slope > 0
-        and BLOCKS.take(logits.shape[1])
         and stride % 8 == logits.data_ptr() % 16 == 0
     )
 
@@ -90,20 +94,21 @@ def try_gradient(logits: Tensor, labels: Tensor, objective: Objective, stride: i
         logits: [n, V], `stride` elements from row to row, n > 0.
         labels: [n], contiguous.
     """
-    if not takes(logits, stride, objective):
-        return False
     (rows, vocabulary), device = logits.shape, logits.get_device()
+    blocks = blocks_for(vocabulary)
+    if blocks is None or not takes(logits, stride, objective):
+        return False
     smoothing, entropy = objective.label_smoothing, losses.entropy
     bf16 = logits.dtype is torch.bfloat16
-    kernel = _kernel(device, BLOCKS, vocabulary, bf16, smoothing > 0, entropy is not None)
+    kernel = _kernel(device, blocks, vocabulary, bf16, smoothing > 0, entropy is not None)
     if kernel is None:
         return False
     tensors = (logits, labels, losses.loss, losses.logsumexp, entropy)
     task = Task(
         *[None if tensor is None else tensor.data_ptr() for tensor in tensors], stride, objective.ignore_index,
-        rows, vocabulary, BLOCKS.chunks(vocabulary),
+        rows, vocabulary, blocks.chunks(vocabulary),
         objective.slope, objective.slope * LOG2_E, smoothing, objective.z_loss,
     )  # fmt: skip
     with torch.cuda.device(device):
-        kernel(min(rows, multiprocessors_of(device)), BLOCKS.threads, [task])
+        kernel(min(rows, multiprocessors_of(device)), blocks.threads, [task])
     return True

@@ -35,6 +35,10 @@ __device__ __forceinline__ void unpack(uint4 v, float (&x)[8]) {
     }
 }
 
+__device__ __forceinline__ float sum(const float (&x)[8]) {
+    return (x[0] + x[1] + (x[2] + x[3])) + (x[4] + x[5] + (x[6] + x[7]));
+}
+
 struct Sums {
     float origin = LOWEST, total = 0, moment = 0, plain = 0; /* Σ 2^(z − origin), Σ z 2^(z − origin), Σ z */
 
@@ -56,15 +60,18 @@ struct Sums {
         float top = fmaxf(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])), fmaxf(fmaxf(x[4], x[5]), fmaxf(x[6], x[7])));
         if (top * outer > origin + SLACK)
             move(top * outer);
+        float power[8], products[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            float power = two_to_the(fmaf(x[i], outer, -origin));
-            total += power;
-            if (ENTROPY)
-                moment += power > 0 ? power * (x[i] * outer) : 0;
-            if (SMOOTHING)
-                plain += i < left ? x[i] * outer : 0;
+            power[i] = two_to_the(fmaf(x[i], outer, -origin));
+            products[i] = power[i] > 0 ? power[i] * (x[i] * outer) : 0;
+            x[i] = i < left ? x[i] * outer : 0;
         }
+        total += sum(power);
+        if (ENTROPY)
+            moment += sum(products);
+        if (SMOOTHING)
+            plain += sum(x);
     }
 
     /* The sums of 2 · `from` neighbouring lanes. */
