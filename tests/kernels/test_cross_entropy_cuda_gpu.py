@@ -71,8 +71,8 @@ def test_as_triton(calls, monkeypatch):
     expected = losses.cross_entropy_(copy, labels, Objective(), True, True)
     assert calls == [True]
     assert got.loss[[0, 1, 2, 3, 5]].isnan().tolist() == [False, True, True, True, True]
-    for mine, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=3e-6, atol=3e-6, equal_nan=True)
+    for mine, other in zip(got, expected, strict=True):  # summed in another order, entropies differ by 5e-6
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(logits, copy, rtol=2**-7, atol=1e-7, equal_nan=True)
 
 
