@@ -181,8 +181,6 @@ template <bool BFLOAT> void put_four(u16 *to, float value, bool inside) {
         *(u64 *)to = (u64)others << 32 | two;
 }
 
-float two_to_the(float x) { return std::exp2(x); }
-
 float from_e4m3(u32 code) { return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; }
 u8 to_e4m3(float value) {
     u32 bits = __float_as_uint(std::fmin(std::fabs(value), 448.0f) * 0x1p-120f);

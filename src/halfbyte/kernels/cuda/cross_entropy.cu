@@ -11,6 +11,7 @@ than SLACK: fp32 has room for sums of 2^SLACK, and most pieces cost no rescaling
 Constants: THREADS, KEPT, AHEAD, BF16 (else fp16), SMOOTHING and ENTROPY (0 or 1: are they asked for). */
 
 #include "warp.cuh"
+#include "matrix.cuh"
 
 constexpr int IGNORED = -1, OUTSIDE = -2; /* instead of a label */
 constexpr u32 WARPS = THREADS / 32, CHUNK = THREADS * 16; /* bytes */
@@ -43,7 +44,7 @@ struct Sums {
     float origin = LOWEST, total = 0, moment = 0, plain = 0; /* Σ 2^(z − origin), Σ z 2^(z − origin), Σ z */
 
     __device__ __forceinline__ void move(float to) {
-        float shrink = two_to_the(origin - to);
+        float shrink = power_of_two(origin - to);
         total *= shrink, moment *= shrink, origin = to;
     }
 
@@ -63,7 +64,7 @@ struct Sums {
         float power[8], products[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            power[i] = two_to_the(fmaf(x[i], outer, -origin));
+            power[i] = power_of_two(fmaf(x[i], outer, -origin));
             products[i] = power[i] > 0 ? power[i] * (x[i] * outer) : 0;
             x[i] = i < left ? x[i] * outer : 0;
         }
@@ -105,7 +106,7 @@ struct Gradient {
         unpack(v, x);
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            x[i] = fmaf(two_to_the(fmaf(x[i], outer, -logsumexp)), factor, -share);
+            x[i] = fmaf(power_of_two(fmaf(x[i], outer, -logsumexp)), factor, -share);
         if ((u32)label - at < 8)
 #pragma unroll
             for (int i = 0; i < 8; i++)

@@ -98,13 +98,6 @@ template <bool BFLOAT> __device__ __forceinline__ float number(u16 bits) {
     return value;
 }
 
-/* 2ˣ by the hardware's instruction, which flushes what is subnormal. */
-__device__ __forceinline__ float two_to_the(float x) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-    return power;
-}
-
 /* E4M3, and the nearest E4M3 (±448 beyond it). */
 __device__ __forceinline__ float from_e4m3(u32 code) {
     return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
