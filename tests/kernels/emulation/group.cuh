@@ -1,8 +1,6 @@
 /* The functions of halfbyte/kernels/cuda/group.cuh on a CPU. Products happen when they are waited for; until then their
 sums are NaN. */
 
-struct alignas(16) float4 { float x, y, z, w; };
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct { u32 x; } blockDim;
 
 struct Later { float (*d)[4]; u32 a[4]; u32 x; bool add; float before[NT][4]; };
