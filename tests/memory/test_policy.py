@@ -39,6 +39,24 @@ def test_copies_to_the_host_wait_for_the_link():
     assert cost(SHORT, ("offload_kept", "keep") * 15) == pytest.approx(15 * SHORT.seconds("offload_kept") + both)
 
 
+def test_small_models_stay_in_cuda_graphs():
+    """Qwen3-0.6B at 2×2048: launching it from Python takes longer than computing all of it again."""
+    small = LayerShape(
+        tokens=4096,
+        length=2048,
+        hidden=1024,
+        inner=3072,
+        queries=2048,
+        keys=1024,
+        heads=16,
+        rank=16,
+        traits=("qk_norm",),
+    )
+    assert cost(small, ("offload",) * 28) > cost(small, ("checkpoint",) * 28)
+    budget = peak(small, ("checkpoint",) * 28, **MOMENTS)
+    assert set(choose(small, 28, budget, host=100 * GIB, **MOMENTS)).isdisjoint(OFFLOADED)
+
+
 def test_products_in_fp8_leave_copies_less_time():
     fp8 = LayerShape(tokens=8192, length=2048, recipe="fp8-hybrid", **LLAMA_8B)
     assert fp8.seconds("checkpoint") < SHORT.seconds("checkpoint")

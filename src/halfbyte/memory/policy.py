@@ -44,6 +44,8 @@ TILE_ROWS = 8192
 GEMM_FLOPS = {"bf16": 700e12, "fp8-hybrid": 1250e12, "nvfp4": 700e12}
 ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZED_BYTES, LINK_BYTES = 400e12, 4.0e12, 3.1e12, 50e9
 LORA = 1.16
+# A layer of a step as Python launches it (Qwen3-0.6B: 90 ms for 28): copies to the host keep it out of a CUDA graph.
+LAUNCHES = 3.2e-3
 
 # What tells the fused families apart in memory, by transformers' model_type; `models.families` has the rest.
 FUSED: dict[str, tuple[str, ...]] = {
@@ -208,9 +210,12 @@ class LayerShape:
 
     def waiting(self, levels: Sequence[Level]) -> float:
         """Time that copies to the host take longer than the layers' forward; backward leaves them more."""
-        forward = self._attention_again() + self._mlp_again() + self._product(self.hidden * self.inner)
         leaving = sum(count * self.on_host(level) for level, count in Counter(levels).items())
-        return max(0.0, leaving / LINK_BYTES - len(levels) * forward)
+        return max(0.0, leaving / LINK_BYTES - len(levels) * self.forward_seconds)
+
+    @property
+    def forward_seconds(self) -> float:
+        return self._attention_again() + self._mlp_again() + self._product(self.hidden * self.inner)
 
     def _product(self, weights: int) -> float:
         flops = 2 * self.tokens * weights * LORA / GEMM_FLOPS[self.recipe]
@@ -266,8 +271,11 @@ def mixes(layers: int) -> Iterator[tuple[Level, ...]]:
 
 
 def cost(shape: LayerShape, levels: Sequence[Level]) -> float:
-    """Seconds that a step takes longer than one that keeps all."""
-    return sum(count * shape.seconds(level) for level, count in Counter(levels).items()) + shape.waiting(levels)
+    """Seconds that a step takes longer than one that keeps all, whose backward takes about as long as its forward."""
+    extra = sum(count * shape.seconds(level) for level, count in Counter(levels).items()) + shape.waiting(levels)
+    if OFFLOADED.keys().isdisjoint(levels):
+        return extra
+    return max(extra, len(levels) * (LAUNCHES - 2 * shape.forward_seconds))
 
 
 def choose(
