@@ -108,6 +108,21 @@ def test_as_much_as_a_layer_saves_is_on_its_way(cuda):
         assert torch.equal(store.unpack(packed[i]), layers[i // 3][i % 3])
 
 
+def test_what_dies_while_backward_looks_ahead(cuda, monkeypatch):
+    store = Offload(torch.device("cpu"))
+    packed = saved(store, *([torch.randn(1, 32, 16) for _ in range(2)] for _ in range(3)))
+    fetch = store._fetch
+
+    def while_others_die(memory, compute):
+        packed[:2] = []
+        fetch(memory, compute)
+
+    unpacked = packed[-1]
+    monkeypatch.setattr(store, "_fetch", while_others_die)
+    store.unpack(unpacked)
+    assert len(store._waiting) < 6
+
+
 def test_what_two_functions_save_travels_once(cuda):
     store, x = Offload(torch.device("cpu")), torch.randn(4, 32, 16)
     packed = saved(store, [x, x.transpose(0, 1), x.view(-1, 16)])

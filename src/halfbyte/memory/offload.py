@@ -107,7 +107,7 @@ class Offload:
     def _foresee(self, compute: Any) -> None:
         """Fetch what backward asks for next."""
         coming = 0
-        for reference in reversed(self._waiting.values()):
+        for reference in list(reversed(self._waiting.values())):  # which shrinks where garbage is collected meanwhile
             memory = reference()
             if memory is not None:
                 self._fetch(memory, compute)
