@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
-GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: 1.5% were reserved and unused (docs/log.md)
+GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: at most 1.7% were unused (docs/log.md)
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
