@@ -66,5 +66,7 @@ def test_a_run_is_merged_to_what_it_computed(tmp_path, scheme, keys):
     memory = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert memory["measured"]["peak_bytes"] <= 1.1 * memory["predicted"]["total"]
     found = merge(result.output_dir, tmp_path / "merged").targets["original"]
-    assert found.trained.max_logit_difference <= 1e-3 * found.largest_logit
+    # Trained whole, embeddings, norms and head are fp32; merged they are bf16: three roundings in a row.
+    rounding = 1e-3 if keys == {} else 3 * 2**-9
+    assert found.trained.max_logit_difference <= rounding * found.largest_logit
     assert found.noise.kl > 10 * found.trained.kl

@@ -193,4 +193,5 @@ def test_on_the_gpu_loss_and_gradients_equal_the_stock_models(family, packed):
     for name, exact in truth[1].items():  # bf16's own error is what ours is measured against
         error, theirs = ((each[1][name].float() - exact).norm() / exact.norm() for each in (fused, stock))
         assert error <= 1.25 * theirs + 0.02, name
-    assert transformers.AttentionInterface()[model.config._attn_implementation] is not None
+    implementation = model.config._attn_implementation
+    assert implementation == "eager" or transformers.AttentionInterface()[implementation] is not None
