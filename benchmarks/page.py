@@ -95,6 +95,18 @@ def decode_table(results: Results) -> Rows:
     return rows
 
 
+def head_table(results: Results) -> Rows:
+    rows: Rows = [("tokens × vocabulary × hidden", "by", "ms", "of the two products' time", "GiB over the inputs")]
+    for result in results.values():
+        for shape in result["shapes"]:
+            size = "×".join(map(str, shape["shape"]))
+            for name, run in shape["rows"].items():
+                rows.append(
+                    (size, name, f"{run['ms']:.1f}", f"{run['x_gemms']:.3f}", f"{run['peak_bytes'] / 2**30:.2f}")
+                )
+    return rows
+
+
 def step_command(name: str, result: dict[str, Any]) -> str:
     """The command line of benchmarks.step or benchmarks.packed, from the options that the result holds."""
     packed = "documents" in result
@@ -137,6 +149,14 @@ SECTIONS = (
         "The longest context", r"context_.*",
         "One step of one row, inputs of layers in host memory, MLPs in tiles, within 80 GiB of the device.",
         {}, step_table, step_command,
+    ),
+    Section(
+        "The loss of a frozen head", r"head_.*",
+        "Mean loss and dX, by turns; the two products are the whole matrices' alone.",
+        {}, head_table,
+        lambda name, result: "python -m benchmarks.head --shapes "
+                             + ",".join("x".join(map(str, each["shape"])) for each in result["shapes"])
+                             + f" --json benchmarks/results/{name}.json",
     ),
     Section(
         "Elementwise kernels", r"kernels_.*",
