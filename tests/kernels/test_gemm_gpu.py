@@ -118,7 +118,7 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(gemm):
 def test_who_multiplies(gemm, monkeypatch):
     """Products of few rows go elsewhere, and what these kernels do not take."""
     taken = []
-    monkeypatch.setattr(gemm, "product", lambda x, *_: taken.append(x.shape[0]) or x)
+    monkeypatch.setattr(gemm, "product", lambda x, *_, **__: taken.append(x.shape[0]) or x)
     weight = arguments(64, 512)
     for batch in (1, gemm.FEWEST - 1, gemm.FEWEST, 64, 65):
         linear_blockwise4(torch.randn(batch, 512, device="cuda", dtype=torch.bfloat16), *weight, None)

@@ -17,7 +17,7 @@ from .cuda import BuildError, Kernel, cubin
 from .gemm_cuda import tiles_of
 
 BATCH, CAPABILITY = 64, (9, 0)
-SPLIT, WARPS = 8, 8  # blocks of a cluster, which is the most that every GPU runs; warps of a block
+SPLIT, WARPS = 8, 16  # blocks of a cluster, which is the most that every GPU runs; warps of a block
 TILE = 16  # rows of A
 
 

@@ -27,7 +27,7 @@ constexpr u32 PART = WARPS * NT * 32; /* of four sums */
 /* For so many threads the compiler leaves 96 registers each, or 80, so that a block of add() fits beside; then groups
 take some of the producers'. */
 constexpr u32 BOUND = NT < 6 ? 768 : 640;
-constexpr u32 TOGETHER = 12; /* parts that are on their way at once */
+constexpr u32 TOGETHER = 4; /* parts that are on their way at once */
 constexpr int EARLY = 2; /* slots whose weights are copied before x may be */
 
 struct Half { /* a lane's operands of 64 columns and, where these are not scaled yet, the scales of rows g and g + 8 */
@@ -202,6 +202,12 @@ struct Term {
     const u16 *u, *b;
     u32 apart, rank;
 
+    /* Bring B's rows n and n + 8 near. */
+    __device__ __forceinline__ void begin(u32 n, u32 rows) const {
+        for (u32 r = 0; r < rank; r += 64)
+            prefetch(b + (u64)min(n, rows - 1) * rank + r), prefetch(b + (u64)min(n + 8, rows - 1) * rank + r);
+    }
+
     /* To sums of rows n and n + 8 of W with rows m and m + 1 of x; `rank` is a multiple of 8. */
     __device__ __forceinline__ void add(float (&sum)[4], u32 n, u32 m, u32 rows, u32 batch) const {
         const u16 *of_b[2] = {b + (u64)min(n, rows - 1) * rank, b + (u64)min(n + 8, rows - 1) * rank};
@@ -239,6 +245,7 @@ add(const float4 *parts, const u16 *bias, u16 *out, const float *factor, u32 row
     u32 block = block_of(tile * steps, blocks, pairs), last = block_of(tile * steps + steps - 1, blocks, pairs);
     float total[4] = {}, scale = factor ? *factor : 1.0f;
     parts += (u64)tile * PART + i;
+    term.begin(row, rows);
     begin_after_others();
     if (m >= batch)
         return;

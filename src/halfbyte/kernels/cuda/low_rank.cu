@@ -25,7 +25,7 @@ low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 c
     begin_after_others();
 
     float sum[NT][4] = {};
-#pragma unroll 2
+#pragma unroll 4
     for (u32 c = first; c < columns; c += 32 * SPLIT * WARPS) {
         uint4 low = from_global(rows + c), high = from_global(rows + 8 * (u64)columns + c), with[NT];
 #pragma unroll
