@@ -44,7 +44,7 @@ def emulate(module, monkeypatch, folder, runner):
     monkeypatch.setattr(module, "_kernel", getattr(module._kernel, "__wrapped__", module._kernel))
     monkeypatch.setattr(module, "Kernel", Emulated)
     monkeypatch.setattr(module, "cubin", source_of)
-    monkeypatch.setattr(module, "multiprocessors_of", lambda device: 3)
+    monkeypatch.setattr(module, "multiprocessors_of", lambda device: 3, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return module

@@ -10,9 +10,10 @@ pytest.importorskip("triton")  # whose launcher's arithmetic they share
 pytestmark = needs_compiler
 ADD = """
 extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const float4 **parts, const u16 **bias, u16 **out,
-                        const float **factor, u32 *rows, u32 *columns, u32 *batch, u32 *product) {
+                        const float **factor, u32 *rows, u32 *columns, u32 *batch, u32 *product, Term *term) {
     blockDim.x = threads;
-    launch(blocks, threads, bytes, [&] { add(*parts, *bias, *out, *factor, *rows, *columns, *batch, *product); });
+    launch(blocks, threads, bytes,
+           [&] { add(*parts, *bias, *out, *factor, *rows, *columns, *batch, *product, *term); });
 }
 """
 GEMM4 = """
@@ -38,19 +39,20 @@ def gemm(request, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("gemm", [GEMM4], indirect=True, ids=[""])
 @pytest.mark.parametrize(
-    ("blocks", "batch", "dtype", "nested", "shape"),
+    ("blocks", "batch", "dtype", "nested", "shape", "rank"),
     [
-        ((1, 3), 13, torch.bfloat16, True, (70, 1280)),
-        ((2, 3), 33, torch.float16, False, (131, 256)),
+        ((1, 3), 13, torch.bfloat16, True, (70, 1280), 24),
+        ((2, 3), 33, torch.float16, False, (131, 256), 0),
     ],
     ids=str,
 )
-def test_products(gemm, blocks, batch, dtype, nested, shape):
-    def function(x, packed, absmax, second, blocksize, kind, rows, bias):
-        return gemm.product(x, packed, absmax, second, kind, rows, bias, gemm.Blocks(*blocks))
+def test_products(gemm, blocks, batch, dtype, nested, shape, rank):
+    def function(x, packed, absmax, second, blocksize, kind, rows, bias, term=None):
+        assert gemm.adds(term)
+        return gemm.product(x, packed, absmax, second, kind, rows, bias, gemm.Blocks(*blocks), term)
 
     weight = arguments(*shape, "nf4" if nested else "fp4", 64, nested)
-    check(function, batch, weight, shape[1], dtype, bias=batch > 20)
+    check(function, batch, weight, shape[1], dtype, bias=batch > 20, rank=rank)
 
 
 @pytest.mark.parametrize("gemm", [PLANES], indirect=True, ids=[""])

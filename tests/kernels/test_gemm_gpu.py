@@ -35,9 +35,10 @@ def gemm():
 def function(blocks=None):
     from halfbyte.kernels import gemm_cuda
 
-    def run(x, packed, absmax, nested, blocksize, kind, rows, bias):
+    def run(x, packed, absmax, nested, blocksize, kind, rows, bias, term=None):
         assert gemm_cuda.takes(x, packed, absmax)
-        return gemm_cuda.product(x, packed, absmax, nested, kind, rows, bias, blocks)
+        assert gemm_cuda.adds(term)
+        return gemm_cuda.product(x, packed, absmax, nested, kind, rows, bias, blocks, term)
 
     return run
 
@@ -50,7 +51,7 @@ def test_products(gemm, batch, nested, kind):
     for rows, columns in ((130, 256), (1001, 4352), (4096, 14336)):
         weight = arguments(rows, columns, kind, 64, nested)
         for dtype in (torch.bfloat16, torch.float16):
-            check(function(), batch, weight, columns, dtype, bias=batch % 2 == 0)
+            check(function(), batch, weight, columns, dtype, bias=batch % 2 == 0, rank=batch % 3 * 8)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -117,7 +118,7 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(gemm):
 def test_who_multiplies(gemm, monkeypatch):
     """Products of few rows go elsewhere, and what these kernels do not take."""
     taken = []
-    monkeypatch.setattr(gemm, "product", lambda x, *_: taken.append(x.shape[0]) or x)
+    monkeypatch.setattr(gemm, "product", lambda x, *_, **__: taken.append(x.shape[0]) or x)
     weight = arguments(64, 512)
     for batch in (1, gemm.FEWEST - 1, gemm.FEWEST, 64, 65):
         linear_blockwise4(torch.randn(batch, 512, device="cuda", dtype=torch.bfloat16), *weight, None)

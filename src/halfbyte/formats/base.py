@@ -70,6 +70,13 @@ class Format(abc.ABC):
         """[M, N] = x·Wᵀ + b for x [M, K], no gradient. Formats override it where few rows need no dequantized copy."""
         return F.linear(x, self.dequantize(parts, shape, x.dtype), bias)
 
+    def linear_plus(
+        self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None, term: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """`linear` and an adapter's u·Bᵀ, if given: u [M, r], B [N, r]. Formats override it that add it on the way."""
+        y = self.linear(x, parts, shape, bias)
+        return y if term is None else y.addmm_(term[0], term[1].t())
+
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         """`dtype` [rows, width]: chosen rows of a two-dimensional table. Formats override it to decode only those."""
         return self.dequantize(parts, shape, dtype)[rows]

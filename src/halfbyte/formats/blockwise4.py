@@ -127,8 +127,13 @@ class Blockwise4(Format):
         ).view(shape)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        return self.linear_plus(x, parts, shape, bias, None)
+
+    def linear_plus(
+        self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None, term: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         scales = parts["absmax"], self.nested_parts(parts)
-        return linear_blockwise4(x, parts["packed"], *scales, self.blocksize, self.quant_type, shape[0], bias)
+        return linear_blockwise4(x, parts["packed"], *scales, self.blocksize, self.quant_type, shape[0], bias, term)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_blockwise4(

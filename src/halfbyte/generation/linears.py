@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..formats import Blockwise4
 from ..models.projections import hooked
 from ..ops.decode_layers import Projections, Weight4
+from ..ops.low_rank import low_rank_rows
 from ..tensor import QuantizedTensor
 
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [r, K], B [N, r], scaling
@@ -48,15 +49,19 @@ def _factors(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, Factor
     return base, adapters
 
 
-def _product(linear: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """[M, K] → [M, N]; what a call would look up is bound once."""
+def _product(linear: nn.Linear, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """[M, K] → [M, N], with an adapter's term u·Bᵀ if one is given; what a call would look up is bound once."""
     bias = None if linear.bias is None else linear.bias.detach().to(dtype)
     weight: Any = linear.weight
     if isinstance(weight, QuantizedTensor):
-        return partial(
-            weight.format.linear, parts=weight.parts, shape=(linear.out_features, linear.in_features), bias=bias
-        )
-    return partial(F.linear, weight=weight.detach().to(dtype), bias=bias)
+        shape = linear.out_features, linear.in_features
+        return partial(weight.format.linear_plus, parts=weight.parts, shape=shape, bias=bias)
+    return partial(_linear_plus, weight=weight.detach().to(dtype), bias=bias)
+
+
+def _linear_plus(x: Tensor, weight: Tensor, bias: Tensor | None, term: tuple[Tensor, Tensor] | None) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if term is None else y.addmm_(term[0], term[1].t())
 
 
 def _weight4(linear: nn.Linear, dtype: torch.dtype) -> Weight4 | None:
@@ -142,16 +147,15 @@ class Linears:
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """[B, T, Nᵢ] each for x [B, T, K]."""
-        rows = x.flatten(0, 1)
-        out = [product(rows) for product in self.products]
+        rows, u = x.flatten(0, 1), x
         if self.a is not None:
-            u = F.linear(x, self.a)
-            u = (u if self.mask is None else u * self.mask).flatten(0, 1)
-            for y, term in zip(out, self.b, strict=True):
-                if term is not None:
-                    begin, b = term
-                    y.addmm_(u[:, begin : begin + b.shape[1]], b.t())
-        return [y.unflatten(0, x.shape[:2]) for y in out]
+            mask = None if self.mask is None else self.mask.expand(-1, x.shape[1], -1).flatten(0, 1)
+            u = low_rank_rows(rows, self.a, mask)
+        out = []
+        for product, factor in zip(self.products, self.b, strict=True):
+            term = None if factor is None else (u[:, factor[0] : factor[0] + factor[1].shape[1]], factor[1])
+            out.append(product(rows, term=term).unflatten(0, x.shape[:2]))
+        return out
 
     def projections(self) -> Projections | None:
         """These linears as `ops.decode_layers` takes them; None unless all weights are 4-bit."""

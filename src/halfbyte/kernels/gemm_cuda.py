@@ -27,6 +27,18 @@ COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of
 PARTS = 16  # of a tile at most, about
 
 
+Term = tuple[Tensor, Tensor] | None  # u [M, r], B [N, r]
+
+
+class _Term(ctypes.Structure):
+    """The struct `Term` of `cuda/gemm.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in "ub"),
+        *((name, ctypes.c_uint32) for name in ("apart", "rank")),
+    )
+
+
 class Blocks(NamedTuple):
     """Constants of `cuda/gemm.cuh`: tiles of 64 · `groups` rows, `stages` of the ring."""
 
@@ -69,11 +81,20 @@ def takes(x: Tensor, *of_weight: Tensor) -> bool:
     return takes_few(x, *of_weight, most=BATCH) and torch.cuda.get_device_capability(x.device)[0] == CAPABILITY
 
 
+def adds(term: Term) -> bool:
+    """True if the kernels can add this term: eights of 16-bit numbers, read 16 bytes at a time."""
+    return term is None or (
+        term[1].is_contiguous()
+        and (term[0].stride(1), term[0].stride(0) % 8, term[0].shape[1] % 8) == (1, 0, 0)
+        and all(tensor.data_ptr() % 16 == 0 for tensor in term)
+    )
+
+
 def launch(
     name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int, row: int,
-    blocks: Blocks | None = None, **constants: int,
+    blocks: Blocks | None = None, term: Term = None, **constants: int,
 ) -> Tensor:  # fmt: skip
-    """`factor` · x·Wᵀ + b by the kernel `name`, whose parameters are the weight, x, the tiles' parts and the rows of x.
+    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`; its parameters are the weight, x, the tiles' parts and x's rows.
 
     Raises:
         BuildError: the kernel does not compile here.
@@ -87,25 +108,26 @@ def launch(
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, parts, bias, out, factor)]
     sizes = [ctypes.c_uint32(size) for size in (rows, columns, batch, grid)]
+    added = _Term() if term is None else _Term(*[t.data_ptr() for t in term], term[0].stride(0), term[0].shape[1])
     with torch.cuda.device(device):
         bf16 = x.dtype is torch.bfloat16
         product, add = _kernel(name, blocks, device, tiles, bf16, row, tuple(constants.items()))
         product(grid, 128 * blocks.groups + COPYING, [weight, *pointers[:2], sizes[2]])
-        add(cut * tile * 2 * tiles // ADDED, ADDED, [*pointers[1:], *sizes])
+        add(cut * tile * 2 * tiles // ADDED, ADDED, [*pointers[1:], *sizes, added])
     return out
 
 
 def product(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int, bias: Tensor | None,
-    blocks: Blocks | None = None,
+    blocks: Blocks | None = None, term: Term = None,
 ) -> Tensor:  # fmt: skip
-    """`linear_blockwise4` of contiguous tensors that `takes` accepts.
+    """`linear_blockwise4` of contiguous tensors that `takes` accepts, and a term that `adds` does.
 
     Raises:
         BuildError: the kernel does not compile here.
     """
     weight, row = weight_of(x, packed, absmax, nested, quant_type, rows), CODES + (16 if nested is None else 8)
-    return launch("gemm4", weight, x, bias, None, rows, row, blocks, NESTED=int(nested is not None))
+    return launch("gemm4", weight, x, bias, None, rows, row, blocks, term, NESTED=int(nested is not None))
 
 
 _refused = False
@@ -113,14 +135,14 @@ _refused = False
 
 def try_product(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None,
+    bias: Tensor | None, term: Term = None,
 ) -> Tensor | None:  # fmt: skip
     """`product` where it can run and pays, else None; says once why it cannot be compiled."""
     global _refused
-    if _refused or x.shape[0] < FEWEST or blocksize != BLOCKSIZE or not takes(x, packed, absmax):
+    if _refused or x.shape[0] < FEWEST or blocksize != BLOCKSIZE or not takes(x, packed, absmax) or not adds(term):
         return None
     try:
-        return product(x, packed, absmax, nested, quant_type, rows, bias)
+        return product(x, packed, absmax, nested, quant_type, rows, bias, term=term)
     except BuildError as error:
         _refused = True
         notice("gemm4-cuda", f"{error}; products of {FEWEST} to {BATCH} rows run in other kernels, more slowly")

@@ -31,6 +31,7 @@ from ..ops.blockwise4 import NESTED_BLOCK
 from ..ops.codebooks import codebook4
 from ..ops.gemv4 import dequantized, linear_blockwise4
 from . import gemm_cuda, gemv4_cuda
+from .gemm_cuda import Term
 from .launch import Launcher, ceil_div, power_of_2
 
 GEMV_ROWS = 3  # of 16 bits: from 4 on the tensor cores are as fast; they take no fp32, which has up to 4
@@ -317,15 +318,26 @@ def linear(
     quant_type: str,
     rows: int,
     bias: Tensor | None,
+    term: Term = None,
 ) -> Tensor:
+    weight = packed, absmax, nested, blocksize, quant_type, rows
+    x = x.contiguous()
+    if (found := gemm_cuda.try_product(x, *weight, bias, term)) is not None:
+        return found
+    y = _linear(x, *weight, bias)
+    return y if term is None else y.addmm_(term[0], term[1].t())
+
+
+def _linear(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     batch, columns = x.shape
     weight = packed, absmax, nested, blocksize, quant_type, rows
     if batch and columns % blocksize == 0 and packed.numel() < 2**33:  # whole blocks a row; a word's index fits 31 bits
-        x = x.contiguous()
-        for cuda in (gemm_cuda, gemv4_cuda):
-            found = cuda.try_product(x, *weight, bias)
-            if found is not None:
-                return found
+        found = gemv4_cuda.try_product(x, *weight, bias)
+        if found is not None:
+            return found
         gemv_by, small_by = gemv_blocks(batch), small_blocks(rows, batch)
         if batch <= (4 if x.dtype is torch.float32 else GEMV_ROWS) and blocksize <= 8 * gemv_by.words:
             return gemv(x, *weight, bias, gemv_by)

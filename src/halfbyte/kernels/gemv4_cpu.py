@@ -42,10 +42,11 @@ def linear(
     quant_type: str,
     rows: int,
     bias: Tensor | None,
+    term: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     batch, columns = x.shape
     if not 1 <= batch <= GEMV_ROWS or columns % blocksize:
-        return linear_blockwise4.reference(x, packed, absmax, nested, blocksize, quant_type, rows, bias)
+        return linear_blockwise4.reference(x, packed, absmax, nested, blocksize, quant_type, rows, bias, term)
     exact, y = x.float().contiguous(), torch.empty(batch, rows)
     packed, absmax, codebook = packed.contiguous(), absmax.contiguous(), codebook4(quant_type, CPU)
     weight = Weight(packed.data_ptr(), absmax.data_ptr(), codebook=codebook.data_ptr(), rows=rows, columns=columns,
@@ -57,4 +58,5 @@ def linear(
         raise MemoryError(f"gemv4: no memory for {batch} rows of {columns} values")
     if bias is not None:
         y += bias
-    return y.to(x.dtype)
+    y = y.to(x.dtype)
+    return y if term is None else y.addmm_(term[0], term[1].t())

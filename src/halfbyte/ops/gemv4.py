@@ -23,8 +23,9 @@ def linear_blockwise4(
     quant_type: str,
     rows: int,
     bias: Tensor | None,
+    term: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`F.linear` of rows with a packed weight; no gradient.
+    """`F.linear` of rows with a packed weight, and an adapter's term u·Bᵀ; no gradient.
 
     Twins may sum in another order, and keep the weights in fp32 where this one rounds them to x's dtype.
 
@@ -34,11 +35,13 @@ def linear_blockwise4(
         absmax, nested, blocksize, quant_type: as in `dequantize_blockwise4`; blocks may cross rows.
         rows: N.
         bias: [N] in x's dtype, or None.
+        term: u [M, r], whose rows may be part of longer ones, and B [N, r], in x's dtype.
 
     Returns:
         [M, N] in x's dtype.
     """
-    return F.linear(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias)
+    y = F.linear(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias)
+    return y if term is None else y.addmm_(term[0], term[1].t())
 
 
 def dequantized(

@@ -21,6 +21,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define threadIdx (current->thread)
 #define blockIdx (current->block)
 #define memory (memories[current->block.x])
@@ -61,6 +62,16 @@ void __syncwarp() { meet(current->number / 32 * 32, 32); }
 void __syncthreads() { meet(current->number - current->thread.x, threads_of_block); }
 template <int COUNT> void group_arrives(u32 group) { meet(current->number - current->thread.x + group * COUNT, COUNT); }
 void begin_after_others() {}
+
+/* Blocks of a cluster are neighbours that run together; who waits has arrived. */
+void cluster_arrives() {}
+void cluster_waits(u32 blocks) {
+    meet(current->number - current->thread.x - current->block.x % blocks * threads_of_block, blocks * threads_of_block);
+}
+void put_in_cluster(const float *to, u32 block, float value, u32 blocks) {
+    auto at = (const u8 *)to - memory.data();
+    memcpy(&memories[current->block.x / blocks * blocks + block].at(at), &value, sizeof value);
+}
 
 float shuffle(float value, u32 mask) {
     current->value = value;

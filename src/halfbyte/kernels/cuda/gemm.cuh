@@ -27,7 +27,7 @@ constexpr u32 PART = WARPS * NT * 32; /* of four sums */
 /* For so many threads the compiler leaves 96 registers each, or 80, so that a block of add() fits beside; then groups
 take some of the producers'. */
 constexpr u32 BOUND = NT < 6 ? 768 : 640;
-constexpr u32 TOGETHER = 12; /* parts that are on their way at once */
+constexpr u32 TOGETHER = 4; /* parts that are on their way at once */
 constexpr int EARLY = 2; /* slots whose weights are copied before x may be */
 
 struct Half { /* a lane's operands of 64 columns and, where these are not scaled yet, the scales of rows g and g + 8 */
@@ -197,18 +197,60 @@ template <typename W> __device__ __forceinline__ void product(const W &w, const 
     }
 }
 
+/* What an adapter adds: u Bᵀ for u [batch, rank], its rows `apart` numbers apart, and B [rows, rank]; no rank, no term. */
+struct Term {
+    const u16 *u, *b;
+    u32 apart, rank;
+
+    /* Bring B's rows n and n + 8 near. */
+    __device__ __forceinline__ void begin(u32 n, u32 rows) const {
+        for (u32 r = 0; r < rank; r += 64)
+            prefetch(b + (u64)min(n, rows - 1) * rank + r), prefetch(b + (u64)min(n + 8, rows - 1) * rank + r);
+    }
+
+    /* To sums of rows n and n + 8 of W with rows m and m + 1 of x; `rank` is a multiple of 8. */
+    __device__ __forceinline__ void add(float (&sum)[4], u32 n, u32 m, u32 rows, u32 batch) const {
+        const u16 *of_b[2] = {b + (u64)min(n, rows - 1) * rank, b + (u64)min(n + 8, rows - 1) * rank};
+        const u16 *of_u[2] = {u + (u64)m * apart, u + (u64)min(m + 1, batch - 1) * apart};
+#pragma unroll 2
+        for (u32 r = 0; r < rank; r += 8) {
+            u32 left[2][4], right[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                *(uint4 *)left[i] = from_global(of_b[i] + r), *(uint4 *)right[i] = from_global(of_u[i] + r);
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                sum[k] += dot8(left[k / 2], right[k % 2]);
+        }
+    }
+
+    static __device__ __forceinline__ float dot8(const u32 (&a)[4], const u32 (&b)[4]) {
+        float total = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            total += number<BF16>(a[i]) * number<BF16>(b[i]);
+            total += number<BF16>(a[i] >> 16) * number<BF16>(b[i] >> 16);
+        }
+        return total;
+    }
+};
+
 /* y: `factor` times the sum of each tile's parts, of a product that `blocks` blocks made. A thread has four sums. */
 extern "C" __global__ void __launch_bounds__(256)
-add(const float4 *parts, const u16 *bias, u16 *out, const float *factor, u32 rows, u32 columns, u32 batch, u32 blocks) {
+add(const float4 *parts, const u16 *bias, u16 *out, const float *factor, u32 rows, u32 columns, u32 batch, u32 blocks,
+    Term term) {
     u32 steps = columns / 256, pairs = (rows + ROWS - 1) / ROWS * steps;
     u32 at = blockIdx.x * 256 + threadIdx.x, tile = at / PART, i = at % PART, lane = i % 32;
     u32 row = tile * ROWS + i / (NT * 32) * 16 + lane / 4, m = i / 32 % NT * 8 + lane % 4 * 2;
     u32 block = block_of(tile * steps, blocks, pairs), last = block_of(tile * steps + steps - 1, blocks, pairs);
     float total[4] = {}, scale = factor ? *factor : 1.0f;
     parts += (u64)tile * PART + i;
+    term.begin(row, rows);
     begin_after_others();
     if (m >= batch)
         return;
+    float more[4] = {};
+    term.add(more, row, m, rows, batch);
     for (; block <= last; block += TOGETHER) {
         float4 some[TOGETHER];
 #pragma unroll
@@ -222,7 +264,7 @@ add(const float4 *parts, const u16 *bias, u16 *out, const float *factor, u32 row
     for (int k = 0; k < 4; k++) {
         u32 n = row + k / 2 * 8;
         if (n < rows && m + k % 2 < batch) {
-            float y = total[k] * scale + (bias ? number<BF16>(bias[n]) : 0.0f);
+            float y = total[k] * scale + (bias ? number<BF16>(bias[n]) : 0.0f) + more[k];
             out[(u64)(m + k % 2) * rows + n] = (u16)pair<BF16>(y, 0.0f);
         }
     }

@@ -177,6 +177,18 @@ __device__ __forceinline__ void wait_in_block(const u32 *counter, u32 number) {
     while (now < number);
 }
 
+/* A barrier of all threads of the blocks of a cluster, in two steps; and a number for the same place of another block. */
+__device__ __forceinline__ void cluster_arrives() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_waits(u32) {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void put_in_cluster(const float *to, u32 block, float value, u32) {
+    asm volatile("{.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;}"
+                 ::"r"(address(to)), "r"(block), "f"(value) : "memory");
+}
+
 /* A barrier of the first COUNT threads of a block. */
 template <int COUNT> __device__ __forceinline__ void workers_arrive() {
     asm volatile("bar.sync 15, %0;" ::"n"(COUNT) : "memory");

@@ -1,0 +1,27 @@
+"""An adapter's first product in generation, for the rows of a batch: the specification."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import op
+
+
+@op(twins="low_rank")
+def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
+    """u = x·Aᵀ, where rows of x may leave out rows of A.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        a: [R, K] in x's dtype.
+        mask: [M, R] of zeros and ones in x's dtype, or None.
+
+    Returns:
+        [M, R] in x's dtype.
+    """
+    u = F.linear(x, a)
+    return u if mask is None else u * mask
+
+
+low_rank_rows.twin("cpu")(low_rank_rows.reference)  # a product as any other
