@@ -14,18 +14,18 @@ from torch import Tensor
 from ..notices import notice
 from ..ops.low_rank import low_rank_rows
 from .cuda import BuildError, Kernel, cubin
-from .gemm_cuda import tiles_of
+from .launch import ceil_div
 
 BATCH, CAPABILITY = 64, (9, 0)
 SPLIT, WARPS = 8, 16  # blocks of a cluster, which is the most that every GPU runs; warps of a block
-TILE = 16  # rows of A
+TILE = 16  # rows of A, and of x, that a cluster has
 
 
 @functools.cache
-def _kernel(device: int, tiles: int, bf16: bool) -> Kernel:
-    constants = {"NT": tiles, "SPLIT": SPLIT, "WARPS": WARPS, "BF16": int(bf16)}
+def _kernel(device: int, bf16: bool) -> Kernel:
+    constants = {"SPLIT": SPLIT, "WARPS": WARPS, "BF16": int(bf16)}
     image = cubin("low_rank", torch.cuda.get_device_capability(device), constants)
-    return Kernel(image, "low_rank", (WARPS + 1) * 128 * tiles * 4)
+    return Kernel(image, "low_rank", (WARPS + 1) * TILE * TILE * 4)
 
 
 def takes(x: Tensor, a: Tensor) -> bool:
@@ -52,9 +52,9 @@ def product(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     out = torch.empty(batch, rank, dtype=x.dtype, device=x.device)
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, a, mask, out)]
     with torch.cuda.device(x.device):
-        kernel = _kernel(x.get_device(), tiles_of(batch), x.dtype is torch.bfloat16)
+        kernel = _kernel(x.get_device(), x.dtype is torch.bfloat16)
         sizes = [ctypes.c_uint32(size) for size in (batch, columns, rank)]
-        kernel(rank // TILE * SPLIT, 32 * WARPS, [*pointers, *sizes])
+        kernel(rank // TILE * ceil_div(batch, TILE) * SPLIT, 32 * WARPS, [*pointers, *sizes])
     return out
 
 

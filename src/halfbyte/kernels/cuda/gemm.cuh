@@ -197,41 +197,36 @@ template <typename W> __device__ __forceinline__ void product(const W &w, const 
     }
 }
 
-/* What an adapter adds: u Bᵀ for u [batch, rank], its rows `apart` numbers apart, and B [rows, rank]; no rank, no term. */
+/* What an adapter adds: u Bᵀ for u [batch, rank], its rows `apart` numbers apart, and B [rows, rank]; no rank, no term.
+Tensor cores take it to 16 rows of W by 8 of x, laid out as their sums. */
 struct Term {
     const u16 *u, *b;
-    u32 apart, rank;
+    u32 apart, rank; /* multiples of 8 */
 
-    /* Bring B's rows n and n + 8 near. */
+    struct Operands { /* 16 ranks of a lane's two rows of B and its row of u: neighbours, so that the order is another */
+        uint2 low, high, with;
+
+        __device__ __forceinline__ void add_to(float (&sum)[4]) const {
+            const u32 a[4] = {low.x, high.x, low.y, high.y};
+            multiply<BF16>(sum, a, with.x, with.y);
+        }
+    };
+
+    /* Bring rows n and n + 8 of B near. */
     __device__ __forceinline__ void begin(u32 n, u32 rows) const {
-        for (u32 r = 0; r < rank; r += 64)
+        for (u32 r = threadIdx.x % 4 * 64; r < rank; r += 256)
             prefetch(b + (u64)min(n, rows - 1) * rank + r), prefetch(b + (u64)min(n + 8, rows - 1) * rank + r);
     }
 
-    /* To sums of rows n and n + 8 of W with rows m and m + 1 of x; `rank` is a multiple of 8. */
-    __device__ __forceinline__ void add(float (&sum)[4], u32 n, u32 m, u32 rows, u32 batch) const {
-        const u16 *of_b[2] = {b + (u64)min(n, rows - 1) * rank, b + (u64)min(n + 8, rows - 1) * rank};
-        const u16 *of_u[2] = {u + (u64)m * apart, u + (u64)min(m + 1, batch - 1) * apart};
-#pragma unroll 2
-        for (u32 r = 0; r < rank; r += 8) {
-            u32 left[2][4], right[2][4];
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                *(uint4 *)left[i] = from_global(of_b[i] + r), *(uint4 *)right[i] = from_global(of_u[i] + r);
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                sum[k] += dot8(left[k / 2], right[k % 2]);
-        }
-    }
-
-    static __device__ __forceinline__ float dot8(const u32 (&a)[4], const u32 (&b)[4]) {
-        float total = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            total += number<BF16>(a[i]) * number<BF16>(b[i]);
-            total += number<BF16>(a[i] >> 16) * number<BF16>(b[i] >> 16);
-        }
-        return total;
+    /* The operands of rows n and n + 8 of W and m of x, from rank r on. */
+    __device__ __forceinline__ Operands load(u32 r, u32 n, u32 m, u32 rows, u32 batch) const {
+        r += threadIdx.x % 4 * 4;
+        if (r >= rank)
+            return Operands{};
+        return Operands{
+            *(const uint2 *)(b + (u64)min(n, rows - 1) * rank + r),
+            *(const uint2 *)(b + (u64)min(n + 8, rows - 1) * rank + r),
+            *(const uint2 *)(u + (u64)min(m, batch - 1) * apart + r)};
     }
 };
 
@@ -242,16 +237,15 @@ add(const float4 *parts, const u16 *bias, u16 *out, const float *factor, u32 row
     u32 steps = columns / 256, pairs = (rows + ROWS - 1) / ROWS * steps;
     u32 at = blockIdx.x * 256 + threadIdx.x, tile = at / PART, i = at % PART, lane = i % 32;
     u32 row = tile * ROWS + i / (NT * 32) * 16 + lane / 4, m = i / 32 % NT * 8 + lane % 4 * 2;
+    u32 u_row = i / 32 % NT * 8 + lane / 4; /* of the term */
     u32 block = block_of(tile * steps, blocks, pairs), last = block_of(tile * steps + steps - 1, blocks, pairs);
     float total[4] = {}, scale = factor ? *factor : 1.0f;
     parts += (u64)tile * PART + i;
     term.begin(row, rows);
     begin_after_others();
-    if (m >= batch)
-        return;
     float more[4] = {};
-    term.add(more, row, m, rows, batch);
-    for (; block <= last; block += TOGETHER) {
+    Term::Operands first = term.load(0, row, u_row, rows, batch);
+    for (; m < batch && block <= last; block += TOGETHER) {
         float4 some[TOGETHER];
 #pragma unroll
         for (u32 k = 0; k < TOGETHER; k++)
@@ -260,6 +254,10 @@ add(const float4 *parts, const u16 *bias, u16 *out, const float *factor, u32 row
         for (u32 k = 0; k < TOGETHER; k++)
             total[0] += some[k].x, total[1] += some[k].y, total[2] += some[k].z, total[3] += some[k].w;
     }
+    __syncwarp();
+    first.add_to(more);
+    for (u32 r = 16; r < term.rank; r += 16)
+        term.load(r, row, u_row, rows, batch).add_to(more);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         u32 n = row + k / 2 * 8;

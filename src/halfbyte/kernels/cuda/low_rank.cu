@@ -1,19 +1,21 @@
 /* u = x Aᵀ for up to 64 rows of x and an adapter's few rows of A: little work, so that what counts is how long it takes to
-fetch it. A cluster of SPLIT blocks has 16 rows of A, each of its warps every SPLIT·WARPS-th piece of 32 columns. Sums are
-added up in a block, then put to the block of the cluster whose share of u they are, and added in a fixed order.
+fetch it. A cluster of SPLIT blocks has 16 rows of A and 16 of x, each of its warps every SPLIT·WARPS-th piece of 32
+columns. Sums are added up in a block, then put to the block of the cluster whose share of u they are, and added in a
+fixed order.
 
 A is mma's left operand, and K is taken in another order: a lane's eight columns are the operands of two products.
 
-Constants: NT (tiles of 8 rows of x), SPLIT, WARPS, BF16 (else fp16). */
+Constants: SPLIT, WARPS, BF16 (else fp16). */
 
 #include "warp.cuh"
 
-constexpr u32 THREADS = 32 * WARPS, VALUES = 128 * NT, SHARE = VALUES / SPLIT; /* VALUES: of u, a cluster's */
+constexpr u32 THREADS = 32 * WARPS, NT = 2, VALUES = 128 * NT, SHARE = VALUES / SPLIT; /* VALUES: of u, a cluster's */
 
 extern "C" __global__ void __cluster_dims__(SPLIT) __launch_bounds__(THREADS)
 low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 columns, u32 rank) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 block = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT * 16, first = (block * WARPS + warp) * 32;
+    u32 block = blockIdx.x % SPLIT, tiles = rank / 16, first = (block * WARPS + warp) * 32;
+    u32 tile = blockIdx.x / SPLIT % tiles * 16, begin = blockIdx.x / SPLIT / tiles * 8 * NT; /* rows of A, of x */
     float *sums = (float *)shared, *shares = sums + WARPS * VALUES; /* [WARPS, VALUES], [SPLIT, SHARE] */
     const u16 *rows = a + (u64)(tile + g) * columns + t * 8, *of_x[NT];
     cluster_arrives();
@@ -21,7 +23,7 @@ low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 c
         prefetch(rows + c), prefetch(rows + 8 * (u64)columns + c);
 #pragma unroll
     for (u32 n = 0; n < NT; n++) /* rows beyond the batch are the last again; their sums are not read */
-        of_x[n] = x + (u64)min(8 * n + g, batch - 1) * columns + t * 8;
+        of_x[n] = x + (u64)min(begin + 8 * n + g, batch - 1) * columns + t * 8;
     begin_after_others();
 
     float sum[NT][4] = {};
@@ -56,7 +58,7 @@ low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 c
     cluster_arrives();
     cluster_waits(SPLIT);
     for (u32 at = threadIdx.x; at < SHARE; at += THREADS) {
-        u32 v = block * SHARE + at, m = v / 16, r = tile + v % 16;
+        u32 v = block * SHARE + at, m = begin + v / 16, r = tile + v % 16;
         float total = 0;
 #pragma unroll
         for (u32 i = 0; i < SPLIT; i++)
