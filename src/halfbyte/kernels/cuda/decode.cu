@@ -19,7 +19,7 @@ next tile. No worker waits for another within a product.
 Adapters: u = A x is taken by the blocks that have fewest tiles of W, 16 rows of A and a share of K each, before anything
 else, and put with tags, for which the clerks wait, who add B u to a tile. */
 
-#include "weight4.cuh"
+#include "row4.cuh"
 
 #include "attend.cuh"
 
@@ -136,6 +136,7 @@ struct Worker : Member {
         if (FLOW)
             bring(held, from, steps);
         const u16 *input = FLOW ? held : from, *of_lane = input + (u64)(lane / 4) * product.columns + lane % 4 * 16;
+        RowOfX row;
         w.columns = product.columns;
         if (product.ranks)
             low_rank(product, input);
@@ -146,13 +147,21 @@ struct Worker : Member {
                     w.shift[half] = place(product, kind, tile, 8 * half).linear->offset;
             Sums sum = {};
             for (; step < steps; step += WK) {
+                if (FLOW)
+                    row.load(input + step * 256, lane);
                 wait<STAGES - 2>();
                 __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
                 copies.next(ring);
-                w.compute(sum, ring + stage * Weight::SLOT, of_lane + step * 256, s.batch, lane);
+                const u8 *slot = ring + stage * Weight::SLOT;
+                if (FLOW)
+                    add_row(w, sum, slot, row, lane);
+                else
+                    w.compute(sum, slot, of_lane + step * 256, s.batch, lane);
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
             step -= steps;
+            if (FLOW)
+                add_blocks(sum);
             hand_over(sum);
         }
         if (kind != DOWN)
