@@ -180,6 +180,24 @@ struct Clerk : Member {
         __syncwarp();
     }
 
+    __device__ __forceinline__ static float times_eight(uint4 eight, const float *by) {
+        u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
+        float sum = 0;
+#pragma unroll
+        for (u32 j = 0; j < 8; j++)
+            sum += number<BF16>((u16)(words[j / 2] >> j % 2 * 16)) * by[j];
+        return sum;
+    }
+
+    /* Begin to bring the rows of B that this clerk is going to need near. */
+    __device__ __forceinline__ void foresee(const Product &product, u32 kind) const {
+        for (u32 tile = blockIdx.x; tile < product.tiles && lane < ROWS; tile += gridDim.x) {
+            Place p = place(product, kind, tile, lane);
+            if (p.linear->rank)
+                prefetch(p.linear->up + (u64)p.row * p.linear->rank);
+        }
+    }
+
     struct Early { /* what a value of a tile needs besides the workers' sums, while they are waited for */
         float low, bias;   /* B u */
         float h, norm;     /* of OUT and DOWN: what it is added to, and the next norm's weight there */
@@ -198,12 +216,12 @@ struct Clerk : Member {
             e.norm = number<BF16>(layer.norms[kind == DOWN][n]);
         }
         e.bias = p.linear->bias ? number<BF16>(p.linear->bias[p.row]) : 0.0f;
-        for (u32 r = 0; r < p.linear->rank; r += 8, down += 8) {
-            uint4 eight = up[r / 8];
-            u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-            for (u32 j = 0; j < 8; j++)
-                e.low += number<BF16>((u16)(words[j / 2] >> j % 2 * 16)) * down[j];
+        for (u32 r = 0; r < p.linear->rank; r += 16) { /* two loads at a time are on their way */
+            bool more = r + 8 < p.linear->rank;
+            uint4 first = up[r / 8], second = more ? up[r / 8 + 1] : make_uint4(0, 0, 0, 0);
+            e.low += times_eight(first, down + r);
+            if (more)
+                e.low += times_eight(second, down + r + 8);
         }
         return e;
     }
@@ -235,8 +253,11 @@ struct Clerk : Member {
     __device__ __forceinline__ void run(const Layer &layer, u32 l, u32 kind) {
         const Product &product = layer.products[kind];
         tag++;
-        if (product.ranks)
+        if (product.ranks) {
+            if (clerk == 0)
+                foresee(product, kind);
             put_low_rank(product);
+        }
         if (blockIdx.x >= product.tiles) /* who needs a number does not wait for it: its place may have a new one */
             return;
         if (kind == QKV || kind == GATED)
