@@ -108,13 +108,6 @@ template <typename T> T from_shared(u32 address) {
     return value;
 }
 
-void from_shared_if(bool wanted, u32 (&to)[4], u32 address) {
-    if (address % 16)
-        fprintf(stderr, "a load is not aligned\n"), abort();
-    if (wanted)
-        memcpy(to, &memory.at(address - RESERVED), sizeof to);
-}
-
 template <int SIZE> void copy(u8 *to, const void *from, bool inside) {
     if ((uintptr_t)from % SIZE || (uintptr_t)to % SIZE)
         fprintf(stderr, "a copy is not aligned\n"), abort();

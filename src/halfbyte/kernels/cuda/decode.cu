@@ -19,7 +19,7 @@ next tile. No worker waits for another within a product.
 Adapters: u = A x is taken by the blocks that have fewest tiles of W, 16 rows of A and a share of K each, before anything
 else, and put with tags, for which the clerks wait, who add B u to a tile. */
 
-#include "row4.cuh"
+#include "one_row.cuh"
 
 #include "attend.cuh"
 

@@ -53,12 +53,6 @@ template <> __device__ __forceinline__ uint4 from_shared<uint4>(u32 address) {
     return v;
 }
 
-/* 16 bytes of shared memory if `wanted`, else what was there, without a branch. */
-__device__ __forceinline__ void from_shared_if(bool wanted, u32 (&to)[4], u32 address) {
-    asm volatile("{.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                 : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3]) : "r"(address), "r"((u32)wanted));
-}
-
 /* Begin to copy SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. */
 template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *from, bool inside) {
     u32 size = inside ? SIZE : 0;
