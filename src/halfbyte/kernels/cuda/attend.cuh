@@ -13,6 +13,7 @@ typedef u8 Cell;
 typedef u16 Cell;
 #endif
 
+enum { KEY = QUERIES, VALUE }; /* parts of a unit, after its queries */
 constexpr u32 PER_WORD = 4 / sizeof(Cell), EACH = HEAD / 8, TEAMS = THREADS / 8;
 constexpr u32 AHEAD = EACH / PER_WORD > 4 ? 1 : 2; /* so that chunks leave registers to what a worker keeps */
 constexpr u32 STRIDE = TEAMS * AHEAD, APART = SPLITS * STRIDE; /* slots of a chunk of all teams; to the block's next */
@@ -98,13 +99,27 @@ struct Attention {
         fetch(chunk, u, u.begin + u.split * STRIDE);
     }
 
-    /* A query (part 0 ...), the key or the value, as their product left them, made ready by one warp. `raw`: its own
-       shared memory. */
-    __device__ __forceinline__ void prepare(
-        const u16 *qkv, const Unit &u, u32 part, u32 lane, float *q, Cell *kv, uint4 *raw) const {
-        constexpr u32 E = HEAD / 32, KEY = QUERIES, VALUE = QUERIES + 1;
+    /* Where a part is: a query (0 ...), the key or the value, as their product left them. */
+    __device__ __forceinline__ const u16 *part_of(const u16 *qkv, const Unit &u, u32 part) const {
         u32 head = part < KEY ? u.head + part : heads + u.key + (part == VALUE) * key_heads;
-        const u16 *from = qkv + ((u64)u.row * (heads + 2 * key_heads) + head) * HEAD;
+        return qkv + ((u64)u.row * (heads + 2 * key_heads) + head) * HEAD;
+    }
+
+    /* `count` parts come to shared memory when they are there. */
+    __device__ __forceinline__ void take(u16 *to, const u16 *qkv, const Unit &u, u32 part, u32 count, u32 lane) const {
+        constexpr u32 PIECES = HEAD / 8;
+        for (u32 i = lane; i < count * PIECES; i += 32) {
+            const uint4 *from = (const uint4 *)part_of(qkv, u, part + i / PIECES) + i % PIECES;
+            ((uint4 *)to)[i] = take_written(from, peek(from));
+        }
+        __syncwarp();
+    }
+
+    /* A part is made ready by one warp, for q [QUERIES, HEAD] or kv [2, HEAD]. If FLOW, it comes to its place there before,
+       the key and the value together. */
+    __device__ __forceinline__ void prepare(
+        const u16 *qkv, const Unit &u, u32 part, u32 lane, float *q, Cell *kv) const {
+        constexpr u32 E = HEAD / 32;
         const u16 *norm = part < KEY ? q_norm : part == KEY ? k_norm : nullptr;
         u64 position = (u64)(last - padding[u.row]) * HEAD;
         float x[E], c[E], s[E], weight[E], square = 0; /* what is there already comes first */
@@ -114,16 +129,17 @@ struct Attention {
             c[j] = number<BF16>(cos[position + i]), s[j] = number<BF16>(sin[position + i]);
             weight[j] = norm ? number<BF16>(norm[i]) : 1.0f;
         }
+        const u16 *from = part_of(qkv, u, part);
         if (FLOW) {
-            __syncwarp();
-            if (lane < HEAD / 8)
-                raw[lane] = take_written((const uint4 *)from + lane, peek((const uint4 *)from + lane));
-            __syncwarp();
-            from = (const u16 *)raw;
+            u16 *place = part < KEY ? (u16 *)(q + part * HEAD) : (u16 *)kv + (part - KEY) * HEAD;
+            if (part <= KEY)
+                take(place, qkv, u, part, part < KEY ? 1 : 2, lane);
+            from = place;
         }
 #pragma unroll
         for (u32 j = 0; j < E; j++)
             x[j] = number<BF16>(from[lane + 32 * j]), square += x[j] * x[j];
+        __syncwarp();
         if (norm) {
 #pragma unroll
             for (u32 mask = 16; mask; mask /= 2)
@@ -161,7 +177,7 @@ struct Attention {
         float top = -1e30f, total = 0, acc[EACH] = {};
 
         /* `query`: this lane's part of it, in shared memory: registers are for more slots. */
-        __device__ __forceinline__ void add(const Chunk &chunk, const float *query, u32 base, u32 last) {
+        __device__ __forceinline__ void add(const Chunk &chunk, const float *query, u32 base, u32 end) {
             float score[AHEAD], higher = top, q[EACH];
 #pragma unroll
             for (u32 i = 0; i < EACH; i++)
@@ -175,7 +191,7 @@ struct Attention {
 #pragma unroll
                 for (u32 mask = 4; mask; mask /= 2)
                     score[a] += shuffle(score[a], mask);
-                score[a] = base + a * TEAMS + threadIdx.x / 8 <= last ? score[a] : -1e38f; /* weighs nothing */
+                score[a] = base + a * TEAMS + threadIdx.x / 8 < end ? score[a] : -1e38f; /* weighs nothing */
                 higher = fmaxf(higher, score[a]);
             }
             rescale(higher);
@@ -210,37 +226,50 @@ struct Attention {
         }
     };
 
-    /* A chunk and all queries. `kv`: the newest slot, which may not be in the cache yet. */
+    /* A chunk, of slots before `end`, and all queries. */
     __device__ __forceinline__ void add(
-        Query (&queries)[QUERIES], Chunk &chunk, const float *q, const Cell *kv, u32 base) const {
-        u32 begin = threadIdx.x % 8 * EACH;
-#pragma unroll
-        for (u32 a = 0; a < AHEAD; a++)
-            if (base + a * TEAMS + threadIdx.x / 8 == last)
-                chunk.key[a].load(kv + begin), chunk.value[a].load(kv + HEAD + begin);
+        Query (&queries)[QUERIES], const Chunk &chunk, const float *q, u32 base, u32 end) const {
 #pragma unroll
         for (u32 j = 0; j < QUERIES; j++)
-            queries[j].add(chunk, q + j * HEAD + begin, base, last);
+            queries[j].add(chunk, q + j * HEAD + threadIdx.x % 8 * EACH, base, end);
+    }
+
+    /* The newest slot, by the first team of a warp. */
+    __device__ __forceinline__ void add_newest(Query (&queries)[QUERIES], const float *q, const Cell *kv) const {
+        Chunk chunk;
+#pragma unroll
+        for (u32 a = 0; a < AHEAD; a++) {
+            chunk.key[a].load(kv + threadIdx.x % 8 * EACH);
+            chunk.value[a].load(kv + HEAD + threadIdx.x % 8 * EACH);
+        }
+        add(queries, chunk, q, last - threadIdx.x / 32 * 4, last + 1);
     }
 
     /* A unit's split of qkv [batch, heads + 2 key heads, HEAD], but for joining what the warps have. `chunk` is its first;
-       `room` is shared memory. */
+       `room` is shared memory. If FLOW, old slots do not wait for the new key and value. */
     __device__ __forceinline__ void attend(const u16 *qkv, const Unit &u, Chunk &chunk, float *room) const {
         u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = lane % 8 * EACH;
         float *q = room, *parts = room + (QUERIES + 1) * HEAD;
         Cell *kv = (Cell *)(room + QUERIES * HEAD);
-        for (u32 part = warp; part < QUERIES + 2; part += WARPS)
-            prepare(qkv, u, part, lane, q, kv, (uint4 *)(room + ROOM) - (warp + 1) * (HEAD / 8));
+        for (u32 part = warp; part < (FLOW ? KEY : VALUE + 1); part += WARPS)
+            prepare(qkv, u, part, lane, q, kv);
         workers_arrive<THREADS>();
         Query queries[QUERIES];
-        for (u32 base = u.begin + u.split * STRIDE; base <= last; base += 2 * APART) { /* by turns: no move waits for a load */
+        for (u32 base = u.begin + u.split * STRIDE; base < last; base += 2 * APART) { /* by turns: no move waits for a load */
             Chunk other;
             fetch(other, u, base + APART);
-            add(queries, chunk, q, kv, base);
-            if (base + APART > last)
+            add(queries, chunk, q, base, last);
+            if (base + APART >= last)
                 break;
             fetch(chunk, u, base + 2 * APART);
-            add(queries, other, q, kv, base + APART);
+            add(queries, other, q, base + APART, last);
+        }
+        if (u.split == 0 && warp == WARPS - 1) {
+#pragma unroll 1
+            for (u32 part = KEY; FLOW && part <= VALUE; part++)
+                prepare(qkv, u, part, lane, q, kv);
+            __syncwarp();
+            add_newest(queries, q, kv);
         }
 #pragma unroll
         for (u32 j = 0; j < QUERIES; j++) {
