@@ -2,6 +2,7 @@
 
 /* Constants, besides those of the parts: CLERKS; VALUES of a tile that a clerk's lane has; floats of a ROOM; FLOW, for one
 row of x; HELD numbers of products' inputs in shared memory, 0 if not FLOW. */
+constexpr u32 NEAR = 4096; /* columns of a tile that come near before they are copied */
 constexpr u32 ALL = THREADS + 32 * CLERKS;
 enum { FULL = 1, CLERKS_MEET = 3 }; /* barriers of a block by number; the first of each room */
 
@@ -198,6 +199,16 @@ struct Clerk : Member {
         }
     }
 
+    /* Begin to bring a tile's first columns near, while nobody else uses the memory. */
+    __device__ __forceinline__ void foresee_tile(const Product &product, u32 kind, u32 tile) const {
+        if (FLOW && tile < product.tiles && lane < ROWS) {
+            Place p = place(product, kind, tile, lane);
+            u32 columns = min(product.columns, NEAR);
+            prefetch(p.linear->packed + (u64)p.row * (product.columns / 2), columns / 2);
+            prefetch(p.linear->absmax + (u64)p.row * (product.columns / 64) * (Weight::SCALE / 4));
+        }
+    }
+
     struct Early { /* what a value of a tile needs besides the workers' sums, while they are waited for */
         float low, bias;   /* B u */
         float h, norm;     /* of OUT and DOWN: what it is added to, and the next norm's weight there */
@@ -269,6 +280,10 @@ struct Clerk : Member {
 #pragma unroll
             for (u32 v = 0; v < VALUES; v++)
                 e[v] = early(layer, product, kind, tile, clerk + v * CLERKS);
+            if (tile + gridDim.x >= product.tiles && kind == GATED)
+                foresee_tile(layer.products[DOWN], DOWN, blockIdx.x);
+            if (tile + gridDim.x >= product.tiles && kind == DOWN && l + 1 < s.count)
+                foresee_tile(tables()[(l + 1) % 3].products[QKV], QKV, blockIdx.x);
             wait_for_room();
 #pragma unroll
             for (u32 v = 0; v < VALUES; v++)
@@ -279,6 +294,9 @@ struct Clerk : Member {
     }
 
     __device__ __forceinline__ void attend(const Layer &layer, u32 l) {
+        foresee_tile(layer.products[OUT], OUT, blockIdx.x);
+        foresee_tile(layer.products[GATED], GATED, blockIdx.x);
+        foresee_tile(layer.products[GATED], GATED, blockIdx.x + gridDim.x);
         const Attention a = attention(layer);
         for (u32 each = gridDim.x - 1 - blockIdx.x; each < s.batch * s.heads / QUERIES * SPLITS; each += gridDim.x) {
             Unit u = a.unit(each);
