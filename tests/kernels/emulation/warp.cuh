@@ -70,10 +70,6 @@ float shuffle(float value, u32 mask) {
     return other;
 }
 void prefetch(const void *) {}
-void prefetch(const void *pointer, u32 bytes) {
-    if ((uintptr_t)pointer % 16 || bytes % 16)
-        fprintf(stderr, "a prefetch is not aligned\n"), abort();
-}
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 u32 count_up(u32 *counter) { return (*counter)++; }
 void wait_for(const u32 *counter, u32 number) {

@@ -2,7 +2,7 @@
 
 /* Constants, besides those of the parts: CLERKS; VALUES of a tile that a clerk's lane has; floats of a ROOM; FLOW, for one
 row of x; HELD numbers of products' inputs in shared memory, 0 if not FLOW. */
-constexpr u32 NEAR = 4096; /* columns of a tile that come near before they are copied */
+constexpr u32 PART = FLOW ? 128 : 256; /* columns of A that a warp has at a time */
 constexpr u32 ALL = THREADS + 32 * CLERKS;
 enum { FULL = 1, CLERKS_MEET = 3 }; /* barriers of a block by number; the first of each room */
 
@@ -12,7 +12,7 @@ struct Turns {
 
     __device__ __forceinline__ Turns(const Product &product) {
         u32 light = gridDim.x - product.tiles % gridDim.x;
-        shares = (product.columns / 256 + WK - 1) / WK, apart = light, count = product.ranks / 16 * shares;
+        shares = (product.columns / PART + WK - 1) / WK, apart = light, count = product.ranks / 16 * shares;
         unit = gridDim.x - 1 - blockIdx.x;
         unit = unit < light ? unit : count;
     }
@@ -199,19 +199,10 @@ struct Clerk : Member {
         }
     }
 
-    /* Begin to bring a tile's first columns near, while nobody else uses the memory. */
-    __device__ __forceinline__ void foresee_tile(const Product &product, u32 kind, u32 tile) const {
-        if (FLOW && tile < product.tiles && lane < ROWS) {
-            Place p = place(product, kind, tile, lane);
-            u32 columns = min(product.columns, NEAR);
-            prefetch(p.linear->packed + (u64)p.row * (product.columns / 2), columns / 2);
-            prefetch(p.linear->absmax + (u64)p.row * (product.columns / 64) * (Weight::SCALE / 4));
-        }
-    }
-
     struct Early { /* what a value of a tile needs besides the workers' sums, while they are waited for */
-        float low, bias;   /* B u */
-        float h, norm;     /* of OUT and DOWN: what it is added to, and the next norm's weight there */
+        uint4 up[2];         /* the first 16 numbers of its row of B */
+        float bias, h, norm; /* of OUT and DOWN: what it is added to, and the next norm's weight there */
+        float low;           /* B u, once u is there */
     };
 
     __device__ __forceinline__ Early early(const Layer &layer, const Product &product, u32 kind, u32 tile, u32 chunk) const {
@@ -221,20 +212,27 @@ struct Clerk : Member {
             return e;
         Place p = place(product, kind, tile, i);
         const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
-        const float *down = u + m * product.ranks + p.linear->begin;
+#pragma unroll
+        for (u32 j = 0; j < 2; j++)
+            if (8 * j < p.linear->rank)
+                e.up[j] = up[j];
         if (kind == OUT || kind == DOWN) {
             e.h = number<BF16>(s.hidden[(u64)m * s.width + n]);
             e.norm = number<BF16>(layer.norms[kind == DOWN][n]);
         }
         e.bias = p.linear->bias ? number<BF16>(p.linear->bias[p.row]) : 0.0f;
-        for (u32 r = 0; r < p.linear->rank; r += 16) { /* two loads at a time are on their way */
-            bool more = r + 8 < p.linear->rank;
-            uint4 first = up[r / 8], second = more ? up[r / 8 + 1] : make_uint4(0, 0, 0, 0);
-            e.low += times_eight(first, down + r);
-            if (more)
-                e.low += times_eight(second, down + r + 8);
-        }
         return e;
+    }
+
+    __device__ __forceinline__ float times_up(const Product &product, u32 kind, u32 tile, u32 chunk, const Early &e) const {
+        u32 m = chunk * PER + lane / ROWS;
+        Place p = place(product, kind, tile, lane % ROWS);
+        const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
+        const float *down = u + m * product.ranks + p.linear->begin;
+        float sum = 0;
+        for (u32 r = 0; r < (m < s.batch ? p.linear->rank : 0); r += 8)
+            sum += times_eight(r == 0 ? e.up[0] : r == 8 ? e.up[1] : up[r / 8], down + r);
+        return sum;
     }
 
     /* Put this lane's value of a tile. */
@@ -271,19 +269,19 @@ struct Clerk : Member {
         }
         if (blockIdx.x >= product.tiles) /* who needs a number does not wait for it: its place may have a new one */
             return;
-        if (kind == QKV || kind == GATED)
-            measure();
-        if (product.ranks)
-            take_low_rank(product);
         for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
             Early e[VALUES];
 #pragma unroll
             for (u32 v = 0; v < VALUES; v++)
                 e[v] = early(layer, product, kind, tile, clerk + v * CLERKS);
-            if (tile + gridDim.x >= product.tiles && kind == GATED)
-                foresee_tile(layer.products[DOWN], DOWN, blockIdx.x);
-            if (tile + gridDim.x >= product.tiles && kind == DOWN && l + 1 < s.count)
-                foresee_tile(tables()[(l + 1) % 3].products[QKV], QKV, blockIdx.x);
+            if (tile == blockIdx.x && (kind == QKV || kind == GATED))
+                measure();
+            if (tile == blockIdx.x && product.ranks)
+                take_low_rank(product);
+            if (product.ranks)
+#pragma unroll
+                for (u32 v = 0; v < VALUES; v++)
+                    e[v].low = times_up(product, kind, tile, clerk + v * CLERKS, e[v]);
             wait_for_room();
 #pragma unroll
             for (u32 v = 0; v < VALUES; v++)
@@ -294,9 +292,6 @@ struct Clerk : Member {
     }
 
     __device__ __forceinline__ void attend(const Layer &layer, u32 l) {
-        foresee_tile(layer.products[OUT], OUT, blockIdx.x);
-        foresee_tile(layer.products[GATED], GATED, blockIdx.x);
-        foresee_tile(layer.products[GATED], GATED, blockIdx.x + gridDim.x);
         const Attention a = attention(layer);
         for (u32 each = gridDim.x - 1 - blockIdx.x; each < s.batch * s.heads / QUERIES * SPLITS; each += gridDim.x) {
             Unit u = a.unit(each);

@@ -66,45 +66,58 @@ struct Worker : Member {
         leave_room();
     }
 
-    /* This block's shares of u = A x. */
-    __device__ __forceinline__ void low_rank(const Product &product, const u16 *x) {
-        u32 steps = product.columns / 256, g = lane / 4, t = lane % 4;
-        Turns turns(product);
-        for (u32 unit = turns.unit; unit < turns.count; unit += turns.apart) {
-            u32 rows = unit / turns.shares * 16, step = unit % turns.shares * WK + warp;
-            float sum[1][NT][4] = {};
-            const u16 *a = product.down + (u64)(rows + g) * product.columns + step * 256 + t * 16;
-            const u16 *from = x + (u64)g * product.columns + step * 256 + t * 16;
-            if (step < steps)
-#pragma unroll(NT > 1 ? 1 : 4)
-            for (u32 b = 0; b < 4; b++, a += 64, from += 64) {
-                const uint4 *upper = (const uint4 *)a, *lower = (const uint4 *)(a + 8 * (u64)product.columns);
-                uint4 a0 = upper[0], a1 = upper[1], b0 = lower[0], b1 = lower[1];
-                u32 left[4][4] = {{a0.x, b0.x, a0.y, b0.y}, {a0.z, b0.z, a0.w, b0.w},
-                                  {a1.x, b1.x, a1.y, b1.y}, {a1.z, b1.z, a1.w, b1.w}};
+    /* A warp's PART of 16 rows of A, as multiply() takes them. */
+    struct RowsOfA {
+        uint4 numbers[PART / 64][2][2]; /* of 64 columns, rows g and g + 8, 8 numbers each */
+
+        __device__ __forceinline__ void load(const Product &product, const Turns &turns, u32 warp, u32 lane) {
+            u32 rows = turns.unit / turns.shares * 16, column = (turns.unit % turns.shares * WK + warp) * PART;
+            const u16 *a = product.down + (u64)(rows + lane / 4) * product.columns + column + lane % 4 * 16;
+            if (turns.unit < turns.count && column < product.columns)
 #pragma unroll
-                for (u32 n = 0; n < NT; n++) {
-                    const uint4 *right = (const uint4 *)(from + (u64)(8 * n) * product.columns), none = {0, 0, 0, 0};
-                    bool inside = 8 * n + g < s.batch;
-                    uint4 x0 = inside ? right[0] : none, x1 = inside ? right[1] : none;
-                    multiply<BF16>(sum[0][n], left[0], x0.x, x0.y);
-                    multiply<BF16>(sum[0][n], left[1], x0.z, x0.w);
-                    multiply<BF16>(sum[0][n], left[2], x1.x, x1.y);
-                    multiply<BF16>(sum[0][n], left[3], x1.z, x1.w);
+                for (u32 i = 0; i < PART / 16; i++)
+                    numbers[i / 4][i / 2 % 2][i % 2] =
+                        ((const uint4 *)(a + (u64)(i / 2 % 2 * 8) * product.columns + i / 4 * 64))[i % 2];
+        }
+    };
+
+    /* This block's shares of u = A x. `a`: of the first. */
+    __device__ __forceinline__ void low_rank(const Product &product, const u16 *x, Turns turns, RowsOfA &a) {
+        for (; turns.unit < turns.count; turns.unit += turns.apart, a.load(product, turns, warp, lane)) {
+            u32 column = (turns.unit % turns.shares * WK + warp) * PART;
+            float sum[1][NT][4] = {};
+            if (column < product.columns)
+#pragma unroll
+                for (u32 b = 0; b < PART / 64; b++) {
+                    const uint4 &a0 = a.numbers[b][0][0], &a1 = a.numbers[b][0][1];
+                    const uint4 &b0 = a.numbers[b][1][0], &b1 = a.numbers[b][1][1];
+                    u32 left[4][4] = {{a0.x, b0.x, a0.y, b0.y}, {a0.z, b0.z, a0.w, b0.w},
+                                      {a1.x, b1.x, a1.y, b1.y}, {a1.z, b1.z, a1.w, b1.w}};
+#pragma unroll
+                    for (u32 n = 0; n < NT; n++) {
+                        u32 m = 8 * n + lane / 4;
+                        const u16 *from = x + (u64)m * product.columns + column + b * 64 + lane % 4 * 16;
+                        const uint4 *right = (const uint4 *)from, none = {0, 0, 0, 0};
+                        uint4 x0 = m < s.batch ? right[0] : none, x1 = m < s.batch ? right[1] : none;
+                        multiply<BF16>(sum[0][n], left[0], x0.x, x0.y);
+                        multiply<BF16>(sum[0][n], left[1], x0.z, x0.w);
+                        multiply<BF16>(sum[0][n], left[2], x1.x, x1.y);
+                        multiply<BF16>(sum[0][n], left[3], x1.z, x1.w);
+                    }
                 }
-            }
             hand_over(sum);
         }
     }
 
     /* Begin to bring the rows of A that this warp is going to need near. */
     __device__ __forceinline__ void foresee(const Product &product) const {
+        constexpr u32 LINES = PART / 64; /* of a row */
         Turns turns(product);
-        for (u32 unit = turns.unit; unit < turns.count; unit += turns.apart) {
-            u32 step = unit % turns.shares * WK + warp;
-            const u16 *a = product.down + (u64)(unit / turns.shares * 16) * product.columns + step * 256;
-            for (u32 i = lane; i < 64 && step < product.columns / 256; i += 32) /* 16 rows of four lines */
-                prefetch(a + (u64)(i / 4) * product.columns + i % 4 * 64);
+        for (; turns.unit < turns.count; turns.unit += turns.apart) {
+            u32 column = (turns.unit % turns.shares * WK + warp) * PART;
+            const u16 *a = product.down + (u64)(turns.unit / turns.shares * 16) * product.columns + column;
+            for (u32 i = lane; i < 16 * LINES && column < product.columns; i += 32)
+                prefetch(a + (u64)(i / LINES) * product.columns + i % LINES * 64);
         }
     }
 
@@ -133,13 +146,17 @@ struct Worker : Member {
         const u16 *from = (kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed[kind == GATED]) + record(copies.now);
         u32 steps = product.columns / 256, step = warp;
         u16 *held = x + (kind == OUT || kind == DOWN ? s.columns : 0);
+        Turns turns(product);
+        RowsOfA rows_of_a;
+        if (product.ranks)
+            rows_of_a.load(product, turns, warp, lane);
         if (FLOW)
             bring(held, from, steps);
         const u16 *input = FLOW ? held : from, *of_lane = input + (u64)(lane / 4) * product.columns + lane % 4 * 16;
         RowOfX row;
         w.columns = product.columns;
         if (product.ranks)
-            low_rank(product, input);
+            low_rank(product, input, turns, rows_of_a);
         for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
             if (NESTED && (kind == QKV || tile == blockIdx.x))
 #pragma unroll

@@ -158,11 +158,6 @@ __device__ __forceinline__ void prefetch(const void *pointer) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
 }
 
-/* The same for so many bytes, which 16 divides, as it does the address. */
-__device__ __forceinline__ void prefetch(const void *pointer, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
-}
-
 /* Barrier `number` of COUNT threads of a block: some wait, others say that they have come and go on. */
 template <int COUNT> __device__ __forceinline__ void block_waits(u32 number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
