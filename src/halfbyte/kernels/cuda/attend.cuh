@@ -251,20 +251,18 @@ struct Attention {
         u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = lane % 8 * EACH;
         float *q = room, *parts = room + (QUERIES + 1) * HEAD;
         Cell *kv = (Cell *)(room + QUERIES * HEAD);
-        u32 base = u.begin + u.split * STRIDE;
-        Chunk other;
-        fetch(other, u, base + APART);
         for (u32 part = warp; part < (FLOW ? KEY : VALUE + 1); part += WARPS)
             prepare(qkv, u, part, lane, q, kv);
         workers_arrive<THREADS>();
         Query queries[QUERIES];
-        for (; base < last; base += 2 * APART) { /* two on their way; by turns: no move waits for a load */
+        for (u32 base = u.begin + u.split * STRIDE; base < last; base += 2 * APART) { /* by turns: no move waits for a load */
+            Chunk other;
+            fetch(other, u, base + APART);
             add(queries, chunk, q, base, last);
-            fetch(chunk, u, base + 2 * APART);
             if (base + APART >= last)
                 break;
+            fetch(chunk, u, base + 2 * APART);
             add(queries, other, q, base + APART, last);
-            fetch(other, u, base + 3 * APART);
         }
         if (u.split == 0 && warp == WARPS - 1) {
 #pragma unroll 1

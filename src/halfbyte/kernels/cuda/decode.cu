@@ -34,7 +34,7 @@ struct Worker : Member {
     u32 stage = 0;
 
     __device__ __forceinline__ Worker(const Step &s, Weight w)
-        : Member(s), w(w), copies(s, threadIdx.x / 32, blockIdx.x, gridDim.x, threadIdx.x % 32) {
+        : Member(s), w(w), copies(s, warp, blockIdx.x, gridDim.x, lane) {
         ring = shared + Weight::TABLE + warp * STAGES * Weight::SLOT;
     }
 
