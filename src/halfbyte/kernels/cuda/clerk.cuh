@@ -27,7 +27,6 @@ struct Member {
     u32 warp, lane, last, launch, turn = 0; /* `turn`: of the rooms */
 
     __device__ __forceinline__ Member(const Step &s) : s(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
-        keep(warp), keep(lane);
         x = (u16 *)(tables() + 3);
         rooms = (float *)(x + HELD);
         factors = rooms + 2 * ROOM;
