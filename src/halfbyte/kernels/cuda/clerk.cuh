@@ -27,6 +27,7 @@ struct Member {
     u32 warp, lane, last, launch, turn = 0; /* `turn`: of the rooms */
 
     __device__ __forceinline__ Member(const Step &s) : s(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+        keep(warp), keep(lane); /* to read them from where the device has them waits for what shared memory is asked for */
         x = (u16 *)(tables() + 3);
         rooms = (float *)(x + HELD);
         factors = rooms + 2 * ROOM;
@@ -200,7 +201,7 @@ struct Clerk : Member {
     }
 
     struct Early { /* what a value of a tile needs besides the workers' sums, while they are waited for */
-        uint4 up[2];         /* the first 16 numbers of its row of B */
+        uint4 up[2];         /* if FLOW, the first 16 numbers of its row of B */
         float bias, h, norm; /* of OUT and DOWN: what it is added to, and the next norm's weight there */
         float low;           /* B u, once u is there */
     };
@@ -214,7 +215,7 @@ struct Clerk : Member {
         const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
 #pragma unroll
         for (u32 j = 0; j < 2; j++)
-            if (8 * j < p.linear->rank)
+            if (FLOW && 8 * j < p.linear->rank)
                 e.up[j] = up[j];
         if (kind == OUT || kind == DOWN) {
             e.h = number<BF16>(s.hidden[(u64)m * s.width + n]);
@@ -224,6 +225,7 @@ struct Clerk : Member {
         return e;
     }
 
+    /* B u. */
     __device__ __forceinline__ float times_up(const Product &product, u32 kind, u32 tile, u32 chunk, const Early &e) const {
         u32 m = chunk * PER + lane / ROWS;
         Place p = place(product, kind, tile, lane % ROWS);
@@ -231,7 +233,7 @@ struct Clerk : Member {
         const float *down = u + m * product.ranks + p.linear->begin;
         float sum = 0;
         for (u32 r = 0; r < (m < s.batch ? p.linear->rank : 0); r += 8)
-            sum += times_eight(r == 0 ? e.up[0] : r == 8 ? e.up[1] : up[r / 8], down + r);
+            sum += times_eight(FLOW && r == 0 ? e.up[0] : FLOW && r == 8 ? e.up[1] : up[r / 8], down + r);
         return sum;
     }
 

@@ -66,31 +66,46 @@ struct Worker : Member {
         leave_room();
     }
 
-    /* A warp's PART of 16 rows of A, as multiply() takes them. */
+    /* 64 columns of 16 rows of A, as multiply() takes them. */
     struct RowsOfA {
-        uint4 numbers[PART / 64][2][2]; /* of 64 columns, rows g and g + 8, 8 numbers each */
+        uint4 numbers[2][2]; /* rows g and g + 8 */
 
-        __device__ __forceinline__ void load(const Product &product, const Turns &turns, u32 warp, u32 lane) {
-            u32 rows = turns.unit / turns.shares * 16, column = (turns.unit % turns.shares * WK + warp) * PART;
-            const u16 *a = product.down + (u64)(rows + lane / 4) * product.columns + column + lane % 4 * 16;
-            if (turns.unit < turns.count && column < product.columns)
+        __device__ __forceinline__ void load(const u16 *a, u32 columns) {
 #pragma unroll
-                for (u32 i = 0; i < PART / 16; i++)
-                    numbers[i / 4][i / 2 % 2][i % 2] =
-                        ((const uint4 *)(a + (u64)(i / 2 % 2 * 8) * product.columns + i / 4 * 64))[i % 2];
+            for (u32 i = 0; i < 4; i++)
+                numbers[i / 2][i % 2] = ((const uint4 *)(a + (u64)(i / 2 * 8) * columns))[i % 2];
         }
     };
+    typedef RowsOfA PartOfA[FLOW ? PART / 64 : 1];
 
-    /* This block's shares of u = A x. `a`: of the first. */
-    __device__ __forceinline__ void low_rank(const Product &product, const u16 *x, Turns turns, RowsOfA &a) {
-        for (; turns.unit < turns.count; turns.unit += turns.apart, a.load(product, turns, warp, lane)) {
-            u32 column = (turns.unit % turns.shares * WK + warp) * PART;
+    /* This warp's first column in a unit, and where this lane's numbers begin there. */
+    __device__ __forceinline__ u32 column_of(const Turns &turns) const { return (turns.unit % turns.shares * WK + warp) * PART; }
+    __device__ __forceinline__ const u16 *rows_of(const Product &product, const Turns &turns) const {
+        u32 row = turns.unit / turns.shares * 16 + lane / 4;
+        return product.down + (u64)row * product.columns + column_of(turns) + lane % 4 * 16;
+    }
+
+    /* If FLOW, a unit's part of A is on its way before it is needed. */
+    __device__ __forceinline__ void begin(const Product &product, const Turns &turns, PartOfA &a) const {
+        if (FLOW && turns.unit < turns.count && column_of(turns) < product.columns)
+#pragma unroll
+            for (u32 b = 0; b < PART / 64; b++)
+                a[b].load(rows_of(product, turns) + b * 64, product.columns);
+    }
+
+    /* This block's shares of u = A x. */
+    __device__ __forceinline__ void low_rank(const Product &product, const u16 *x, Turns turns, PartOfA &a) {
+        for (; turns.unit < turns.count; turns.unit += turns.apart, begin(product, turns, a)) {
+            u32 column = column_of(turns);
             float sum[1][NT][4] = {};
             if (column < product.columns)
-#pragma unroll
+#pragma unroll(NT == 1 ? PART / 64 : 1)
                 for (u32 b = 0; b < PART / 64; b++) {
-                    const uint4 &a0 = a.numbers[b][0][0], &a1 = a.numbers[b][0][1];
-                    const uint4 &b0 = a.numbers[b][1][0], &b1 = a.numbers[b][1][1];
+                    RowsOfA &rows = a[FLOW ? b : 0];
+                    if (!FLOW)
+                        rows.load(rows_of(product, turns) + b * 64, product.columns);
+                    const uint4 &a0 = rows.numbers[0][0], &a1 = rows.numbers[0][1];
+                    const uint4 &b0 = rows.numbers[1][0], &b1 = rows.numbers[1][1];
                     u32 left[4][4] = {{a0.x, b0.x, a0.y, b0.y}, {a0.z, b0.z, a0.w, b0.w},
                                       {a1.x, b1.x, a1.y, b1.y}, {a1.z, b1.z, a1.w, b1.w}};
 #pragma unroll
@@ -147,16 +162,16 @@ struct Worker : Member {
         u32 steps = product.columns / 256, step = warp;
         u16 *held = x + (kind == OUT || kind == DOWN ? s.columns : 0);
         Turns turns(product);
-        RowsOfA rows_of_a;
+        PartOfA a;
         if (product.ranks)
-            rows_of_a.load(product, turns, warp, lane);
+            begin(product, turns, a);
         if (FLOW)
             bring(held, from, steps);
         const u16 *input = FLOW ? held : from, *of_lane = input + (u64)(lane / 4) * product.columns + lane % 4 * 16;
         RowOfX row;
         w.columns = product.columns;
         if (product.ranks)
-            low_rank(product, input, turns, rows_of_a);
+            low_rank(product, input, turns, a);
         for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
             if (NESTED && (kind == QKV || tile == blockIdx.x))
 #pragma unroll
