@@ -33,6 +33,7 @@ from .launch import ceil_div, power_of_2
 
 BATCH, ADAPTED_BATCH = 16, 32  # rows at most: beyond, separate products are faster; adapters cost these more
 LONG_CACHE = 1024  # slots from which attention takes all blocks
+PART = 128  # columns of an adapter's A that a warp has at a time, at least
 HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
 
 
@@ -197,7 +198,7 @@ class Stacked:
         columns = columns_of(linears)
         tiles = sum(weight.rows for weight in linears.weights) // (16 * self.blocks.rt)
         ranks = 0 if linears.down is None else linears.down.shape[0]
-        self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // STEP, self.blocks.wk))
+        self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // PART, self.blocks.wk))
         mask = None if linears.mask is None else linears.mask.contiguous()
         below = [None if tensor is None else self._hold(tensor) for tensor in (linears.down, mask)]
         return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)

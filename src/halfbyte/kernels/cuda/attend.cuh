@@ -3,7 +3,8 @@ share a key; SPLITS blocks share its slots. Each rotates the queries and the new
 new to the cache. Eight lanes have AHEAD slots of the cache at a time, each HEAD / 8 of their values, and a running
 maximum of flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own. A warp joins its lanes, a clerk
 its block's warps, and the clerk of the first split all blocks, which put theirs with tags: SPLITS above 1 needs a block
-for each unit's split. What comes from the cache is on its way before it is needed: old slots do not wait for the new query.
+for each unit's split. What comes from the cache is on its way before it is needed: old slots do not wait for the new query,
+and if FLOW not for the new key and value either.
 
 Constants: HEAD, QUERIES, SPLITS, KV8, FLOW. */
 
@@ -13,6 +14,7 @@ typedef u8 Cell;
 typedef u16 Cell;
 #endif
 
+enum { KEY = QUERIES, VALUE }; /* parts of a unit, after its queries */
 constexpr u32 PER_WORD = 4 / sizeof(Cell), EACH = HEAD / 8, TEAMS = THREADS / 8;
 constexpr u32 AHEAD = EACH / PER_WORD > 4 ? 1 : 2; /* so that chunks leave registers to what a worker keeps */
 constexpr u32 STRIDE = TEAMS * AHEAD, APART = SPLITS * STRIDE; /* slots of a chunk of all teams; to the block's next */
@@ -98,13 +100,27 @@ struct Attention {
         fetch(chunk, u, u.begin + u.split * STRIDE);
     }
 
-    /* A query (part 0 ...), the key or the value, as their product left them, made ready by one warp. `raw`: its own
-       shared memory. */
-    __device__ __forceinline__ void prepare(
-        const u16 *qkv, const Unit &u, u32 part, u32 lane, float *q, Cell *kv, uint4 *raw) const {
-        constexpr u32 E = HEAD / 32, KEY = QUERIES, VALUE = QUERIES + 1;
+    /* Where a part is: a query (0 ...), the key or the value, as their product left them. */
+    __device__ __forceinline__ const u16 *part_of(const u16 *qkv, const Unit &u, u32 part) const {
         u32 head = part < KEY ? u.head + part : heads + u.key + (part == VALUE) * key_heads;
-        const u16 *from = qkv + ((u64)u.row * (heads + 2 * key_heads) + head) * HEAD;
+        return qkv + ((u64)u.row * (heads + 2 * key_heads) + head) * HEAD;
+    }
+
+    /* `count` parts come to shared memory when they are there. */
+    __device__ __forceinline__ void take(u16 *to, const u16 *qkv, const Unit &u, u32 part, u32 count, u32 lane) const {
+        constexpr u32 PIECES = HEAD / 8;
+        for (u32 i = lane; i < count * PIECES; i += 32) {
+            const uint4 *from = (const uint4 *)part_of(qkv, u, part + i / PIECES) + i % PIECES;
+            ((uint4 *)to)[i] = take_written(from, peek(from));
+        }
+        __syncwarp();
+    }
+
+    /* A part is made ready by one warp, for q [QUERIES, HEAD] or kv [2, HEAD]. If FLOW, it comes to its place there before,
+       the key and the value together. */
+    __device__ __forceinline__ void prepare(
+        const u16 *qkv, const Unit &u, u32 part, u32 lane, float *q, Cell *kv) const {
+        constexpr u32 E = HEAD / 32;
         const u16 *norm = part < KEY ? q_norm : part == KEY ? k_norm : nullptr;
         u64 position = (u64)(last - padding[u.row]) * HEAD;
         float x[E], c[E], s[E], weight[E], square = 0; /* what is there already comes first */
@@ -114,16 +130,17 @@ struct Attention {
             c[j] = number<BF16>(cos[position + i]), s[j] = number<BF16>(sin[position + i]);
             weight[j] = norm ? number<BF16>(norm[i]) : 1.0f;
         }
+        const u16 *from = part_of(qkv, u, part);
         if (FLOW) {
-            __syncwarp();
-            if (lane < HEAD / 8)
-                raw[lane] = take_written((const uint4 *)from + lane, peek((const uint4 *)from + lane));
-            __syncwarp();
-            from = (const u16 *)raw;
+            u16 *place = part < KEY ? (u16 *)(q + part * HEAD) : (u16 *)kv + (part - KEY) * HEAD;
+            if (part <= KEY)
+                take(place, qkv, u, part, part < KEY ? 1 : 2, lane);
+            from = place;
         }
 #pragma unroll
         for (u32 j = 0; j < E; j++)
             x[j] = number<BF16>(from[lane + 32 * j]), square += x[j] * x[j];
+        __syncwarp();
         if (norm) {
 #pragma unroll
             for (u32 mask = 16; mask; mask /= 2)
@@ -161,7 +178,7 @@ struct Attention {
         float top = -1e30f, total = 0, acc[EACH] = {};
 
         /* `query`: this lane's part of it, in shared memory: registers are for more slots. */
-        __device__ __forceinline__ void add(const Chunk &chunk, const float *query, u32 base, u32 last) {
+        __device__ __forceinline__ void add(const Chunk &chunk, const float *query, u32 base, u32 end) {
             float score[AHEAD], higher = top, q[EACH];
 #pragma unroll
             for (u32 i = 0; i < EACH; i++)
@@ -175,7 +192,7 @@ struct Attention {
 #pragma unroll
                 for (u32 mask = 4; mask; mask /= 2)
                     score[a] += shuffle(score[a], mask);
-                score[a] = base + a * TEAMS + threadIdx.x / 8 <= last ? score[a] : -1e38f; /* weighs nothing */
+                score[a] = base + a * TEAMS + threadIdx.x / 8 < end ? score[a] : -1e38f; /* weighs nothing */
                 higher = fmaxf(higher, score[a]);
             }
             rescale(higher);
@@ -210,17 +227,17 @@ struct Attention {
         }
     };
 
-    /* A chunk and all queries. `kv`: the newest slot, which may not be in the cache yet. */
+    /* A chunk, of slots before `end`, and all queries. `kv`: the newest slot, which may not be in the cache yet. */
     __device__ __forceinline__ void add(
-        Query (&queries)[QUERIES], Chunk &chunk, const float *q, const Cell *kv, u32 base) const {
+        Query (&queries)[QUERIES], Chunk &chunk, const float *q, const Cell *kv, u32 base, u32 end) const {
         u32 begin = threadIdx.x % 8 * EACH;
 #pragma unroll
         for (u32 a = 0; a < AHEAD; a++)
-            if (base + a * TEAMS + threadIdx.x / 8 == last)
+            if (last < end && base + a * TEAMS + threadIdx.x / 8 == last)
                 chunk.key[a].load(kv + begin), chunk.value[a].load(kv + HEAD + begin);
 #pragma unroll
         for (u32 j = 0; j < QUERIES; j++)
-            queries[j].add(chunk, q + j * HEAD + begin, base, last);
+            queries[j].add(chunk, q + j * HEAD + begin, base, end);
     }
 
     /* A unit's split of qkv [batch, heads + 2 key heads, HEAD], but for joining what the warps have. `chunk` is its first;
@@ -229,18 +246,27 @@ struct Attention {
         u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = lane % 8 * EACH;
         float *q = room, *parts = room + (QUERIES + 1) * HEAD;
         Cell *kv = (Cell *)(room + QUERIES * HEAD);
-        for (u32 part = warp; part < QUERIES + 2; part += WARPS)
-            prepare(qkv, u, part, lane, q, kv, (uint4 *)(room + ROOM) - (warp + 1) * (HEAD / 8));
+        for (u32 part = warp; part < (FLOW ? KEY : VALUE + 1); part += WARPS)
+            prepare(qkv, u, part, lane, q, kv);
         workers_arrive<THREADS>();
         Query queries[QUERIES];
-        for (u32 base = u.begin + u.split * STRIDE; base <= last; base += 2 * APART) { /* by turns: no move waits for a load */
+        const u32 end = last + !FLOW;
+        for (u32 base = u.begin + u.split * STRIDE; base < end; base += 2 * APART) { /* by turns: no move waits for a load */
             Chunk other;
             fetch(other, u, base + APART);
-            add(queries, chunk, q, kv, base);
-            if (base + APART > last)
+            add(queries, chunk, q, kv, base, end);
+            if (base + APART >= end)
                 break;
             fetch(chunk, u, base + 2 * APART);
-            add(queries, other, q, kv, base + APART);
+            add(queries, other, q, kv, base + APART, end);
+        }
+        if (FLOW && u.split == 0 && warp == WARPS - 1) { /* the newest slot, by this warp's first team */
+#pragma unroll 1
+            for (u32 part = KEY; part <= VALUE; part++)
+                prepare(qkv, u, part, lane, q, kv);
+            __syncwarp();
+            chunk = {};
+            add(queries, chunk, q, kv, last - warp * 4, last + 1);
         }
 #pragma unroll
         for (u32 j = 0; j < QUERIES; j++) {

@@ -98,7 +98,7 @@ struct Copies {
             Place p = place(*product, kind, tile, 8 * half + lane / 8);
             codes[half] = p.linear->packed + (u64)p.row * (columns / 2) + lane % 8 * 16;
         }
-        if (lane < ROWS) {
+        if (ROWS == 32 || lane < ROWS) {
             Place p = place(*product, kind, tile, lane);
             scales = p.linear->absmax, second = p.linear->second, block = p.row * (columns / 64);
         }
@@ -108,7 +108,7 @@ struct Copies {
             edge += linear->rows / ROWS;
     }
 
-    /* Begin to copy the next step into the ring. As in Weight::fetch, 16-byte pieces change places. */
+    /* Begin to copy the next step into the ring. 16-byte pieces change places as they do for who reads them. */
     __device__ __forceinline__ void next(u8 *ring) {
         if (layer < s.count) {
             u8 *slot = ring + filled * Weight::SLOT;
@@ -116,9 +116,10 @@ struct Copies {
 #pragma unroll
             for (u32 i = 0; i < ROWS; i += 4) {
                 const u8 *from = codes[i / 8 % 2] + (u64)(i / 16 * apart + i % 8) * row + step * 128;
-                copy<16>(slot + (i + at) * 128 + (piece ^ at << 1) * 16, from, true);
+                u32 to = FLOW ? piece_of_row(at, piece) : Weight::piece_of(at, piece);
+                copy<16>(slot + (i + at) * 128 + to * 16, from, true);
             }
-            if (lane < ROWS) {
+            if (ROWS == 32 || lane < ROWS) {
                 u32 now = block + step * 4;
                 copy<Weight::SCALE>(slot + Weight::CODES + lane * Weight::SCALE, scales + (u64)now * (Weight::SCALE / 4), true);
                 if (NESTED)

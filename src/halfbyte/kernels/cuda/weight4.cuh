@@ -25,15 +25,17 @@ struct Weight : Table4 {
     static constexpr u32 CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16, NEIGHBOURS = 16;
     static constexpr u32 SLOT = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
 
-    /* Begin to copy one step of a tile's rows `row` ... into a slot. 16-byte pieces of a row change places by the row's
-       number modulo 4, so that reading 8 bytes of each of 4 rows takes every bank once. */
+    /* Where a row's 16-byte pieces lie in a slot: reading 8 bytes of each of 4 rows takes every bank once. */
+    static __device__ __forceinline__ u32 piece_of(u32 row, u32 piece) { return piece ^ (row & 3) << 1; }
+
+    /* Begin to copy one step of a tile's rows `row` ... into a slot. */
     __device__ __forceinline__ void fetch(u8 *slot, u32 row, u32 step, u32 lane) const {
         u32 at = lane / 8, piece = lane % 8;
 #pragma unroll
         for (u32 i = 0; i < ROWS; i += 4) {
             u32 r = row + i + at;
             const u8 *from = packed + (u64)r * (columns / 2) + step * 128 + piece * 16;
-            copy<16>(slot + (i + at) * 128 + (piece ^ (at & 3) << 1) * 16, r < rows ? from : packed, r < rows);
+            copy<16>(slot + (i + at) * 128 + piece_of(at, piece) * 16, r < rows ? from : packed, r < rows);
         }
 #pragma unroll
         for (u32 i = lane; i < ROWS; i += 32) {
@@ -53,6 +55,15 @@ struct Weight : Table4 {
         u32 four = *(const u32 *)(slot + CODES + row * 4);
         float second = *(const float *)(slot + CODES + ROWS * 4 + row * 4);
         return look_up<float, 128>(four, b, lane4) * second + shift;
+    }
+
+    /* The same where `b` is not known to the compiler. */
+    __device__ __forceinline__ float scale_of_block(const u8 *slot, u32 row, u32 b, u32 lane4, float shift) const {
+        if (!NESTED)
+            return *(const float *)(slot + CODES + row * 16 + b * 4);
+        u32 code = slot[CODES + row * 4 + b];
+        float second = *(const float *)(slot + CODES + ROWS * 4 + row * 4);
+        return look<float, 128>(code << 8 | lane4) * second + shift;
     }
 
     /* Add a step's products to `sum`. `x` is this lane's first value of row g of x in this step. */
