@@ -1,6 +1,6 @@
 """One token's way through the decoder layers of an 8B Llama in one launch, without model, embedding and head.
 
-python -m benchmarks.decode_layers [--batches 1,8,32] [--sweep] [--json FILE]
+python -m benchmarks.decode_layers [--batches 1,8] [--sweep] [--json FILE]
 
 Random bytes stand for NF4 weights with nested scales. The fraction is of the time that reading them takes at the
 bandwidth of a device copy. `small` has next to no weights: what barriers and latencies cost. `--sweep` times every
@@ -104,7 +104,7 @@ def shapes(batch: int, sweep: bool) -> list[Blocks]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--batches", default="1,8")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--json")
     given = parser.parse_args()

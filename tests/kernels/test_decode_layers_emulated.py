@@ -58,7 +58,7 @@ def runner(monkeypatch, tmp_path):
         ((2, 1, 3, 2), 1, torch.bfloat16, {"lora": True, "layers": 1}),
         ((2, 1, 2, 2), 1, torch.float16, {"bias": True, "qk_norm": True, "nested": False, "layers": 1}),
         ((1, 1, 2, 2), 3, torch.float16, {"lora": True, "masked": True, "bias": True, "nested": False}),
-        ((2, 1, 2, 2), 9, torch.bfloat16, {"lora": True, "qk_norm": True, "window": 7, "layers": 1, "fp8": True}),
+        ((2, 1, 2, 2), 8, torch.bfloat16, {"lora": True, "qk_norm": True, "window": 7, "layers": 1, "fp8": True}),
     ],
     ids=str,
 )

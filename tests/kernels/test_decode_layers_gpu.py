@@ -29,10 +29,9 @@ def run_of(hidden, made):
     return run
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
-def test_batches(batch, lora, layers, monkeypatch):
-    monkeypatch.setattr(layers, "BATCH", layers.ADAPTED_BATCH)
+def test_batches(batch, lora):
     made = decode_cases.stack(batch, torch.bfloat16, "cuda", lora=lora, masked=lora and batch > 1, **LARGE)
     decode_cases.check(run_of, *made)
 
@@ -75,8 +74,6 @@ def test_what_it_does_not_take(layers):
     assert layers.takes(hidden, made)
     assert not layers.takes(hidden.float(), made)
     assert not layers.takes(hidden.repeat(9, 1), made)
-    assert layers.takes(hidden.repeat(9, 1), decode_cases.stack(18, torch.bfloat16, "cuda", layers=1, lora=True)[1])
-    assert not layers.takes(hidden.repeat(20, 1), made)
     wide = decode_cases.stack(2, torch.bfloat16, "cuda", layers=1, inner=520)
     assert not layers.takes(*wide)
 

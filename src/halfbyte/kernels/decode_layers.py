@@ -1,6 +1,6 @@
 """`cuda/decode.cu`: all decoder layers of one token's step in one launch.
 
-It takes a Hopper GPU or newer, up to 16 rows of 16 bits (32 with adapters), and 4-bit weights in blocks of 64.
+It takes a Hopper GPU or newer, up to 8 rows of 16 bits, and 4-bit weights in blocks of 64.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .gemv4_cuda import (
     origin_of,
     row_bytes,
 )
-from .launch import ceil_div, power_of_2
+from .launch import ceil_div
 
-BATCH, ADAPTED_BATCH = 16, 32  # rows at most: beyond, separate products are faster; adapters cost these more
+BATCH = 8  # rows at most: beyond, separate products are faster
 LONG_CACHE = 1024  # slots from which attention takes all blocks
 PART = 128  # columns of an adapter's A that a warp has at a time, at least
 HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
@@ -56,11 +56,8 @@ Step = _struct(
 
 
 def blocks_for(batch: int) -> Blocks:
-    """What `benchmarks.decode_layers` found best; one group, with `clerks_of` twelve warps in all.
-
-    Many rows of x leave less room for copies.
-    """
-    return Blocks(2, 1, 11, 2) if batch == 1 else Blocks(2, 1, 8, 3 if batch <= 16 else 2)
+    """What `benchmarks.decode_layers` found best; one group, with `clerks_of` twelve warps in all."""
+    return Blocks(2, 1, 11, 2) if batch == 1 else Blocks(2, 1, 8, 3)
 
 
 def clerks_of(batch: int) -> int:
@@ -70,7 +67,7 @@ def clerks_of(batch: int) -> int:
 
 def queries_of(batch: int, size: int, group: int) -> int:
     """Query heads of a block of attention at a time: so many that one turn is enough for most batches."""
-    wanted = 1 if batch <= 4 or size > 128 else 2 if batch <= 8 else 4
+    wanted = 1 if batch <= 4 or size > 128 else 2
     return math.gcd(wanted, group)
 
 
@@ -149,7 +146,7 @@ class Stacked:
         batch = self.batch
         queries = queries_of(batch, self.head, self.group)
         return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
-            "NT": power_of_2(ceil_div(batch, 8)),
+            "NT": 1,
             "FLOW": int(self.held > 0),
             "HELD": self.held,
             "CLERKS": clerks_of(batch),
@@ -222,13 +219,13 @@ def linears_of(stack: Stack) -> list[Projections]:
 
 def takes(hidden: Tensor, stack: Stack) -> bool:
     """True if the kernel can run these layers."""
-    batch, adapted = hidden.shape[0], any(each.down is not None for each in linears_of(stack))
+    batch = hidden.shape[0]
     if not (
         hidden.device.type == "cuda"
         and torch.version.hip is None
         and torch.cuda.get_device_capability(hidden.device) >= CAPABILITY
         and hidden.dtype in (torch.bfloat16, torch.float16)
-        and 1 <= batch <= (ADAPTED_BATCH if adapted else BATCH)
+        and 1 <= batch <= BATCH
     ):
         return False
     return fits(hidden, stack, 16 * blocks_for(batch).rt)
