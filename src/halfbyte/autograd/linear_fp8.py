@@ -10,8 +10,8 @@ are cast share a scale, that of their largest magnitude. Where scales differ alo
 and are multiplied into the columns of dy before those are cast. W is frozen: it has no gradient, and its scale is found
 once. dx wants W8 transposed, which the pass that makes W8 does on the way.
 
-On NVIDIA GPUs with FP8 units the products are torch._scaled_mm. Elsewhere the same codes are multiplied in 16 or 32
-bits.
+On NVIDIA GPUs with FP8 units the products are cuBLAS's (`ops.fp8_product`). Elsewhere the same codes are multiplied in
+16 or 32 bits.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from ..formats import Blockwise4, Float8
 from ..notices import notice
 from ..ops.blockwise4_float8 import float8_of_blockwise4
 from ..ops.float8 import E4M3, FP8_MAX, TINY, cast_float8, transpose_float8
+from ..ops.fp8_product import Term, fp8_product
 from ..ops.fp8_scaling import Codes, Slot
 from .lora import dense
 
 if TYPE_CHECKING:
     from .lora import Weight
-
-MULTIPLE = 16  # of the sizes of an FP8 product
 
 
 @dataclass(frozen=True)
@@ -91,24 +90,39 @@ class Fp8Products:
 
     def hand_over(self, x: Tensor, values: Tensor) -> None:
         """x [..., K] is here in FP8 as well, cast with the scale of the slot; for the next product, if that is of x."""
-        self._handed = _identity(x), Codes(values.view(-1, values.shape[-1]), self.x.inverse)
+        self._handed = _identity(x), self.x.of(values.view(-1, values.shape[-1]))
+
+    def slot_of_input(self, x: Tensor) -> Slot | None:
+        """None too where x was handed over; what else was is forgotten, since memory is given to others."""
+        if self._handed is not None and self._handed[0] == _identity(x):
+            return None
+        self._handed = None
+        return self.x if self.x.settled else None
+
+    def slot_of_gradients(self, weights: Sequence[Weight], dtype: torch.dtype) -> tuple[Slot | None, Tensor | None]:
+        """With the weights' scales, where those differ."""
+        return (self.grad, self.scales(weights, dtype).factors) if self.grad.settled else (None, None)
 
     def _cast(self, x: Tensor) -> Codes:
         handed, self._handed = self._handed, None
         return handed[1] if handed is not None and handed[0] == _identity(x) else self.x.cast(x)
 
-    def products(self, x: Tensor | Codes, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
-        """Write x·Wᵢᵀ into `outs` [M, Nᵢ]; x [M, K], cast already or not."""
+    def products(
+        self, x: Tensor | Codes, weights: Sequence[Weight], outs: Sequence[Tensor], terms: Sequence[Term | None]
+    ) -> None:
+        """Write x·Wᵢᵀ and the terms into `outs` [M, Nᵢ]; x [M, K], cast already or not."""
         if not outs[0].numel():
             return
         codes, inverse = x if isinstance(x, Codes) else self._cast(x)
         scales = self.scales(weights, outs[0].dtype)
-        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+        for i, (weight, out, term) in enumerate(zip(weights, outs, terms, strict=True)):
             values = weight_codes(weight, scales.inverses[i], out.dtype)
-            fp8_matmul(codes, values, inverse, scales.each[i], out, fast=True)
+            fp8_product(codes, values, inverse, scales.each[i], out, True, term)
 
-    def input_gradient(self, grads: Sequence[Tensor] | Codes, weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
-        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K]; dy [M, Nᵢ] each, or already cast side by side."""
+    def input_gradient(
+        self, grads: Sequence[Tensor] | Codes, weights: Sequence[Weight], dtype: torch.dtype, term: Term | None
+    ) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ + the term, `dtype` [M, K]; dy [M, Nᵢ] each, or already cast side by side."""
         sizes, width = [weight.shape[0] for weight in weights], weights[0].shape[1]
         dx = torch.empty(grads[0].shape[0], width, dtype=dtype, device=grads[0].device)
         if not dx.numel():
@@ -118,7 +132,7 @@ class Fp8Products:
         turned = torch.empty(width, sum(sizes), dtype=E4M3, device=dx.device)
         for weight, inverse, out in zip(weights, scales.inverses, turned.split(sizes, dim=1), strict=True):
             weight_codes(weight, inverse, dtype, out)
-        fp8_matmul(codes.values, turned, codes.inverse, scales.shared, dx, fast=False)
+        fp8_product(codes.values, turned, codes.inverse, scales.shared, dx, False, term)
         return dx
 
     def scales(self, weights: Sequence[Weight], dtype: torch.dtype) -> _Scales:
@@ -159,39 +173,3 @@ def weight_codes(weight: Weight, inverse: Tensor, dtype: torch.dtype, turned: Te
         notice(f"fp8-of-{name}", f"fp8-hybrid: {name} weights are dequantized and then cast, which costs a pass more")
         codes, _ = cast_float8(inverse, (dense(weight, dtype),), None, inverse, inverse.new_zeros(()), E4M3, True)
     return codes if turned is None else transpose_float8(codes, turned)
-
-
-def fp8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, *, fast: bool) -> None:
-    """out [M, N] = (a·bᵀ) · a_scale · b_scale.
-
-    Args:
-        a, b: FP8 [M, K] and [N, K], contiguous; b is E4M3, and a too where b has a scale a row.
-        a_scale: fp32 [].
-        b_scale: fp32 [] or [N].
-        out: contiguous; fp32, fp16 or bf16.
-        fast: let Hopper's tensor cores keep partial sums in fewer bits, which costs less; for forward products only.
-    """
-    if _has_product(a, b, b_scale):
-        if b_scale.dim():
-            a_scale, b_scale = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.view(1, -1)
-        result = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
-        torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast, out=result)
-        if result is not out:
-            out.copy_(result)
-        return
-    exact = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32  # fp16 would overflow: E5M2 reaches 57344
-    product = a.to(exact) @ b.to(exact).t()
-    out.copy_(product.float() * (a_scale * b_scale))
-
-
-def _has_product(a: Tensor, b: Tensor, b_scale: Tensor) -> bool:
-    """Whether torch._scaled_mm takes these; if not, says why once."""
-    needed = (9, 0) if b_scale.dim() else (8, 9)  # scales per row: Hopper and later
-    if a.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(a.device) < needed:
-        reason = f"{a.device.type} has no FP8 units that torch multiplies with"
-    elif a.shape[1] % MULTIPLE or b.shape[0] % MULTIPLE:
-        reason = f"{a.shape[1]} and {b.shape[0]} are not both multiples of {MULTIPLE}, as FP8 products need"
-    else:
-        return True
-    notice(f"fp8-product-{a.device.type}", f"{reason}: FP8 codes are multiplied in 16 or 32 bits, with equal results")
-    return False

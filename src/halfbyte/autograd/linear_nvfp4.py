@@ -25,6 +25,8 @@ from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..notices import notice
 from ..ops.e2m1 import codebook_e2m1, decode_scales
+from ..ops.fp8_product import Term
+from ..ops.fp8_scaling import Slot
 from ..ops.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
 from .lora import refuse_compiled
 
@@ -111,18 +113,34 @@ class Nvfp4Products:
     def __init__(self, recipe: Nvfp4Recipe):
         self.recipe = recipe
 
-    def products(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
-        """Write x·Wᵢᵀ into `outs` [M, Nᵢ]."""
-        _say_emulated()
-        for weight, out in zip(weights, outs, strict=True):
-            out.copy_(_product(x, _values(weight), None, self.recipe, stochastic=False))
+    def slot_of_input(self, x: Tensor) -> Slot | None:
+        """Nothing is cast to FP8."""
 
-    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
-        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K]."""
+    def slot_of_gradients(self, weights: Sequence[Weight], dtype: torch.dtype) -> tuple[Slot | None, Tensor | None]:
+        """Likewise."""
+        return None, None
+
+    def products(
+        self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor], terms: Sequence[Term | None]
+    ) -> None:
+        """Write x·Wᵢᵀ and the terms into `outs` [M, Nᵢ]."""
+        _say_emulated()
+        for weight, out, term in zip(weights, outs, terms, strict=True):
+            out.copy_(_product(x, _values(weight), None, self.recipe, stochastic=False))
+            if term is not None:
+                term.add(out)
+
+    def input_gradient(
+        self, grads: Sequence[Tensor], weights: Sequence[Weight], dtype: torch.dtype, term: Term | None
+    ) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ + the term, `dtype` [M, K]."""
         stochastic = not self.recipe.disable_stochastic_rounding
         pairs = zip(grads, weights, strict=True)
-        terms = [_product(dy, _values(w).t(), None, self.recipe, stochastic=stochastic) for dy, w in pairs]
-        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+        products = [_product(dy, _values(w).t(), None, self.recipe, stochastic=stochastic) for dy, w in pairs]
+        dx = torch.stack(products).sum(0) if len(products) > 1 else products[0]
+        if term is not None:
+            term.add(dx)
+        return dx
 
 
 class _Nvfp4Linear(torch.autograd.Function):

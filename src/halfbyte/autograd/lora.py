@@ -42,6 +42,9 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler
 from ..errors import ModelError
+from ..ops.fp8_product import Term
+from ..ops.fp8_scaling import Codes, Slot
+from ..ops.lora_read import lora_read, summed
 
 if TYPE_CHECKING:
     from ..tensor import QuantizedTensor
@@ -90,11 +93,17 @@ class Products(Protocol):
 
     name: ClassVar[str]  # of the recipe
 
-    def products(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
-        """Write x·Wᵢᵀ, x [M, K], into `outs` [M, Nᵢ]."""
+    def slot_of_input(self, x: Tensor) -> Slot | None:
+        """What casts x [M, K] to FP8, for whoever reads it before its product does; or None."""
 
-    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
-        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K], of dy [M, Nᵢ]."""
+    def slot_of_gradients(self, weights: Sequence[Weight], dtype: torch.dtype) -> tuple[Slot | None, Tensor | None]:
+        """Likewise the outputs' gradients, in `dtype`; and factors of their columns."""
+
+    def products(self, x: Any, weights: Sequence[Weight], outs: Sequence[Tensor], terms: Sequence[Term | None]) -> None:
+        """Write x·Wᵢᵀ, x [M, K] or its `Codes`, and the adapters' terms into `outs` [M, Nᵢ]."""
+
+    def input_gradient(self, grads: Any, weights: Sequence[Weight], dtype: torch.dtype, term: Term | None) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ + the adapters' term, `dtype` [M, K], of dy [M, Nᵢ] or their `Codes`."""
 
 
 def lora_linear(
@@ -284,43 +293,53 @@ class Projections:
         self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], State]:
         """Outputs [*leading, Nᵢ] of x [M, K], and what backward needs beside x."""
-        state = self.low_rank(x, a, b)
-        return self.outputs(x, leading, biases, state), state
+        state, codes = self.low_rank(x, a, b)
+        return self.outputs(x, leading, biases, state, codes), state
 
     def outputs(
-        self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], state: State | None, codes: Any = None
+        self,
+        x: Tensor,
+        leading: torch.Size,
+        biases: Sequence[Tensor | None],
+        state: State | None,
+        codes: Codes | None = None,
     ) -> tuple[Tensor, ...]:
         """[*leading, Nᵢ]; without a state, of the frozen weights alone. `codes`: x as the recipe casts it, or None."""
         terms = {}
         if state is not None:
             pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
-            terms = {i: (u, b.t(), scaling) for (i, scaling), u, b in pairs}
+            terms = {i: Term(u, b.t(), scaling) for (i, scaling), u, b in pairs}
         # Not views, since autograd restricts those we return.
         outputs = [x.new_empty(*leading, weight.shape[0]) for weight in self.weights]
         rows = [output.view(x.shape[0], output.shape[-1]) for output in outputs]
         if self.recipe is not None:
-            self.recipe.products(x if codes is None else codes, self.weights, rows)
+            each = [terms.get(i) for i in range(len(rows))]
+            self.recipe.products(x if codes is None else codes, self.weights, rows, each)
         for i, (out, weight, bias) in enumerate(zip(rows, self.weights, biases, strict=True)):
             if self.recipe is None:
                 self._project(out, x, weight, bias, terms.get(i))
-            else:
-                self._add(out, bias, terms.get(i))
+            elif bias is not None:
+                out.add_(bias)
         return tuple(outputs)
 
-    def low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> State:
-        """What backward needs beside x [M, K]."""
+    def low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[State, Codes | None]:
+        """What backward needs beside x [M, K], and x as the recipe casts it where one pass over x gives both."""
         if not a:
-            return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ())
+            return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ()), None
         stacked, copies = self.factors(a, b, x.dtype)
         if not self.dropout:
-            return State(stacked, copies, product(x, stacked.t()), ())
+            slot = None if self.recipe is None else self.recipe.slot_of_input(x)
+            if slot is None:
+                return State(stacked, copies, product(x, stacked.t()), ()), None
+            found = lora_read(x, (), (stacked.t(),), (1.0,), None, self.dtype, slot, None)
+            return State(stacked, copies, found.low, ()), slot.of(found.codes)
         ranks, masks = [factor.shape[0] for factor in a], []
         u = x.new_empty(x.shape[0], sum(ranks))
         for factor, out in zip(stacked.split(ranks), u.split(ranks, dim=1), strict=True):
             dropped, mask = torch.native_dropout(x, self.dropout, True)
             product(dropped, factor.t(), out=out)
             masks.append(mask)
-        return State(stacked, copies, u, tuple(masks))
+        return State(stacked, copies, u, tuple(masks)), None
 
     def factors(
         self, a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype
@@ -332,43 +351,54 @@ class Projections:
         return cast(a, b, dtype)
 
     @staticmethod
-    def _project(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, term: tuple | None) -> None:
+    def _project(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, term: Term | None) -> None:
         if term is None:
             values = dense(weight, x.dtype).t()
             torch.mm(x, values, out=out) if bias is None else torch.addmm(bias, x, values, out=out)
             return
-        u, b, scaling = term
         if bias is None:
-            product(u, b, scaling, out)
+            term.write(out)
         else:
-            torch.addmm(bias, u, b, alpha=scaling, out=out)
+            torch.addmm(bias, term.u, term.factor, alpha=term.scale, out=out)
         out.addmm_(x, dense(weight, x.dtype).t())
 
-    @staticmethod
-    def _add(out: Tensor, bias: Tensor | None, term: tuple | None) -> None:
-        if bias is not None:
-            out.add_(bias)
-        if term is not None:
-            u, b, scaling = term
-            out.addmm_(u, b, alpha=scaling)
+    def read(
+        self, grads: Sequence[Tensor], state: State, needed: Sequence[bool], product_follows: bool = True
+    ) -> tuple[Tensor, list[Tensor | None], Codes | None]:
+        """What one pass over `grads` [M, Nᵢ] gives.
 
-    def low_rank_gradient(self, grads: Sequence[Tensor], state: State) -> Tensor:
-        """[v₁, v₂, …] [M, R]."""
-        v = state.a.new_empty(grads[0].shape[0], sum(state.ranks))
-        for (i, scaling), b, out in zip(self.adapters, state.b, v.split(state.ranks, dim=1), strict=True):
-            product(grads[i], b, scaling, out)
-        return v
+        Args:
+            needed: of each adapter's B, whether it wants a gradient.
+            product_follows: whether `input_gradient` will be asked for.
 
-    def input_gradient(self, grads: Sequence[Tensor], v: Tensor | None, state: State, codes: Any = None) -> Tensor:
+        Returns:
+            [v₁, v₂, …] [M, R]; dBᵢ [Nᵢ, rᵢ] in the factors' own dtype, None where it is not needed; and `grads` as the
+            recipe casts them, None where it has to do that itself.
+        """
+        if not state.b:
+            return grads[0].new_empty(grads[0].shape[0], 0), [], None
+        slot = columns = None
+        if self.recipe is not None and product_follows:
+            slot, columns = self.recipe.slot_of_gradients(self.weights, grads[0].dtype)
+        b = dict(zip([i for i, _ in self.adapters], state.b, strict=True))
+        factors, scalings = [b.get(i) for i in range(len(grads))], [scaling for _, scaling in self.adapters]
+        low = state.u if any(needed) else None
+        found = lora_read(grads[0], grads[1:], factors, scalings, low, self.dtype, slot, columns)
+        gradients = found.gradients or [None] * len(needed)
+        codes = None if slot is None else slot.of(found.codes)
+        return found.low, [grad if need else None for grad, need in zip(gradients, needed, strict=True)], codes
+
+    def input_gradient(
+        self, grads: Sequence[Tensor], v: Tensor | None, state: State, codes: Codes | None = None
+    ) -> Tensor:
         """dx [M, K]: every projection is accumulated into one buffer; without v, no low-rank terms.
 
-        A recipe cannot accumulate: its product comes first, and the low-rank terms after it. `codes` is `grads` as
-        the recipe casts them, if they are cast.
+        `codes` is `grads` as the recipe casts them, if they are cast.
         """
         if self.recipe is not None:
-            dtype = state.a.dtype
-            dx = self.recipe.input_gradient(grads if codes is None else codes, self.weights, dtype)
-            return dx if v is None else self._add_low_rank_gradient(dx, v, state, True)
+            term = Term(v, state.a, 1.0) if v is not None and state.b and not state.masks else None
+            dx = self.recipe.input_gradient(codes or grads, self.weights, state.a.dtype, term)
+            return self._add_low_rank_gradient(dx, v, state, True) if v is not None and state.masks else dx
         dx = grads[0].new_empty(grads[0].shape[0], self.weights[0].shape[1])
         written = bool(state.b) and v is not None
         if v is not None:
@@ -396,24 +426,10 @@ class Projections:
         parts = v.split(state.ranks, dim=1)
         if state.masks:
             pairs = zip(parts, state.masks, strict=True)
-            grads = [self._factor(part.t(), self._drop(x, mask)) for part, mask in pairs]
+            grads = [summed(part.t(), self._drop(x, mask), 1.0, self.dtype) for part, mask in pairs]
         else:
-            grads = self._factor(v.t(), x).split(state.ranks)
+            grads = summed(v.t(), x, 1.0, self.dtype).split(state.ranks)
         return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
-
-    def b_gradients(self, grads: Sequence[Tensor], state: State, needed: Sequence[bool]) -> list[Tensor | None]:
-        """dBᵢ [Nᵢ, rᵢ] likewise."""
-        if not any(needed):
-            return [None] * len(needed)
-        parts = zip(self.adapters, state.u.split(state.ranks, dim=1), needed, strict=True)
-        return [self._factor(grads[i].t(), u, scaling) if need else None for (i, scaling), u, need in parts]
-
-    def _factor(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-        """scale · a·b, summed in fp32 and rounded to the gradients' dtype only, where the device's GEMM can do that."""
-        if a.is_cuda and self.dtype is torch.float32 and a.dtype in (torch.float16, torch.bfloat16):
-            grad = torch.mm(a, b, out_dtype=torch.float32)
-            return grad if scale == 1.0 else grad.mul_(scale)
-        return product(a, b, scale).to(self.dtype)
 
     def _drop(self, x: Tensor, mask: Tensor) -> Tensor:
         return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout) if self.dropout < 1 else 0.0)
@@ -466,9 +482,8 @@ class _LoRA(torch.autograd.Function):
         need_biases, need_a, need_b = needs[2 : 2 + n], needs[2 + n : 2 + n + adapters], needs[2 + n + adapters :]
         rows, *saved = ctx.saved_tensors
         state, grads = State.unflat(saved, adapters), tuple(rows_of(grad) for grad in grads)
-        v = projections.low_rank_gradient(grads, state)
-        db = projections.b_gradients(grads, state, need_b)
+        v, db, codes = projections.read(grads, state, need_b, needs[0])
         da = projections.a_gradients(rows, v, state, need_a)
-        dx = projections.input_gradient(grads, v, state).view(ctx.shape) if needs[0] else None
+        dx = projections.input_gradient(grads, v, state, codes).view(ctx.shape) if needs[0] else None
         biases = [grad.sum(0) if need else None for grad, need in zip(grads, need_biases, strict=True)]
         return dx, None, *biases, *da, *db

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..ops import glu as ops
-from ..ops.fp8_scaling import Codes, Slot
+from ..ops.fp8_scaling import Codes
 from ..ops.lora_glu import (
     MAX_RANK_BYTES,
     Factors,
@@ -37,7 +37,6 @@ from ..ops.lora_glu import (
     lora_glu_float8,
 )
 from .glu import glu
-from .linear_fp8 import Fp8Products
 from .lora import LoRA, Projections, State, check, composed, refuse_compiled, rows_of, to_compute_dtype
 
 if TYPE_CHECKING:
@@ -111,20 +110,13 @@ def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:
     return Factors(b_gate, b_up, a_down, gate_scale, up_scale)
 
 
-def _settled(projections: Projections, side: str) -> Slot | None:
-    """What the `side` (x or grad) of an FP8 product is cast with, where its scale is known before the tensor is."""
-    recipe = projections.recipe
-    slot = getattr(recipe, side) if isinstance(recipe, Fp8Products) else None
-    return slot if slot is not None and slot.settled else None
-
-
 def _forward_in_one_pass(ctx, gate: Tensor, up: Tensor, low: Tensor, factors: Factors) -> tuple[Tensor | Codes, Tensor]:
     """h, in FP8 where down's product takes it so, and u_d."""
-    slot = _settled(ctx.second, "x")
+    slot = None if ctx.second.recipe is None else ctx.second.recipe.slot_of_input(gate)
     if slot is None:
         return lora_glu(gate, up, low, factors, ctx.activation)
     codes, u_down = lora_glu_float8(gate, up, low, factors, ctx.activation, slot)
-    return Codes(codes, slot.inverse), u_down
+    return slot.of(codes), u_down
 
 
 class _MLP(torch.autograd.Function):
@@ -133,10 +125,10 @@ class _MLP(torch.autograd.Function):
         n, m = len(first.adapters), len(second.adapters)
         biases, a, b = tensors[:3], tensors[3 : 3 + n + m], tensors[3 + n + m :]
         ctx.first, ctx.second, ctx.activation, ctx.shape = first, second, activation, x.shape
-        rows, codes = rows_of(x), None
-        first_state = first.low_rank(rows, a[:n], b[:n])
+        rows = rows_of(x)
+        first_state, codes = first.low_rank(rows, a[:n], b[:n])
         ctx.in_one_pass = _in_one_pass(x, first, second, a)
-        gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state)
+        gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state, codes)
         if ctx.in_one_pass:
             a_down, b_down = second.factors(a[n:], b[n:], x.dtype)
             hidden, low = _forward_in_one_pass(ctx, gate, up, first_state.u, _factors(first, first_state, a_down))
@@ -144,7 +136,7 @@ class _MLP(torch.autograd.Function):
             hidden, codes = (gate, hidden) if isinstance(hidden, Codes) else (hidden, None)
         else:
             hidden = ops.glu(gate, up, activation)
-            second_state = second.low_rank(hidden, a[n:], b[n:])
+            second_state, codes = second.low_rank(hidden, a[n:], b[n:])
         if needed:
             (output,) = second.outputs(hidden, x.shape[:-1], biases[2:], second_state, codes)
         else:
@@ -164,32 +156,30 @@ class _MLP(torch.autograd.Function):
         rows, gate, up = saved[:3]
         first_state, second_state = State.unflat(saved[3 : ctx.split], n), State.unflat(saved[ctx.split :], m)
         grad = rows_of(grad)
-        v_down = second.low_rank_gradient([grad], second_state)
-        db_down = second.b_gradients([grad], second_state, need_b[n:])
-        codes = None
+        v_down, db_down, codes = second.read([grad], second_state, need_b[n:])
         # From here on gate and up hold their gradients, or where only a product reads those, `codes` does.
         if ctx.in_one_pass:
-            dh = second.input_gradient([grad], None, second_state)
+            dh = second.input_gradient([grad], None, second_state, codes)
             factors, low = _factors(first, first_state, second_state.a), first_state.u
-            slot = None if any(need_biases[:2]) else _settled(first, "grad")
+            slot = columns = codes = None
+            if first.recipe is not None and not any(need_biases[:2]):
+                slot, columns = first.recipe.slot_of_gradients(first.weights, dh.dtype)
             if slot is None:
                 found = lora_glu_backward_(dh, gate, up, low, v_down, factors, ctx.activation)
             else:
-                columns = first.recipe.scales(first.weights, dh.dtype).factors
                 found, values = lora_glu_backward_float8(
                     dh, gate, up, low, v_down, factors, ctx.activation, slot, columns
                 )
-                codes = Codes(values, slot.inverse)
+                codes = slot.of(values)
             v, (*db, da_down) = found.v, [factor.to(first.dtype) for factor in found[1:]]
             da_down = [da_down]
             del dh
         else:
-            hidden = second.input_gradient([grad], v_down, second_state)
+            hidden = second.input_gradient([grad], v_down, second_state, codes)
             ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))  # hidden, which was dh, holds h
             da_down = second.a_gradients(hidden, v_down, second_state, need_a[n:])
             del hidden
-            v = first.low_rank_gradient([gate, up], first_state)
-            db = first.b_gradients([gate, up], first_state, need_b[:n])
+            v, db, codes = first.read([gate, up], first_state, need_b[:n], needs[0])
         da = first.a_gradients(rows, v, first_state, need_a[:n])
         dx = first.input_gradient([gate, up], v, first_state, codes).view(ctx.shape) if needs[0] else None
         biases = [grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)]

@@ -105,7 +105,10 @@ def _launch(
     backward: bool, tensors: list[Tensor], low: Tensor, factors: Factors, activation: str, slot: Slot | None,
     columns: Tensor | None, pointers: dict,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums over columns [M, r] and over rows, fp32 [Σ r, I]; `pointers` are the other tensors of `Unit`."""
+    """The sums over columns [M, r] and, in fp32, over rows: of dB_g, dB_u and dA_d, one after another.
+
+    `pointers` are the other tensors of `Unit`.
+    """
     gate, blocks = tensors[0], BACKWARD if backward else FORWARD
     (rows, width), device = gate.shape, gate.get_device()
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
@@ -115,7 +118,7 @@ def _launch(
     partial = fresh((strips, steps, 512 if backward else 256), dtype=gate.dtype if backward else torch.float32)
     total = fresh((rows, rank), dtype=gate.dtype)
     gradients = fresh((ceil_div(steps, share) + 1 if backward else 0, sum(ranks), width), dtype=torch.float32)
-    gradient = fresh((sum(ranks) if backward else 0, width), dtype=torch.float32)
+    gradient = fresh(sum(ranks) * width if backward else 0, dtype=torch.float32)
     pointers |= {
         "tensors": tensors, "low": low, "factors": list(factors[:3]), "partial": partial, "gradients": gradients,
         "sum": total, "gradient": gradient,
@@ -160,8 +163,9 @@ def backward(
     v, gradient = _launch(
         True, [gate, up, grad], low, factors, activation, slot, columns, {"out": out, "v_down": v_down}
     )
-    b_gate, b_up, a_down = gradient.split([factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]])
-    return Gradients(v, b_gate.t(), b_up.t(), a_down), codes
+    parts = gradient.split([factor.numel() for factor in factors[:3]])
+    shaped = [part.view(factor.shape) for part, factor in zip(parts, factors[:3], strict=True)]
+    return Gradients(v, *shaped), codes
 
 
 _refused = False

@@ -185,6 +185,10 @@ class Slot:
         """fp32 [], where the amax of a cast goes: into the history, in training only."""
         return self.state.history[self.index, 0] if self.state.training else self.state.unseen
 
+    def of(self, values: Tensor) -> Codes:
+        """Codes that a kernel has cast with this slot's scale, which is settled."""
+        return Codes(values, self.inverse)
+
     def cast(self, *parts: Tensor, factors: Tensor | None = None) -> Codes:
         """Tensors [M, Kᵢ] side by side in FP8, with one scale; their amax goes into the history. See `cast_float8`."""
         target = self.state.target[self.index]

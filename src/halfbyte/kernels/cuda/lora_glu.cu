@@ -19,6 +19,7 @@ R_GATE, R_UP, R_DOWN (8 or 16), FLOAT8 (0; 1 for E4M3, 2 for E5M2: what h, or dg
 
 #include "warp.cuh"
 #include "matrix.cuh"
+#include "lora.cuh"
 
 constexpr u32 STRIP = 32 * WARPS;
 constexpr u32 TENSORS = BACKWARD ? 3 : 2; /* of [M, I] that are read; low-rank ones are as many */
@@ -29,8 +30,6 @@ constexpr u32 SUMS = BACKWARD ? 4 : 2;    /* fragments of 16×8: of v, or u_d */
 constexpr u32 LOW = 3 * WARPS * 1024, SLOT = TENSORS * 512, EXCHANGE = LOW + (STAGES + 1) * SLOT;
 constexpr u32 RING = EXCHANGE + 2 * WARPS * SUMS * 512, STAGE = TENSORS * 1024, FACTORS = RING + STAGES * WARPS * STAGE;
 
-struct alignas(16) Four { float x[4]; };
-
 struct Unit {
     const u16 *tensors[3];   /* g₀, u₀, dh₀ [rows, width] */
     const u16 *low, *v_down; /* [rows, R_GATE + R_UP], [rows, R_DOWN] */
@@ -39,7 +38,7 @@ struct Unit {
     void *partial;           /* [strip, 16 rows, SUMS, lane] of v in 16 bits, of u_d in fp32 */
     float *gradients;        /* [part of a strip's rows, R_GATE + R_UP + R_DOWN, width] */
     u16 *sum;                /* v or u_d */
-    float *gradient;         /* [R_GATE + R_UP + R_DOWN, width] */
+    float *gradient;         /* dB_g and dB_u [width, r], dA_d [r, width] */
     const float *columns, *scale;
     float *newest;
     u32 rows, width, strips, share; /* `share`: steps of a block */
@@ -50,8 +49,6 @@ struct Unit {
 __device__ __forceinline__ constexpr u32 rank_of(u32 i) { return i == 0 ? R_GATE : i == 1 ? R_UP : R_DOWN; }
 __device__ __forceinline__ constexpr u32 begin_of(u32 i) { return i == 0 ? 0 : i == 1 ? R_GATE : R_GATE + R_UP; }
 
-__device__ __forceinline__ float half_of(u32 pair, u32 i) { return number<BF16>((u16)(i ? pair >> 16 : pair)); }
-
 /* a(g) and a'(g). */
 __device__ __forceinline__ float activate(float g, float &derivative) {
     const float square = g * g, twice = 1.5957691216057308f; /* 2 √(2/π) */
@@ -59,15 +56,6 @@ __device__ __forceinline__ float activate(float g, float &derivative) {
     const float p = reciprocal(1.0f + power_of_two(z * -1.4426950408889634f)), activated = g * p;
     derivative = p + activated * (1.0f - p) * (SILU ? 1.0f : twice * (1.0f + 0.134145f * square));
     return activated;
-}
-
-/* Two neighbours to FP8. */
-__device__ __forceinline__ u32 cast(u32 both, const float *factors, float scale, float &amax) {
-    float first = half_of(both, 0), second = half_of(both, 1);
-    if (COLUMNS)
-        first *= factors[0], second *= factors[1];
-    amax = larger(larger(amax, first), second);
-    return float8<FLOAT8 == 2>(first * scale, second * scale);
 }
 
 /* What a warp does with its 32 columns. */
@@ -207,39 +195,12 @@ struct Columns {
     }
 };
 
-/* Where this lane's row of four matrices is that are loaded turned: the two in the middle change places, as a product's
-   operands have them. */
-__device__ __forceinline__ u32 turned_place(u32 lane) { return (lane & 7 | (lane & 8) << 1 | (lane & 16) >> 1) * 16; }
-
 /* sums = x · factor, for tiles 2 p and 2 p + 1. */
 __device__ __forceinline__ void complete(float (&sums)[2][4], const u32 (&x)[4], const u8 *factor, u32 p, u32 lane) {
     u32 b[4];
     load_matrices(b, factor + p * 512 + lane * 16);
     multiply_first<BF16>(sums[0], x, b[0], b[1]);
     multiply_first<BF16>(sums[1], x, b[2], b[3]);
-}
-
-/* sums [rows, r] += tiles 2 p and 2 p + 1 · factor, which come first if p is 0. */
-__device__ __forceinline__ void gather(
-    float (&sums)[2][4], const u32 (&tiles)[4][2], const u8 *factor, u32 p, u32 lane) {
-    const u32 a[4] = {tiles[2 * p][0], tiles[2 * p][1], tiles[2 * p + 1][0], tiles[2 * p + 1][1]};
-    u32 b[4];
-    load_turned(b, factor + p * 512 + turned_place(lane));
-#pragma unroll
-    for (u32 half = 0; half < 2; half++)
-        if (p == 0)
-            multiply_first<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
-        else
-            multiply<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
-}
-
-/* sums [r, columns] += low-rank rows · tiles 2 p and 2 p + 1, both turned. */
-__device__ __forceinline__ void learn(float (&sums)[4][4], const u8 *rows, const u32 (&tiles)[4][2], u32 p, u32 lane) {
-    u32 a[4];
-    load_turned(a, rows + turned_place(lane));
-#pragma unroll
-    for (u32 j = 2 * p; j < 2 * p + 2; j++)
-        multiply<BF16>(sums[j], a, turned(tiles[j][0]), turned(tiles[j][1]));
 }
 
 /* Numbers of a step: [tile][half of rows], those of columns 2 j and 2 j + 1 of this lane's eight. */
@@ -347,41 +308,8 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) 
         walk(unit, strip, blockIdx.x - strip * steps / unit.share, begin, count, amax);
         at += count;
     }
-    if (FLOAT8) {
-#pragma unroll
-        for (u32 mask = 16; mask; mask /= 2)
-            amax = larger(amax, shuffle(amax, mask));
-        if (threadIdx.x % 32 == 0)
-            raise(unit.newest, amax == amax ? amax : __uint_as_float(0x7f800000));
-    }
-}
-
-/* The sum of `count` fours from `at` on, each `apart` after the one before; of 16 bits or fp32. BATCH of them are on
-   their way at once. */
-template <bool HALF, u32 BATCH>
-__device__ __forceinline__ Four sum_of(const void *from, u64 at, u64 apart, u32 count) {
-    Four sum = {};
-    for (u32 begin = 0; begin < count; begin += BATCH) {
-        Four next[BATCH];
-#pragma unroll
-        for (u32 i = 0; i < BATCH; i++) {
-            const u64 place = at + (begin + i) * apart;
-            const bool there = begin + i < count;
-            if (HALF) {
-                const uint2 w = there ? ((const uint2 *)from)[place] : uint2{};
-                next[i] = Four{half_of(w.x, 0), half_of(w.x, 1), half_of(w.y, 0), half_of(w.y, 1)};
-            } else {
-                const uint4 w = there ? ((const uint4 *)from)[place] : uint4{};
-                next[i] = Four{__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
-            }
-        }
-#pragma unroll
-        for (u32 i = 0; i < BATCH; i++)
-#pragma unroll
-            for (u32 k = 0; k < 4; k++)
-                sum.x[k] += next[i].x[k];
-    }
-    return sum;
+    if (FLOAT8)
+        tell_amax(unit.newest, amax);
 }
 
 /* Add up what strips left of v or u_d, a thread a lane's four numbers; then what parts left of dB and dA, four a
@@ -407,11 +335,13 @@ extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
         const u32 strip = at % (unit.width / 4) * 4 / STRIP, first = strip * steps / unit.share;
         const u32 parts = ((strip + 1) * steps - 1) / unit.share - first + 1;
         Four sum = sum_of<false, 8>(unit.gradients, at, fours, parts);
-        const u32 r = at / (unit.width / 4);
-        const float scale = r < R_GATE ? unit.scales[0] : r < R_GATE + R_UP ? unit.scales[1] : 1.0f;
+        const u32 r = at / (unit.width / 4), column = at % (unit.width / 4) * 4;
+        const u32 tensor = (r >= R_GATE) + (r >= R_GATE + R_UP), rank = rank_of(tensor), begin = begin_of(tensor);
+        const float scale = tensor < 2 ? unit.scales[tensor] : 1.0f;
+        float *to = unit.gradient + (u64)begin * unit.width;
+        to += tensor < 2 ? (u64)column * rank + r - begin : (u64)(r - begin) * unit.width + column;
 #pragma unroll
         for (u32 k = 0; k < 4; k++)
-            sum.x[k] *= scale;
-        ((Four *)unit.gradient)[at] = sum;
+            to[tensor < 2 ? k * rank : k] = sum.x[k] * scale;
     }
 }
