@@ -5,14 +5,16 @@ A warp takes 32 blocks of 32 weights at a time. A lane has 8 columns, part = lan
 / 4: of each word the byte `part`, put together from four words. When their bits are exchanged, byte j of a word is an
 index of the table for columns of block j, and an entry is those columns' fp32 numbers: four at 2 bits, else two. What
 a lane decodes of a block is one 16-byte store, and the warp's stores are 512 bytes in a row. An entry has copies for
-128 bytes, one for each of the lanes that are served together.
+128 bytes, one for each of the lanes that are served together. Each warp's words and scales are copied ahead, to a ring
+of STAGES slots of its own.
 
-Constants: BITS (2 to 5), BF16 (else fp16), THREADS. */
+Constants: BITS (2 to 5), BF16 (else fp16), THREADS, STAGES. */
 
 #include "planes.cuh"
 
 constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256;
 constexpr u32 SIZE = BITS == 2 ? 16 : 8; /* bytes of an entry, which has copies for 128 bytes */
+constexpr u32 WORDS = 128 * BITS, SLOT = WORDS + 32; /* bytes of a warp's 32 blocks: words, and with their scales */
 
 __device__ __forceinline__ void build(const float *codebook) {
     for (u32 index = threadIdx.x; index < ENTRIES; index += THREADS) {
@@ -30,48 +32,47 @@ __device__ __forceinline__ u32 scaled(u32 first, u32 second, float scale) {
     return pair<BF16>(__uint_as_float(first) * scale, __uint_as_float(second) * scale);
 }
 
-/* A lane's words and scales of four blocks. */
-struct Four {
-    u32 word[4][BITS];
-    u32 scale[4];
-
-    __device__ __forceinline__ void load(const u32 *packed, const u8 *scales, u32 block, u32 blocks) {
+/* Begin to copy 32 blocks, from `block` on, to a slot. */
+__device__ __forceinline__ void fetch(u8 *slot, const u32 *packed, const u8 *scales, u32 block, u32 lane) {
+    const u8 *from = (const u8 *)(packed + (u64)block * BITS);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            u32 b = block + 8 * j < blocks ? block + 8 * j : blocks - 1;
-            const u32 *from = packed + (u64)b * BITS;
-            if (BITS == 2)
-                *(uint2 *)word[j] = *(const uint2 *)from;
-            else if (BITS == 4)
-                *(uint4 *)word[j] = *(const uint4 *)from;
-            else
-#pragma unroll
-                for (int i = 0; i < BITS; i++)
-                    word[j][i] = from[i];
-            scale[j] = scales[b];
-        }
+    for (u32 first = 0; first < SLOT; first += 512) {
+        u32 at = first + lane * 16;
+        if (at < SLOT)
+            copy<16>(slot + at, at < WORDS ? from + at : scales + block + (at - WORDS), true);
     }
+}
 
-    /* The lane's bytes of a plane, those of block j in byte j. */
-    __device__ __forceinline__ u32 bytes(int plane, u32 selector) const {
-        u32 low = __byte_perm(word[0][plane], word[1][plane], selector);
-        return __byte_perm(low, __byte_perm(word[2][plane], word[3][plane], selector), 0x5410);
-    }
-};
-
-__device__ __forceinline__ void
-decode(const Four &four, u16 *out, u32 block, u32 blocks, float factor, u32 place, u32 lane) {
-    u32 selector = lane % 4 * 0x11 + 0x40, p[4], fifth = BITS == 5 ? four.bytes(BITS - 1, selector) : 0;
+/* A lane's words of block j · 8 + lane / 4 in a slot. */
+__device__ __forceinline__ void load(u32 (&word)[BITS], const u8 *slot, int j, u32 lane) {
+    const u32 *from = (const u32 *)slot + (j * 8 + lane / 4) * BITS;
+    if (BITS == 2)
+        *(uint2 *)word = *(const uint2 *)from;
+    else if (BITS == 4)
+        *(uint4 *)word = *(const uint4 *)from;
+    else
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        p[i] = i < BITS ? four.bytes(i, selector) : 0;
+        for (int i = 0; i < BITS; i++)
+            word[i] = from[i];
+}
+
+__device__ __forceinline__ void decode(const u8 *slot, u16 *out, u32 block, float factor, u32 place, u32 lane) {
+    u32 word[4][BITS], p[4] = {}, fifth = 0, selector = lane % 4 * 0x11 + 0x40;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        load(word[j], slot, j, lane);
+#pragma unroll
+    for (int i = 0; i < BITS; i++) { /* the lane's bytes of a plane, those of block j in byte j */
+        u32 low = __byte_perm(word[0][i], word[1][i], selector), high = __byte_perm(word[2][i], word[3][i], selector);
+        (i < 4 ? p[i] : fifth) = __byte_perm(low, high, 0x5410);
+    }
     if (BITS == 2)
         exchange(p[0], p[1], 4, 0x0f0f0f0f);
     else
         exchange_pairs(p);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        float scale = e4m4(four.scale[j]) * factor;
+        float scale = e4m4(slot[WORDS + j * 8 + lane / 4]) * factor;
         u32 value[4];
         if (BITS == 2) {
 #pragma unroll
@@ -91,26 +92,35 @@ decode(const Four &four, u16 *out, u32 block, u32 blocks, float factor, u32 plac
                 value[r] = scaled(found.x, found.y, scale);
             }
         }
-        if (block + 8 * j < blocks)
-            store(out + (u64)(block + 8 * j) * 32 + lane % 4 * 8, make_uint4(value[0], value[1], value[2], value[3]));
+        store(out + (u64)(block + 8 * j) * 32 + lane * 8, make_uint4(value[0], value[1], value[2], value[3]));
     }
 }
 
+/* `blocks` is a multiple of 32. */
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 dequantize_planes(
     const u32 *packed, const u8 *scales, const float *factor, const float *codebook, u16 *out, u32 blocks) {
-    u32 lane = threadIdx.x % 32, place = address(shared) + lane % (128 / SIZE) * SIZE;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = address(shared) + lane % (128 / SIZE) * SIZE;
+    u8 *ring = shared + 128 * ENTRIES + warp * STAGES * SLOT;
     /* Warps' blocks are dealt out one multiprocessor after another, so that the last round is spread over all. */
-    u32 stride = gridDim.x * THREADS, block = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + lane / 4;
+    u32 stride = gridDim.x * THREADS, block = (warp * gridDim.x + blockIdx.x) * 32, next = block, filled = 0, now = 0;
+    auto fetch_next = [&] {
+        if (next < blocks)
+            fetch(ring + filled, packed, scales, next, lane);
+        next += stride, filled = filled + SLOT == STAGES * SLOT ? 0 : filled + SLOT;
+        commit();
+    };
+    for (int i = 0; i < STAGES - 1; i++)
+        fetch_next();
     float by = *factor;
-    Four now, then;
-    then.load(packed, scales, block, blocks);
     build(codebook);
     __syncthreads();
     begin_after_others(); /* all that is read before are weights */
-    for (; block - lane / 4 < blocks; block += stride) {
-        now = then;
-        then.load(packed, scales, block + stride, blocks);
-        decode(now, out, block, blocks, by, place, lane);
+    for (; block < blocks; block += stride) {
+        wait<STAGES - 2>();
+        __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
+        fetch_next();
+        decode(ring + now, out, block, by, place, lane);
+        now = now + SLOT == STAGES * SLOT ? 0 : now + SLOT;
     }
 }
