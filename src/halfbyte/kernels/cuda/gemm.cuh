@@ -6,16 +6,17 @@ are dealt out to the blocks evenly, in one piece each. A block puts its sums of 
 tile of `parts`, and the second kernel, add(), adds up a tile's parts in the blocks' order.
 
 A group of four warps has 64 rows of W as wgmma's left operand, in registers: 16 rows a warp, laid out as for
-mma.m16n8k16. While a group's products of 64 columns run, it makes the operands of the next 64. PRODUCERS more warps copy
-steps of W and x to a ring of STAGES slots, so that groups wait for copies alone, not for each other.
+mma.m16n8k16. While a group's products of 32 columns run, it makes the operands of the next 32: with 64, registers would
+be spilled or too few left to PRODUCERS more warps. These copy steps of W and x to a ring of STAGES slots, so that groups
+wait for copies alone, not for each other.
 
 With g = lane / 4 and t = lane % 4, a lane has pairs of neighbouring columns of rows g and g + 8 of W: what of 128 columns
 is in whose operands is the format's. x's pairs take the places that these have in K as they are copied, 4 bytes each.
 
 A format is a class with W's shape (rows, columns), TABLE and BYTES (of W in a slot), and these functions: place says
 where a pair of columns goes, half of the step · 32 + 16-byte piece of a row of x · 4 + t; fetch begins to copy a
-producer's share of a step of a tile; build fills the table; make gives the operands of half a step, from what it
-keeps of a step in Kept. SCALED says that they are multiplied by their scales; else the sums of the half are.
+producer's share of a step of a tile; build fills the table; make gives the operands of a quarter of a step, from what it
+keeps of a step in Kept. SCALED says that they are multiplied by their scales; else the sums of each half are.
 
 Constants: NT (2, 4, 6 or 8 tiles of 8 rows of x), GROUPS (1, 2 or 4), STAGES, BF16 (else fp16). */
 
@@ -30,8 +31,8 @@ constexpr u32 BOUND = NT < 6 ? 768 : 640;
 constexpr u32 TOGETHER = 4; /* parts that are on their way at once */
 constexpr int EARLY = 2; /* slots whose weights are copied before x may be */
 
-struct Half { /* a lane's operands of 64 columns and, where these are not scaled yet, the scales of rows g and g + 8 */
-    u32 a[4][4];
+struct Quarter { /* a lane's operands of 32 columns and, where these are not scaled yet, the scales of rows g and g + 8 */
+    u32 a[2][4];
     float scale[2];
 };
 
@@ -73,7 +74,7 @@ __device__ __forceinline__ void fetch_x(u32 slot, const u16 *x, u32 columns, u32
     for (u32 k = 0; k < 2; k++) {
         u32 r = part * 2 + k, to = slot + (place ^ r * 16) + r * 128;
         keep(to);
-#pragma unroll 4
+#pragma unroll
         for (u32 i = 0; i < NT; i++) {
             const u8 *source = (const u8 *)from + (u64)min(i * 8 + r, batch - 1) * (2 * columns);
             copy_to<4>(to + i * 1024, source);
@@ -119,7 +120,7 @@ template <typename W>
 __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *parts, u32 now, u32 end, u32 warp, u32 lane) {
     u32 steps = w.columns / 128, step = now % steps;
     u32 described = describe(address(shared) + ring.slots);
-    Half first, second;
+    Quarter first, second;
     typename W::Kept kept;
     const typename W::Lane own(warp, lane);
     float sum[NT][4] = {};
@@ -128,38 +129,45 @@ __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *parts, u3
     for (; now < end; now++) {
         float d[NT][4];
         u32 slot = ring.slot() + 2 * HALF;
-        auto begin = [&](Half &half, u32 i) {
-            u32 rows = described + (ring.offset + i * HALF) / 16;
+        auto begin = [&](Quarter &quarter, u32 number) {
+            u32 rows = described + (ring.offset + number / 2 * HALF) / 16 + number % 2 * 4;
             begin_multiply();
 #pragma unroll
-            for (int k = 0; k < 4; k++)
+            for (int k = 0; k < 2; k++)
                 if constexpr (W::SCALED)
-                    multiply_later(sum, half.a[k], rows + 2 * k, true);
+                    multiply_later(sum, quarter.a[k], rows + 2 * k, true);
                 else
-                    multiply_later(d, half.a[k], rows + 2 * k, k > 0);
+                    multiply_later(d, quarter.a[k], rows + 2 * k, number % 2 || k);
             end_multiply();
         };
-        auto complete = [&](Half &half) {
+        auto complete = [&](Quarter &quarter, u32 number) {
             if constexpr (W::SCALED)
                 wait_multiply(sum);
             else {
                 wait_multiply(d);
+                if (number % 2) /* the half is complete */
 #pragma unroll
-                for (int i = 0; i < 4 * NT; i++)
-                    sum[i / 4][i % 4] += half.scale[i / 2 % 2] * d[i / 4][i % 4];
+                    for (int i = 0; i < 4 * NT; i++)
+                        sum[i / 4][i % 4] += quarter.scale[i / 2 % 2] * d[i / 4][i % 4];
             }
         };
         begin(first, 0);
         w.make(second, kept, slot, step, 1, own);
-        complete(first);
+        complete(first, 0);
         begin(second, 1);
+        w.make(first, kept, slot, step, 2, own);
+        complete(second, 1);
+        begin(first, 2);
+        w.make(second, kept, slot, step, 3, own);
+        complete(first, 2);
+        begin(second, 3);
         u64 *empty = ring.empty + ring.at;
         ring.next();
         step = step + 1 == steps ? 0 : step + 1;
         if (now + 1 < end)
             wait_barrier(ring.full + ring.at, ring.turn);
         w.make(first, kept, ring.slot() + 2 * HALF, step, 0, own); /* past the end it is of what was there before */
-        complete(second);
+        complete(second, 3);
         __syncwarp();
         if (lane == 0)
             arrive(empty);
@@ -185,11 +193,11 @@ template <typename W> __device__ __forceinline__ void product(const W &w, const 
         ring.set_up();
     if (warp >= WARPS) {
         if constexpr (GROUPS == 4)
-            give_registers<NT < 6 ? 48 : W::SCALED ? 64 : 32>();
+            give_registers<NT < 6 ? 48 : 64>();
         produce(w, ring, x, batch, now, end, warp - WARPS, lane);
     } else {
         if constexpr (GROUPS == 4)
-            take_registers<NT < 6 ? 88 : W::SCALED ? 104 : 112>();
+            take_registers<NT < 6 ? 88 : 104>();
         w.build();
         __syncthreads();
         begin_after_others();

@@ -22,9 +22,10 @@ struct Weight : Table4 {
         }
     };
 
-    struct Kept { /* nested scales of rows g and g + 8: four of them, and the second one */
-        u32 four[2];
-        float second[2];
+    /* Of rows g and g + 8: four nested scales and the second one; a half's scale, and codes of its second quarter. */
+    struct Kept {
+        u32 four[2], word[2];
+        float second[2], scale[2];
     };
 
     static constexpr __device__ __forceinline__ u32 place(u32 pair) {
@@ -59,25 +60,28 @@ struct Weight : Table4 {
         }
     }
 
-    __device__ __forceinline__ void make(Half &half, Kept &kept, u32 slot, u32 step, u32 i, const Lane &at) const {
+    __device__ __forceinline__ void make(Quarter &quarter, Kept &kept, u32 slot, u32 step, u32 i, const Lane &at) const {
 #pragma unroll
         for (int high = 0; high < 2; high++) { /* rows g, then g + 8 */
-            const u8 *scales = shared + slot + CODES + (at.row + 8 * high) * SCALE;
-            u32 b = step % 2 * 2 + i;
-            uint2 word = *(const uint2 *)(shared + slot + (at.codes ^ i * 32) + high * 512);
-            if (NESTED) {
-                if (i == 0 && step % 2 == 0) {
-                    kept.four[high] = *(const u32 *)scales;
-                    kept.second[high] = *(const float *)(scales + 4 * ROWS);
-                }
-                half.scale[high] = look_up<float, 128>(kept.four[high], b, at.lane4) * kept.second[high] + shift;
+            u32 word = kept.word[high];
+            if (i % 2 == 0) {
+                const u8 *scales = shared + slot + CODES + (at.row + 8 * high) * SCALE;
+                u32 b = step % 2 * 2 + i / 2;
+                uint2 words = *(const uint2 *)(shared + slot + (at.codes ^ i * 16) + high * 512);
+                word = words.x, kept.word[high] = words.y;
+                if (NESTED) {
+                    if (i == 0 && step % 2 == 0) {
+                        kept.four[high] = *(const u32 *)scales;
+                        kept.second[high] = *(const float *)(scales + 4 * ROWS);
+                    }
+                    kept.scale[high] = look_up<float, 128>(kept.four[high], b, at.lane4) * kept.second[high] + shift;
+                } else
+                    kept.scale[high] = *(const float *)(scales + b * 4);
             } else
-                half.scale[high] = *(const float *)(scales + b * 4);
+                quarter.scale[high] = kept.scale[high];
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                half.a[k / 2][high + k % 2 * 2] = look_up<u32, 0>(word.x, k, at.lane4);
-                half.a[2 + k / 2][high + k % 2 * 2] = look_up<u32, 0>(word.y, k, at.lane4);
-            }
+            for (int k = 0; k < 4; k++)
+                quarter.a[k / 2][high + k % 2 * 2] = look_up<u32, 0>(word, k, at.lane4);
         }
     }
 };

@@ -72,7 +72,7 @@ struct Planes {
         }
     }
 
-    __device__ __forceinline__ void make(Half &half, Kept &kept, u32 slot, u32 step, u32 i, const Lane &at) const {
+    __device__ __forceinline__ void make(Quarter &quarter, Kept &kept, u32 slot, u32 step, u32 i, const Lane &at) const {
 #pragma unroll
         for (int high = 0; high < 2; high++) { /* rows g, then g + 8 */
             if (i == 0) {
@@ -92,11 +92,10 @@ struct Planes {
                 }
             }
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                u32 index = __byte_perm(kept.words[high][k % 4], at.lane4, 0x5504 | (2 * i + k / 4) << 4);
-                u32 word = look<u32, 0>(index), scale = kept.scale[high];
-                half.a[k / 2][high + k % 2 * 2] =
-                    GROUP ? fused<BF16>(word, scale, kept.zero[high]) : times<BF16>(word, scale);
+            for (int k = 0; k < 4; k++) {
+                u32 word = look<u32, 0>(__byte_perm(kept.words[high][k], at.lane4, 0x5504 | i << 4));
+                quarter.a[k / 2][high + k % 2 * 2] =
+                    GROUP ? fused<BF16>(word, kept.scale[high], kept.zero[high]) : times<BF16>(word, kept.scale[high]);
             }
         }
     }
