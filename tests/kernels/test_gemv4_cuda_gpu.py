@@ -71,7 +71,7 @@ def row_function(cuda, blocks=None):
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 256])
 def test_one_row(cuda, nested, blocksize):
     """As above, of blocks of every kind; an N that gives several rounds of tiles."""
-    for rows, columns in ((16, 256), (130, 512), (1000, 4352), (14336, 4096), (40010, 1024)):
+    for rows, columns in ((16, 256), (130, 512), (1000, 4352), (17000, 512)):
         weight = arguments(rows, columns, "fp4" if rows == 130 else "nf4", blocksize, nested)
         for dtype in DTYPES:
             check(row_function(cuda), 1, weight, columns, dtype, bias=rows % 3 == 0)

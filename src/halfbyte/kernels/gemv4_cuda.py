@@ -130,7 +130,7 @@ def takes(x: Tensor, *of_weight: Tensor, most: int = BATCH) -> bool:
 def row_blocks_for(rows: int, multiprocessors: int) -> Blocks:
     """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
     groups = min(power_of_2(ceil_div(ceil_div(rows, 16), multiprocessors)), 8)
-    return Blocks(1, groups, 8 // groups, 3)
+    return Blocks(1, groups, 16 // groups, 2)
 
 
 def row_product(

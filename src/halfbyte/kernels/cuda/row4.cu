@@ -12,12 +12,28 @@ Constants: SHIFT (the binary logarithm of a block's parts), NESTED, and those of
 
 #include "table4.cuh"
 
+#ifndef GAP
+#define GAP 0
+#define TWICE 0
+#endif
+
 constexpr u32 FOUR = NESTED ? 8 : 16, OF_ROW = SHIFT ? FOUR : 2 * FOUR; /* bytes of four blocks' scales, of a row's */
-constexpr u32 TILE = ROWS * (128 + OF_ROW), SLOT = RT * TILE;
-constexpr u32 RINGS = Table4::TABLE, SUMS = RINGS + WARPS * STAGES * SLOT;
+#if GAP
+constexpr u32 LINE = 256, SLOTS = WARPS * STAGES * RT;
+constexpr u32 SCALES = 65536 + (SLOTS > 16 ? (SLOTS - 15) / 2 * 4096 : 0), CODE = SCALES + SLOTS * ROWS * OF_ROW;
+constexpr u32 SUMS = CODE + 1024;
+__device__ __forceinline__ u32 codes_at(u32 q) {
+    return q < 16 ? q * 4096 + 128 : 65536 + (q / 2 - 8) * 4096 + q % 2 * 128;
+}
+__device__ __forceinline__ u32 scales_at(u32 q) { return SCALES + q * ROWS * OF_ROW; }
+#else
+constexpr u32 LINE = 128, TILE = ROWS * (128 + OF_ROW), SUMS = Table4::TABLE + WARPS * STAGES * RT * TILE;
+__device__ __forceinline__ u32 codes_at(u32 q) { return Table4::TABLE + q * TILE; }
+__device__ __forceinline__ u32 scales_at(u32 q) { return Table4::TABLE + q * TILE + ROWS * 128; }
+#endif
 
 /* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
-__device__ __forceinline__ u32 place(u32 row, u32 at) { return row * 128 + (at ^ (row & 1) << 4); }
+__device__ __forceinline__ u32 place(u32 row, u32 at) { return row * LINE + (at ^ (row & 1) << 4); }
 
 /* Where a warp copies from: the next step of RT tiles, `apart` from each other. */
 struct Source {
@@ -46,16 +62,17 @@ struct Source {
     }
 
     /* Begin to copy the step to a slot. */
-    __device__ __forceinline__ void fetch(u8 *slot, u32 tiles) {
+    __device__ __forceinline__ void fetch(u32 q, u32 tiles) {
         constexpr u32 SIZE = NESTED ? 4 : 16;
 #pragma unroll
         for (u32 r = 0; r < RT; r++) {
             if (r && tile + r * apart >= tiles)
                 break;
-            u8 *tile_slot = slot + r * TILE, *with = tile_slot + ROWS * 128 + lane % ROWS * OF_ROW + lane / ROWS * 4;
+            u8 *tile_slot = shared + codes_at(q + r);
+            u8 *with = shared + scales_at(q + r) + lane % ROWS * OF_ROW + lane / ROWS * 4;
 #pragma unroll
             for (u32 i = 0; i < 4; i++)
-                copy<16>(tile_slot + to + i * 512, codes[r] + (u64)i * 2 * w.columns, true);
+                copy<16>(tile_slot + to + i * 4 * LINE, codes[r] + (u64)i * 2 * w.columns, true);
             const u8 *from = scales + (u64)(blocks[r] >> shift) * SIZE;
             if (NESTED || lane < ROWS)
 #pragma unroll
@@ -84,34 +101,37 @@ struct Own {
     __device__ __forceinline__ Own(u32 lane, float shift) : lane4(lane * 4), shift(shift) {
         u32 part = lane % 4 * 2;
         codes = place(lane / 4, part * 16), other = codes ^ 16;
-        scales = ROWS * 128 + lane / 4 * OF_ROW + (SHIFT ? 0 : part / 4 * FOUR);
+        scales = lane / 4 * OF_ROW + (SHIFT ? 0 : part / 4 * FOUR);
         block = SHIFT > 1 ? part : part >> SHIFT & 3;
         keep(codes), keep(other), keep(scales), keep(block), keep(lane4);
     }
 
     /* The scale of part u in row g + 8 · half, which with its step begins at part `before` of W. */
-    __device__ __forceinline__ float scale_of(const u8 *tile, int half, u32 before, int u) const {
-        const u8 *of_row = tile + scales + half * 8 * OF_ROW;
+    __device__ __forceinline__ float scale_of(const u8 *with, int half, u32 before, int u) const {
+        const u8 *of_row = with + scales + half * 8 * OF_ROW;
         u32 at = SHIFT > 1 ? (before + block) >> SHIFT & 3 : block + u;
         if (!NESTED)
             return ((const float *)of_row)[at];
         uint2 four = *(const uint2 *)of_row; /* and the second scale */
+#if GAP
+        return look<float, CODE>((four.x >> 8 * at & 255) * 4) * __uint_as_float(four.y) + shift;
+#endif
         return look<float, 128>(__byte_perm(four.x, lane4, 0x5504 | at << 4)) * __uint_as_float(four.y) + shift;
     }
 };
 
 /* Add the products of a tile's 256 columns to the sums of rows g and g + 8. */
 __device__ __forceinline__ void
-add(float (&total)[2], const u8 *tile, const Inputs &x, const u32 (&before)[2], const Own &own) {
+add(float (&total)[2], const u8 *tile, const u8 *with, const Inputs &x, const u32 (&before)[2], const Own &own) {
     u32 words[2][2][4];
     float scale[2][2], sum[2][4];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        *(uint4 *)words[half][0] = *(const uint4 *)(tile + own.codes + half * 1024);
-        *(uint4 *)words[half][1] = *(const uint4 *)(tile + own.other + half * 1024);
+        *(uint4 *)words[half][0] = *(const uint4 *)(tile + own.codes + half * 8 * LINE);
+        *(uint4 *)words[half][1] = *(const uint4 *)(tile + own.other + half * 8 * LINE);
 #pragma unroll
         for (int u = 0; u < (SHIFT ? 1 : 2); u++)
-            scale[half][u] = own.scale_of(tile, half, before[half], u);
+            scale[half][u] = own.scale_of(with, half, before[half], u);
     }
     auto look_up = [&](u32 (&a)[4], int u, int j) {
 #pragma unroll
@@ -127,12 +147,12 @@ add(float (&total)[2], const u8 *tile, const Inputs &x, const u32 (&before)[2], 
             total[half] += scale[half][0] * sum[0][2 * half] + scale[half][1] * sum[1][2 * half + 1];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, TWICE ? 2 : 1)
 row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
     u32 tiles = (w.rows + ROWS - 1) / ROWS, steps = w.columns / 256, apart = gridDim.x;
     u32 first_tile = group * RT * apart + blockIdx.x, stride = apart * WR * RT;
-    u8 *ring = shared + RINGS + warp * STAGES * SLOT;
+    u32 ring = warp * STAGES * RT;
     float *sums = (float *)(shared + SUMS) + group * 2 * WK * RT * ROWS;
 
     Source source(w, first < steps ? first_tile : tiles, first, lane, apart);
@@ -142,12 +162,22 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32) {
             source.fetch(ring + filled, tiles);
             source.next(first, steps, stride);
         }
-        filled = filled + SLOT == STAGES * SLOT ? 0 : filled + SLOT;
+        filled = filled + RT == STAGES * RT ? 0 : filled + RT;
         commit();
     };
     for (int i = 0; i < STAGES - 1; i++)
         fetch_next();
+#if GAP
+    for (u32 i = threadIdx.x; i < 2048; i += THREADS) {
+        u32 word = pair<BF16>(w.codebook[i / 8 >> 4], w.codebook[i / 8 & 15]);
+        *(uint4 *)(shared + i / 8 * 256 + i % 8 * 16) = make_uint4(word, word, word, word);
+    }
+    if (NESTED)
+        for (u32 i = threadIdx.x; i < 256; i += THREADS)
+            ((float *)(shared + CODE))[i] = w.code[i];
+#else
     w.build();
+#endif
     float shift = NESTED ? *w.offset : 0.0f;
     __syncthreads();
     begin_after_others();
@@ -167,10 +197,10 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32) {
                 if (r == 0 || tile + r * apart < tiles) {
                     u32 row = first_row(w.rows, tile + r * apart) + lane / 4, of_row = w.columns / 32;
                     u32 before[2] = {row * of_row + step * 8, (row + 8) * of_row + step * 8};
-                    add(total[r], ring + stage + r * TILE, inputs, before, own);
+                    add(total[r], shared + codes_at(ring + stage + r), shared + scales_at(ring + stage + r), inputs, before, own);
                 }
             inputs.load(step + WK < steps ? step + WK : first);
-            stage = stage + SLOT == STAGES * SLOT ? 0 : stage + SLOT;
+            stage = stage + RT == STAGES * RT ? 0 : stage + RT;
         }
         finish(total, sums + turn * WK * RT * ROWS, out, bias, 1.0f, w.rows, tile, tiles, apart, first, group, lane);
         turn ^= 1; /* the last tile's sums may still be read */
