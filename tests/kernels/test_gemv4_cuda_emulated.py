@@ -86,7 +86,8 @@ def test_one_row(cuda, blocks, blocksize, columns, dtype, nested):
         return cuda.row_product(x, packed, absmax, second, blocksize, kind, rows, bias, cuda.Blocks(*blocks))
 
     weight = arguments(86, columns, "nf4" if nested else "fp4", blocksize, nested)
-    check(function, 1, weight, columns, dtype, bias=nested)
+    for batch in (1, 3) if blocksize == 64 else (1,):
+        check(function, batch, weight, columns, dtype, bias=nested)
 
 
 def test_block_shapes_fit_a_multiprocessor(cuda):

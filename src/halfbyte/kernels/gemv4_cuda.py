@@ -144,9 +144,9 @@ def row_product(
     """
     weight = weight_of(x, packed, absmax, nested, quant_type, rows)
     blocks = blocks or row_blocks_for(rows, multiprocessors_of(x.get_device()))
-    constants = {"NESTED": int(nested is not None), "SHIFT": (blocksize // 32).bit_length() - 1}
+    constants = {"NESTED": int(nested is not None), "SHIFT": (blocksize // 32).bit_length() - 1, "BATCH": power_of_2(x.shape[0])}
     row = row_bytes(nested is not None) if blocksize > 32 else 2 * row_bytes(nested is not None) - 128
-    return _launch("row4", weight, x, bias, blocks, 1, ROW_TILE, row, **constants)
+    return _launch("row4", weight, x, bias, blocks, power_of_2(x.shape[0]), ROW_TILE, row, **constants)
 
 
 def product(

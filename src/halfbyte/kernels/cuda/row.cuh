@@ -28,8 +28,9 @@ struct Inputs {
     const u16 *x;
     bool own;
 
-    __device__ __forceinline__ Inputs(const u16 *x, u32 lane) : x(x + lane / 4 * 32), own(lane / 8 == lane % 4) {
-        keep(this->x);
+    __device__ __forceinline__ void begin(const u16 *row, bool inside, u32 lane) {
+        x = row + lane / 4 * 32, own = inside && lane / 8 == lane % 4;
+        keep(x);
     }
 
     __device__ __forceinline__ void load(u32 step) {
@@ -40,13 +41,13 @@ struct Inputs {
     }
 };
 
-/* The products of this lane's parts, sum[u][2 · half + u] for rows g + 8 · half. look_up(a, u, j) is mma's left operand of
+/* The products of this lane's parts with rows of x, sum[m][u][2 · half + u] for rows g + 8 · half. look_up(a, u, j) is mma's left operand of
 part u's columns 4j and on. */
-template <typename F> __device__ __forceinline__ void multiply_ahead(F look_up, float (&sum)[2][4], const Inputs &x) {
+template <typename F> __device__ __forceinline__ void multiply_ahead(F look_up, float (&sum)[BATCH][2][4], const Inputs (&x)[BATCH]) {
     u32 a[16][4];
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-        sum[i / 4][i % 4] = 0;
+    for (int i = 0; i < 8 * BATCH; i++)
+        sum[i / 8][i / 4 % 2][i % 4] = 0;
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
         look_up(a[i], i % 2, i / 2);
@@ -54,33 +55,39 @@ template <typename F> __device__ __forceinline__ void multiply_ahead(F look_up, 
     for (int i = 0; i < 16; i++) {
         if (i + AHEAD < 16)
             look_up(a[i + AHEAD], (i + AHEAD) % 2, (i + AHEAD) / 2);
-        multiply<BF16>(sum[i % 2], a[i], x.v[i / 2 * 2], x.v[i / 2 * 2 + 1]);
+#pragma unroll
+        for (int m = 0; m < BATCH; m++)
+            multiply<BF16>(sum[m][i % 2], a[i], x[m].v[i / 2 * 2], x[m].v[i / 2 * 2 + 1]);
     }
 }
 
 /* Put a warp's sums of RT tiles in shared memory, then the group's in y: `factor` times their sum. */
 __device__ __forceinline__ void finish(
-    float (&total)[RT][2], float *sums, u16 *out, const u16 *bias, float factor, u32 rows, u32 tile, u32 tiles, u32 apart,
-    u32 part, u32 group, u32 lane) {
+    float (&total)[RT][BATCH][2], float *sums, u16 *out, const u16 *bias, float factor, u32 rows, u32 batch, u32 tile,
+    u32 tiles, u32 apart, u32 part, u32 group, u32 lane) {
 #pragma unroll
     for (int r = 0; r < RT; r++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            total[r][half] += shuffle(total[r][half], 1);
-            total[r][half] += shuffle(total[r][half], 2);
-            if (lane % 4 == 0)
-                sums[(part * RT + r) * ROWS + 8 * half + lane / 4] = total[r][half];
-        }
+        for (int m = 0; m < BATCH; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float &sum = total[r][m][half];
+                sum += shuffle(sum, 1);
+                sum += shuffle(sum, 2);
+                if (lane % 4 == 0)
+                    sums[((part * RT + r) * BATCH + m) * ROWS + 8 * half + lane / 4] = sum;
+            }
     group_arrives<32 * WK>(group);
-    for (u32 i = part * 32 + lane; i < RT * ROWS; i += 32 * WK) {
-        u32 mine = tile + i / ROWS * apart;
-        if (mine < tiles) {
+    constexpr u32 COUNT = RT * BATCH * ROWS;
+    for (u32 i = part * 32 + lane; i < COUNT; i += 32 * WK) {
+        u32 mine = tile + i / (BATCH * ROWS) * apart, m = i / ROWS % BATCH;
+        if (mine < tiles && m < batch) {
             float y = 0;
 #pragma unroll
             for (u32 k = 0; k < WK; k++)
-                y += sums[k * RT * ROWS + i];
+                y += sums[k * COUNT + i];
             u32 row = first_row(rows, mine) + i % ROWS;
-            out[row] = (u16)pair<BF16>(y * factor + (bias ? number<BF16>(bias[row]) : 0.0f), 0.0f);
+            out[(u64)m * rows + row] = (u16)pair<BF16>(y * factor + (bias ? number<BF16>(bias[row]) : 0.0f), 0.0f);
         }
     }
 }

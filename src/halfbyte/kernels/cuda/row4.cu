@@ -122,9 +122,9 @@ struct Own {
 
 /* Add the products of a tile's 256 columns to the sums of rows g and g + 8. */
 __device__ __forceinline__ void
-add(float (&total)[2], const u8 *tile, const u8 *with, const Inputs &x, const u32 (&before)[2], const Own &own) {
+add(float (&total)[BATCH][2], const u8 *tile, const u8 *with, const Inputs (&x)[BATCH], const u32 (&before)[2], const Own &own) {
     u32 words[2][2][4];
-    float scale[2][2], sum[2][4];
+    float scale[2][2], sum[BATCH][2][4];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         *(uint4 *)words[half][0] = *(const uint4 *)(tile + own.codes + half * 8 * LINE);
@@ -140,20 +140,24 @@ add(float (&total)[2], const u8 *tile, const u8 *with, const Inputs &x, const u3
     };
     multiply_ahead(look_up, sum, x);
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-        if (SHIFT)
-            total[half] += scale[half][0] * (sum[0][2 * half] + sum[1][2 * half + 1]);
-        else
-            total[half] += scale[half][0] * sum[0][2 * half] + scale[half][1] * sum[1][2 * half + 1];
+    for (int m = 0; m < BATCH; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float first = sum[m][0][2 * half], second = sum[m][1][2 * half + 1];
+            if (SHIFT)
+                total[m][half] += scale[half][0] * (first + second);
+            else
+                total[m][half] += scale[half][0] * first + scale[half][1] * second;
+        }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, TWICE ? 2 : 1)
-row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32) {
+row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
     u32 tiles = (w.rows + ROWS - 1) / ROWS, steps = w.columns / 256, apart = gridDim.x;
     u32 first_tile = group * RT * apart + blockIdx.x, stride = apart * WR * RT;
     u32 ring = warp * STAGES * RT;
-    float *sums = (float *)(shared + SUMS) + group * 2 * WK * RT * ROWS;
+    float *sums = (float *)(shared + SUMS) + group * 2 * WK * RT * BATCH * ROWS;
 
     Source source(w, first < steps ? first_tile : tiles, first, lane, apart);
     u32 filled = 0;
@@ -184,10 +188,17 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32) {
 
     u32 stage = 0, turn = 0;
     Own own(lane, shift);
-    Inputs inputs(x, lane);
-    inputs.load(first < steps ? first : 0);
+    Inputs inputs[BATCH];
+    auto load = [&](u32 step) {
+#pragma unroll
+        for (u32 m = 0; m < BATCH; m++)
+            inputs[m].load(step);
+    };
+    for (u32 m = 0; m < BATCH; m++)
+        inputs[m].begin(x + (u64)m * w.columns, m < batch, lane);
+    load(first < steps ? first : 0);
     for (u32 tile = first_tile; tile < tiles; tile += stride) {
-        float total[RT][2] = {};
+        float total[RT][BATCH][2] = {};
         for (u32 step = first; step < steps; step += WK) {
             wait<STAGES - 2>();
             __syncwarp(); /* every lane's copies are there, and every lane has read what is copied to next */
@@ -199,10 +210,10 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32) {
                     u32 before[2] = {row * of_row + step * 8, (row + 8) * of_row + step * 8};
                     add(total[r], shared + codes_at(ring + stage + r), shared + scales_at(ring + stage + r), inputs, before, own);
                 }
-            inputs.load(step + WK < steps ? step + WK : first);
+            load(step + WK < steps ? step + WK : first);
             stage = stage + RT == STAGES * RT ? 0 : stage + RT;
         }
-        finish(total, sums + turn * WK * RT * ROWS, out, bias, 1.0f, w.rows, tile, tiles, apart, first, group, lane);
+        finish(total, sums + turn * WK * RT * BATCH * ROWS, out, bias, 1.0f, w.rows, batch, tile, tiles, apart, first, group, lane);
         turn ^= 1; /* the last tile's sums may still be read */
     }
 }
