@@ -16,6 +16,9 @@ Constants: SHIFT (the binary logarithm of a block's parts), NESTED, and those of
 #define GAP 0
 #define TWICE 0
 #endif
+#ifndef X
+#define X 0
+#endif
 
 constexpr u32 FOUR = NESTED ? 8 : 16, OF_ROW = SHIFT ? FOUR : 2 * FOUR; /* bytes of four blocks' scales, of a row's */
 #if GAP
@@ -151,6 +154,8 @@ add(float (&total)[BATCH][2], const u8 *tile, const u8 *with, const Inputs (&x)[
         }
 }
 
+constexpr u32 XS = SUMS + 2 * WARPS * RT * BATCH * ROWS * 4; /* rings of x */
+
 extern "C" __global__ void __launch_bounds__(THREADS, TWICE ? 2 : 1)
 row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
@@ -160,17 +165,35 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
     float *sums = (float *)(shared + SUMS) + group * 2 * WK * RT * BATCH * ROWS;
 
     Source source(w, first < steps ? first_tile : tiles, first, lane, apart);
-    u32 filled = 0;
+    u32 filled = 0, early[STAGES - 1];
+    u8 *own_x = shared + XS + warp * STAGES * BATCH * 512;
+    auto copy_x = [&](u32 stage, u32 step) {
+        u32 to = (lane ^ lane / 8) * 16;
+        if (X == 2)
+#pragma unroll
+            for (u32 m = 0; m < BATCH; m++)
+                copy<16>(own_x + (stage * BATCH + m) * 512 + to, x + (u64)m * w.columns + step * 256 + lane * 8, m < batch);
+    };
     auto fetch_next = [&] {
         if (source.tile < tiles) {
             source.fetch(ring + filled, tiles);
+            copy_x(filled / RT, source.step);
             source.next(first, steps, stride);
         }
         filled = filled + RT == STAGES * RT ? 0 : filled + RT;
         commit();
     };
-    for (int i = 0; i < STAGES - 1; i++)
-        fetch_next();
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        early[i] = source.step;
+        if (source.tile < tiles) {
+            source.fetch(ring + filled, tiles);
+            source.next(first, steps, stride);
+        }
+        filled += RT;
+        if (X != 2)
+            commit();
+    }
 #if GAP
     for (u32 i = threadIdx.x; i < 2048; i += THREADS) {
         u32 word = pair<BF16>(w.codebook[i / 8 >> 4], w.codebook[i / 8 & 15]);
@@ -188,21 +211,42 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
 
     u32 stage = 0, turn = 0;
     Own own(lane, shift);
-    Inputs inputs[BATCH];
-    auto load = [&](u32 step) {
+    Inputs inputs[BATCH], later[BATCH];
+    auto load = [&](Inputs (&to)[BATCH], u32 step) {
 #pragma unroll
         for (u32 m = 0; m < BATCH; m++)
-            inputs[m].load(step);
+            to[m].load(step);
     };
     for (u32 m = 0; m < BATCH; m++)
-        inputs[m].begin(x + (u64)m * w.columns, m < batch, lane);
-    load(first < steps ? first : 0);
+        inputs[m].begin(x + (u64)m * w.columns, m < batch, lane), later[m].begin(x + (u64)m * w.columns, m < batch, lane);
+    if (X == 2) {
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) {
+            if (first < steps)
+                copy_x(i, early[i]);
+            commit();
+        }
+    } else if (X == 3) {
+        for (u32 i = threadIdx.x; i < w.columns / 8; i += THREADS)
+            *(uint4 *)(shared + XS + (i ^ i / 8 & 3) * 16) = from_global(x + i * 8);
+        __syncthreads();
+    } else
+        load(inputs, first < steps ? first : 0);
     for (u32 tile = first_tile; tile < tiles; tile += stride) {
         float total[RT][BATCH][2] = {};
         for (u32 step = first; step < steps; step += WK) {
             wait<STAGES - 2>();
             __syncwarp(); /* every lane's copies are there, and every lane has read what is copied to next */
             fetch_next();
+            if (X == 1)
+                load(later, step + WK < steps ? step + WK : first);
+            if (X >= 2)
+#pragma unroll
+                for (u32 m = 0; m < BATCH; m++)
+#pragma unroll
+                    for (u32 j = 0; j < 4; j++)
+                        if (inputs[m].own)
+                            *(uint4 *)(inputs[m].v + 4 * j) = *(const uint4 *)((X == 3 ? shared + XS + step * 512 : own_x + (stage / RT * BATCH + m) * 512) + ((lane / 4 * 4 + lane / 8 ^ j) * 16));
 #pragma unroll
             for (u32 r = 0; r < RT; r++)
                 if (r == 0 || tile + r * apart < tiles) {
@@ -210,7 +254,14 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
                     u32 before[2] = {row * of_row + step * 8, (row + 8) * of_row + step * 8};
                     add(total[r], shared + codes_at(ring + stage + r), shared + scales_at(ring + stage + r), inputs, before, own);
                 }
-            load(step + WK < steps ? step + WK : first);
+            if (X == 0)
+                load(inputs, step + WK < steps ? step + WK : first);
+            if (X == 1)
+#pragma unroll
+                for (u32 m = 0; m < BATCH; m++)
+#pragma unroll
+                    for (u32 j = 0; j < 16; j++)
+                        inputs[m].v[j] = later[m].v[j];
             stage = stage + RT == STAGES * RT ? 0 : stage + RT;
         }
         finish(total, sums + turn * WK * RT * BATCH * ROWS, out, bias, 1.0f, w.rows, batch, tile, tiles, apart, first, group, lane);
