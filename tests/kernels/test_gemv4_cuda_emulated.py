@@ -15,12 +15,14 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 EMULATION = Path(__file__).parent / "emulation"
 
-RUN = """
-extern "C" void run(u32 blocks, u32 threads, u32 bytes, {weight} *w, const u16 **x, const u16 **bias, u16 **out,
-                    u32 *batch) {{
-    launch(blocks, threads, bytes, [&] {{ {name}(*w, *x, *bias, *out, *batch); }});
-}}
-"""
+RUN = {
+    "gemv4": """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out,
+                    u32 *batch) {
+    launch(blocks, threads, bytes, [&] { gemv4(*w, *x, *bias, *out, *batch); });
+}
+""",
+}
 
 
 @pytest.fixture
@@ -29,16 +31,15 @@ def cuda(monkeypatch, tmp_path):
     from halfbyte.kernels import cuda as folder
     from halfbyte.kernels import gemv4_cuda
 
-    def kernel(name, blocks, device, batch, bf16, row, constants):
-        source = folder.source_of(name, (EMULATION, Path(folder.__file__).parent))
-        source += RUN.format(name=name, weight="Weight" if name == "gemv4" else "Table4")
+    def kernel(name, blocks, device, tiles, bf16, table, row, constants):
+        source = folder.source_of(name, (EMULATION, Path(folder.__file__).parent)) + RUN[name]
         values = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
-        values |= {"NT": -(-batch // 8), "BF16": int(bf16), **dict(constants)}
+        values |= {"NT": tiles, "BF16": int(bf16), **dict(constants)}
         (tmp_path / "kernel.cpp").write_text(source)
         built = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
         flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{key}={value}" for key, value in values.items())]
         subprocess.run([COMPILER, *flags, str(tmp_path / "kernel.cpp"), "-o", str(built)], check=True)
-        run, size = ctypes.CDLL(str(built)).run, blocks.shared_bytes(batch, gemv4_cuda.TABLE_BYTES, row)
+        run, size = ctypes.CDLL(str(built)).run, blocks.shared_bytes(8 * tiles, table, row)
         return lambda count, threads, values: run(count, threads, size, *[ctypes.byref(value) for value in values])
 
     monkeypatch.setattr(gemv4_cuda, "_kernel", kernel)
@@ -64,30 +65,6 @@ def test_products(cuda, blocks, batch, dtype, nested):
 
     weight = arguments(86, 768, "nf4" if nested else "fp4", 64, nested)
     check(function, batch, weight, 768, dtype, bias=batch > 1)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "blocksize", "columns", "dtype", "nested"),
-    [
-        ((1, 1, 2, 3), 64, 768, torch.bfloat16, True),  # a warp has one step more than the other
-        ((2, 2, 1, 2), 64, 512, torch.float16, False),  # of a group's two tiles, one is not there
-        ((1, 1, 4, 2), 32, 768, torch.float16, True),  # a warp has nothing
-        ((2, 1, 2, 2), 32, 512, torch.bfloat16, False),
-        ((1, 2, 2, 3), 256, 768, torch.bfloat16, True),
-        ((1, 1, 2, 2), 128, 768, torch.float16, False),
-        ((1, 1, 2, 2), 512, 1024, torch.float16, True),
-    ],
-    ids=str,
-)
-def test_one_row(cuda, blocks, blocksize, columns, dtype, nested):
-    """Several tiles for each group; N that ends within a tile."""
-
-    def function(x, packed, absmax, second, blocksize, kind, rows, bias):
-        return cuda.row_product(x, packed, absmax, second, blocksize, kind, rows, bias, cuda.Blocks(*blocks))
-
-    weight = arguments(86, columns, "nf4" if nested else "fp4", blocksize, nested)
-    for batch in (1, 3) if blocksize == 64 else (1,):
-        check(function, batch, weight, columns, dtype, bias=nested)
 
 
 def test_block_shapes_fit_a_multiprocessor(cuda):

@@ -7,8 +7,6 @@ import pytest
 import torch
 from gemv4_cases import check
 
-from halfbyte.ops.gemv4 import linear_blockwise4
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -57,52 +55,6 @@ def test_block_shapes(cuda, rt, wr, wk):
     weight = arguments(16 * rt * wr * 140 + 5, 2816)
     for stages in (2, 3):
         check(function(cuda, cuda.Blocks(rt, wr, wk, stages)), 5, weight, 2816, torch.float16)
-
-
-def row_function(cuda, blocks=None):
-    def run(x, packed, absmax, nested, blocksize, kind, rows, bias):
-        assert cuda.takes(x, packed, absmax)
-        return cuda.row_product(x, packed, absmax, nested, blocksize, kind, rows, bias, blocks)
-
-    return run
-
-
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
-@pytest.mark.parametrize("blocksize", [32, 64, 128, 256])
-def test_one_row(cuda, nested, blocksize):
-    """As above, of blocks of every kind; an N that gives several rounds of tiles."""
-    for rows, columns in ((16, 256), (130, 512), (1000, 4352), (17000, 512)):
-        weight = arguments(rows, columns, "fp4" if rows == 130 else "nf4", blocksize, nested)
-        for dtype in DTYPES:
-            check(row_function(cuda), 1, weight, columns, dtype, bias=rows % 3 == 0)
-
-
-def test_one_row_and_large_blocks(cuda):
-    """Rows that begin within four blocks, and a number of blocks that four does not divide."""
-    for blocksize in (512, 2048, 4096):
-        for nested in (True, False):
-            weight = arguments(131, 4096, "nf4", blocksize, nested)
-            check(row_function(cuda), 1, weight, 4096, torch.bfloat16)
-
-
-@pytest.mark.parametrize("blocks", [(1, 1, 16, 2), (2, 2, 4, 2), (1, 8, 1, 3), (2, 1, 3, 4), (1, 3, 5, 2)], ids=str)
-def test_block_shapes_of_one_row(cuda, blocks):
-    weight = arguments(5005, 2816)
-    check(row_function(cuda, cuda.Blocks(*blocks)), 1, weight, 2816, torch.float16)
-
-
-@pytest.mark.parametrize("value", [1e-30, 1e30, float("inf"), float("nan")])
-def test_extreme_inputs(cuda, value):
-    """One value of x gives what it gives in the exact product; what is not finite stays so, if not the same."""
-    weight = arguments(64, 1024)
-    x = torch.zeros(1, 1024, device="cuda", dtype=torch.bfloat16)
-    x[0, 77] = value
-    found = row_function(cuda)(x, *weight, None).float()
-    exact = linear_blockwise4.reference(x.float(), *weight, None)
-    if exact.isfinite().all():
-        torch.testing.assert_close(found, exact, rtol=0.01, atol=0)
-    else:
-        assert not found.isfinite().any()
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -159,5 +111,5 @@ def test_triton_stands_in_where_it_does_not_compile(cuda, monkeypatch):
     monkeypatch.setattr(notices, "_said", {})
     cuda._kernel.cache_clear()
     for _ in range(2):
-        check(gemv4.linear, 2, arguments(64, 256), 256, torch.bfloat16)
+        check(gemv4.linear, 3, arguments(64, 256), 256, torch.bfloat16)
     assert "no NVRTC" in notices.said()["gemv4-cuda"]

@@ -14,7 +14,7 @@ values of x in registers for all these rows, and sums in fp32.
 tensor cores, W as the left operand. Programs split K too, where N alone would not fill the device; their fp32 sums are
 added in a fixed order by `_add`, so a result does not depend on timing.
 
-Both stand in for `gemv4_cuda` and `gemm_cuda`, which are faster where they run: up to 64 rows of 16 bits on a Hopper
+Both stand in for `gemv4_row`, `gemv4_cuda` and `gemm_cuda`, faster where they run: up to 64 rows of 16 bits on a Hopper
 GPU. More rows: dequantize, then the device's GEMM.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from ..ops.blockwise4 import NESTED_BLOCK
 from ..ops.codebooks import codebook4
 from ..ops.gemv4 import dequantized, linear_blockwise4
-from . import gemm_cuda, gemv4_cuda
+from . import gemm_cuda, gemv4_cuda, gemv4_row
 from .launch import Launcher, ceil_div, power_of_2
 
 GEMV_ROWS = 3  # of 16 bits: from 4 on the tensor cores are as fast; they take no fp32, which has up to 4
@@ -322,7 +322,7 @@ def linear(
     weight = packed, absmax, nested, blocksize, quant_type, rows
     if batch and columns % blocksize == 0 and packed.numel() < 2**33:  # whole blocks a row; a word's index fits 31 bits
         x = x.contiguous()
-        for cuda in (gemm_cuda, gemv4_cuda):
+        for cuda in (gemm_cuda, gemv4_row, gemv4_cuda):
             found = cuda.try_product(x, *weight, bias)
             if found is not None:
                 return found

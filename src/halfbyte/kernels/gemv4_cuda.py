@@ -19,7 +19,6 @@ from .launch import ceil_div, power_of_2
 
 BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
 CAPABILITY = (9, 0)
-ROW_TILE = 16  # rows of W that `cuda/row4.cu` takes at a time
 TABLE_BYTES = 65536
 SHARED_BYTES = 232448  # of a block at most
 RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
@@ -86,24 +85,28 @@ def image(name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, **cons
 
 
 @functools.cache
-def _kernel(name: str, blocks: Blocks, device: int, batch: int, bf16: bool, row: int, constants: tuple) -> Kernel:
-    """For `batch` rows of x, 1 or a multiple of 8, and `row` bytes a row of W."""
-    code = image(name, blocks, device, ceil_div(batch, 8), bf16, **dict(constants))
-    return Kernel(code, name, blocks.shared_bytes(batch, TABLE_BYTES, row))
+def _kernel(
+    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, table: int, row: int, constants: tuple
+) -> Kernel:
+    code = image(name, blocks, device, tiles, bf16, **dict(constants))
+    return Kernel(code, name, blocks.shared_bytes(8 * tiles, table, row))
 
 
-def _launch(
-    name: str, weight: Weight, x: Tensor, bias: Tensor | None, blocks: Blocks, full: int, spread: int, row: int,
-    **constants: int,
+def launch(
+    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, rest: list, rows: int, blocks: Blocks | None,
+    table: int, row: int, **constants: int,
 ) -> Tensor:  # fmt: skip
-    """x·Wᵀ + b by the kernel `name` for `full` rows of x, which deals out tiles of `spread` rows to the blocks."""
-    device, rows = x.get_device(), weight.rows
-    out = torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
-    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out)]
+    """x·Wᵀ + b by the kernel `name`, whose parameters are the weight, x, bias, y, `rest` and the rows of x."""
+    device, batch = x.get_device(), x.shape[0]
+    multiprocessors, tiles = multiprocessors_of(device), power_of_2(ceil_div(batch, 8))
+    blocks = blocks or blocks_for(rows, batch, multiprocessors)
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out, *rest)]
     with torch.cuda.device(device):
-        kernel = _kernel(name, blocks, device, full, x.dtype is torch.bfloat16, row, tuple(constants.items()))
-        grid = min(ceil_div(rows, spread), multiprocessors_of(device))
-        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(x.shape[0])])
+        bf16 = x.dtype is torch.bfloat16
+        kernel = _kernel(name, blocks, device, tiles, bf16, table, row, tuple(constants.items()))
+        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
+        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
     return out
 
 
@@ -127,28 +130,6 @@ def takes(x: Tensor, *of_weight: Tensor, most: int = BATCH) -> bool:
     )
 
 
-def row_blocks_for(rows: int, multiprocessors: int) -> Blocks:
-    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
-    groups = min(power_of_2(ceil_div(ceil_div(rows, 16), multiprocessors)), 8)
-    return Blocks(1, groups, 16 // groups, 2)
-
-
-def row_product(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, blocks: Blocks | None = None,
-) -> Tensor:  # fmt: skip
-    """`product` of one row with at least `ROW_TILE` rows of W, in blocks of any size that divides K.
-
-    Raises:
-        BuildError: the kernel does not compile here.
-    """
-    weight = weight_of(x, packed, absmax, nested, quant_type, rows)
-    blocks = blocks or row_blocks_for(rows, multiprocessors_of(x.get_device()))
-    constants = {"NESTED": int(nested is not None), "SHIFT": (blocksize // 32).bit_length() - 1, "BATCH": power_of_2(x.shape[0])}
-    row = row_bytes(nested is not None) if blocksize > 32 else 2 * row_bytes(nested is not None) - 128
-    return _launch("row4", weight, x, bias, blocks, power_of_2(x.shape[0]), ROW_TILE, row, **constants)
-
-
 def product(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int, bias: Tensor | None,
     blocks: Blocks | None = None,
@@ -158,10 +139,8 @@ def product(
     Raises:
         BuildError: the kernel does not compile here.
     """
-    weight, batch = weight_of(x, packed, absmax, nested, quant_type, rows), x.shape[0]
-    blocks = blocks or blocks_for(rows, batch, multiprocessors_of(x.get_device()))
-    full, row = 8 * power_of_2(ceil_div(batch, 8)), row_bytes(nested is not None)
-    return _launch("gemv4", weight, x, bias, blocks, full, 16 * blocks.rt, row, NESTED=int(nested is not None))
+    weight, row = weight_of(x, packed, absmax, nested, quant_type, rows), row_bytes(nested is not None)
+    return launch("gemv4", weight, x, bias, [], rows, blocks, TABLE_BYTES, row, NESTED=int(nested is not None))
 
 
 _refused = False
@@ -173,12 +152,9 @@ def try_product(
 ) -> Tensor | None:  # fmt: skip
     """`product` where it can run, else None; says once why it cannot be compiled."""
     global _refused
-    row = x.shape[0] == 1 and rows >= ROW_TILE
-    if _refused or not (row or blocksize == BLOCKSIZE) or not takes(x, packed, absmax):
+    if _refused or blocksize != BLOCKSIZE or not takes(x, packed, absmax):
         return None
     try:
-        if row:
-            return row_product(x, packed, absmax, nested, blocksize, quant_type, rows, bias)
         return product(x, packed, absmax, nested, quant_type, rows, bias)
     except BuildError as error:
         _refused = True
