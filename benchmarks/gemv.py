@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.formats import Blockwise4
-from halfbyte.kernels import gemm_cuda
+from halfbyte.kernels import gemm_cuda, gemv4_row
 from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, TABLE_BYTES, Blocks, image, product, row_bytes
 from halfbyte.kernels.launch import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
@@ -82,6 +82,21 @@ def sweep(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     return sorted(times)
 
 
+def sweep_row(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
+    """The same for what takes one or two rows."""
+    warps = [(wr, wk) for wr in (1, 2, 4, 8) for wk in range(1, 17) if 8 <= wr * wk <= 16]
+    batch, bf16, device = x.shape[0], x.dtype is torch.bfloat16, x.get_device()
+    shapes = [gemv4_row.Blocks(rt, *groups) for rt in (1, 2) for groups in warps]
+    shapes = [blocks for blocks in shapes if blocks.shared_bytes(batch, True, 64) <= SHARED_BYTES]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda blocks: gemv4_row.image(blocks, device, batch, bf16, True, 64), shapes))
+    times = []
+    for blocks in shapes:
+        calls = [partial(gemv4_row.product, x, *weight, None, blocks) for weight in weights]
+        times.append((graph_us(calls, 5), tuple(blocks)))
+    return sorted(times)
+
+
 def sweep_gemm(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     """The same for what takes more rows."""
     times = []
@@ -120,7 +135,8 @@ def main() -> None:
             print(f"{shape:>11} M={batch:<2}: {ours:6.1f} µs, {rate:.2f} TB/s ({rate / copy:.0%} of copy), "
                   f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
             if given.sweep:
-                row["sweep"] = sweep(x, weights) if batch < gemm_cuda.FEWEST else sweep_gemm(x, weights)
+                by = sweep_row if batch <= gemv4_row.BATCH else sweep if batch < gemm_cuda.FEWEST else sweep_gemm
+                row["sweep"] = by(x, weights)
                 best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:8])
                 print(f"    {best}", flush=True)
             result["rows"].append(row)

@@ -14,7 +14,7 @@ values of x in registers for all these rows, and sums in fp32.
 tensor cores, W as the left operand. Programs split K too, where N alone would not fill the device; their fp32 sums are
 added in a fixed order by `_add`, so a result does not depend on timing.
 
-Both stand in for `gemv4_cuda` and `gemm_cuda`, which are faster where they run: up to 64 rows of 16 bits on a Hopper
+Both stand in for `gemv4_row`, `gemv4_cuda` and `gemm_cuda`, faster where they run: up to 64 rows of 16 bits on a Hopper
 GPU. More rows: dequantize, then the device's GEMM.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from ..ops.blockwise4 import NESTED_BLOCK
 from ..ops.codebooks import codebook4
 from ..ops.gemv4 import dequantized, linear_blockwise4
-from . import gemm_cuda, gemv4_cuda
+from . import gemm_cuda, gemv4_cuda, gemv4_row
 from .gemm_cuda import Term
 from .launch import Launcher, ceil_div, power_of_2
 
@@ -335,9 +335,10 @@ def _linear(
     batch, columns = x.shape
     weight = packed, absmax, nested, blocksize, quant_type, rows
     if batch and columns % blocksize == 0 and packed.numel() < 2**33:  # whole blocks a row; a word's index fits 31 bits
-        found = gemv4_cuda.try_product(x, *weight, bias)
-        if found is not None:
-            return found
+        for cuda in (gemv4_row, gemv4_cuda):
+            found = cuda.try_product(x, *weight, bias)
+            if found is not None:
+                return found
         gemv_by, small_by = gemv_blocks(batch), small_blocks(rows, batch)
         if batch <= (4 if x.dtype is torch.float32 else GEMV_ROWS) and blocksize <= 8 * gemv_by.words:
             return gemv(x, *weight, bias, gemv_by)

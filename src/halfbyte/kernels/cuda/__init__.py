@@ -22,8 +22,8 @@ from ..native import BuildError, cache_folder
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
 HEADERS = (  # what includes others before them
-    "clerk.cuh", "copies.cuh", "attend.cuh", "one_row.cuh", "weight4.cuh", "gemm.cuh", "table4.cuh", "product.cuh",
-    "planes.cuh", "group.cuh", "warp.cuh", "matrix.cuh", "lora.cuh",
+    "clerk.cuh", "copies.cuh", "attend.cuh", "one_row.cuh", "row.cuh", "weight4.cuh", "gemm.cuh", "table4.cuh",
+    "product.cuh", "planes.cuh", "group.cuh", "warp.cuh", "matrix.cuh", "lora.cuh",
 )  # fmt: skip
 
 

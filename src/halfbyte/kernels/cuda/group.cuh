@@ -26,9 +26,6 @@ template <int COUNT> __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-/* The compiler may not compute this pointer again where it is used. */
-template <typename T> __device__ __forceinline__ void keep(T *&pointer) { asm volatile("" : "+l"(pointer)); }
-
 /* Begin to copy 4 or 16 bytes to an address in shared memory. */
 template <int SIZE> __device__ __forceinline__ void copy_to(u32 to, const void *from) {
     if (SIZE == 16)

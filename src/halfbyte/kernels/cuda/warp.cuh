@@ -12,6 +12,7 @@ __device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta
 
 /* The compiler may not compute this value again where it is used. */
 __device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
+template <typename T> __device__ __forceinline__ void keep(T *&pointer) { asm volatile("" : "+l"(pointer)); }
 
 /* The bits of `yes` where `mask` has ones, else of `no`: one instruction, which the compiler does not always find. */
 __device__ __forceinline__ u32 choose(u32 mask, u32 yes, u32 no) {
