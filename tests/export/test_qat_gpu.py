@@ -51,7 +51,8 @@ def test_the_bits_are_those_of_a_cpu(scheme):
 @pytest.mark.parametrize("keys", [{}, {"use_peft": False, "learning_rate": 1e-3}], ids=["lora", "full"])
 @pytest.mark.parametrize("scheme", ["nf4", "int4", "nvfp4"])
 def test_a_run_is_merged_to_what_it_computed(tmp_path, scheme, keys):
-    gc.collect()  # models of other tests, which would count as this run's memory
+    gc.collect()
+    others = torch.cuda.memory_allocated()  # what other tests hold, which counts as this run's memory
     torch.manual_seed(1)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 272}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, eos_token_id=257, bos_token_id=256))
@@ -64,7 +65,7 @@ def test_a_run_is_merged_to_what_it_computed(tmp_path, scheme, keys):
     own |= {"per_device_train_batch_size": 8, "sample_prompts": 1, "sample_max_new_tokens": 4, "num_train_epochs": 2.0}
     result = train(load_config(None, own | keys))
     memory = json.loads((tmp_path / "out" / "memory.json").read_text())
-    assert memory["measured"]["peak_bytes"] <= 1.1 * memory["predicted"]["total"]
+    assert memory["measured"]["peak_bytes"] - others <= 1.1 * memory["predicted"]["total"]
     found = merge(result.output_dir, tmp_path / "merged").targets["original"]
     # Trained whole, embeddings, norms and head are fp32; merged they are bf16: three roundings in a row.
     rounding = 1e-3 if keys == {} else 3 * 2**-9

@@ -57,6 +57,25 @@ def test_a_step_that_waits_for_the_device_stays_eager_and_is_said():
 
 
 @pytest.mark.gpu
+def test_after_a_failed_capture_random_numbers_and_memory_are_as_before():
+    step, optimizer = training(waits=True)
+    graphed = GraphedStep(step, optimizer)
+    for batch in batches(12):
+        graphed(batch)
+    torch.cuda.manual_seed(3)
+    first = torch.rand(100, device="cuda")
+    torch.cuda.manual_seed(3)
+    assert torch.equal(torch.rand(100, device="cuda"), first)
+    before = torch.cuda.memory_allocated()
+    used = torch.empty(2**24, device="cuda")
+    used.record_stream(torch.cuda.Stream())
+    del used
+    torch.cuda.synchronize()
+    seen = torch.empty(1, device="cuda")  # the allocator looks who has finished
+    assert torch.cuda.memory_allocated() <= before + seen.untyped_storage().nbytes() + 512
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [1, 3])
 def test_gradients_of_a_window_are_those_of_eager_backward(window):
     """Gradients are handed over, added up over a window, and an eager batch in between adds to them too."""

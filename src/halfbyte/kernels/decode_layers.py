@@ -33,7 +33,6 @@ from .launch import ceil_div
 
 BATCH = 8  # rows at most: beyond, separate products are faster
 LONG_CACHE = 1024  # slots from which attention takes all blocks
-PART = 128  # columns of an adapter's A that a warp has at a time, at least
 HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
 
 
@@ -195,7 +194,7 @@ class Stacked:
         columns = columns_of(linears)
         tiles = sum(weight.rows for weight in linears.weights) // (16 * self.blocks.rt)
         ranks = 0 if linears.down is None else linears.down.shape[0]
-        self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // PART, self.blocks.wk))
+        self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // STEP, self.blocks.wk))
         mask = None if linears.mask is None else linears.mask.contiguous()
         below = [None if tensor is None else self._hold(tensor) for tensor in (linears.down, mask)]
         return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)

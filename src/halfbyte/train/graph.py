@@ -7,6 +7,7 @@ pool: they never run at the same time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from halfbyte.notices import notice
 
 WARMUP = 3  # steps in which kernels compile, autotune and make their buffers, which a capture does not allow
 GRAPHS = 24  # shapes that get one: each holds its inputs, its results and its kernels' parameters
+FAR = 2**40  # random numbers ahead, where nobody is
 
 Batch = Mapping[str, Any]
 Shapes = tuple[Any, ...]
@@ -86,10 +88,27 @@ class _Graphs:
             reason = str(error).splitlines()[0]
             notice("cuda-graph", f"the training step is launched from Python, not as a CUDA graph: {reason}")
             self.discard()
+            _leave_failed_capture(self.stream.device.index, self.pool)
             return None
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
         return captured.replay(batch)
+
+
+def _leave_failed_capture(device: int, pool: tuple[int, int]) -> None:
+    """Have random numbers, and memory that comes free, as if nothing had been captured.
+
+    torch ends a capture for its generator and its allocator after the driver has, which for a capture that failed is an
+    error: from then on the one would refuse random numbers ("Offset increment outside graph capture"), and the other
+    would keep what a second stream has used. Graphs of other shapes go on with the generator's old state.
+    """
+    generator = torch.cuda.default_generators[device]
+    with contextlib.suppress(RuntimeError):  # a torch that cleans up by itself may refuse
+        fresh = generator.clone_state()
+        fresh.set_offset(fresh.get_offset() + FAR)
+        generator.graphsafe_set_state(fresh)
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
 
 
 class GraphedStep(_Graphs):

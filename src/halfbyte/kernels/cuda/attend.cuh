@@ -3,8 +3,7 @@ share a key; SPLITS blocks share its slots. Each rotates the queries and the new
 new to the cache. Eight lanes have AHEAD slots of the cache at a time, each HEAD / 8 of their values, and a running
 maximum of flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own. A warp joins its lanes, a clerk
 its block's warps, and the clerk of the first split all blocks, which put theirs with tags: SPLITS above 1 needs a block
-for each unit's split. What comes from the cache is on its way before it is needed: old slots do not wait for the new query,
-and if FLOW not for the new key and value either.
+for each unit's split. What comes from the cache is on its way before it is needed: old slots do not wait for the new query.
 
 Constants: HEAD, QUERIES, SPLITS, KV8, FLOW. */
 
@@ -227,21 +226,27 @@ struct Attention {
         }
     };
 
-    /* A chunk, of slots before `end`, and all queries. `kv`: the newest slot, which may not be in the cache yet. */
+    /* A chunk, of slots before `end`, and all queries. */
     __device__ __forceinline__ void add(
-        Query (&queries)[QUERIES], Chunk &chunk, const float *q, const Cell *kv, u32 base, u32 end) const {
-        u32 begin = threadIdx.x % 8 * EACH;
-#pragma unroll
-        for (u32 a = 0; a < AHEAD; a++)
-            if (last < end && base + a * TEAMS + threadIdx.x / 8 == last)
-                chunk.key[a].load(kv + begin), chunk.value[a].load(kv + HEAD + begin);
+        Query (&queries)[QUERIES], const Chunk &chunk, const float *q, u32 base, u32 end) const {
 #pragma unroll
         for (u32 j = 0; j < QUERIES; j++)
-            queries[j].add(chunk, q + j * HEAD + begin, base, end);
+            queries[j].add(chunk, q + j * HEAD + threadIdx.x % 8 * EACH, base, end);
+    }
+
+    /* The newest slot, by the first team of a warp. */
+    __device__ __forceinline__ void add_newest(Query (&queries)[QUERIES], const float *q, const Cell *kv) const {
+        Chunk chunk;
+#pragma unroll
+        for (u32 a = 0; a < AHEAD; a++) {
+            chunk.key[a].load(kv + threadIdx.x % 8 * EACH);
+            chunk.value[a].load(kv + HEAD + threadIdx.x % 8 * EACH);
+        }
+        add(queries, chunk, q, last - threadIdx.x / 32 * 4, last + 1);
     }
 
     /* A unit's split of qkv [batch, heads + 2 key heads, HEAD], but for joining what the warps have. `chunk` is its first;
-       `room` is shared memory. */
+       `room` is shared memory. If FLOW, old slots do not wait for the new key and value. */
     __device__ __forceinline__ void attend(const u16 *qkv, const Unit &u, Chunk &chunk, float *room) const {
         u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = lane % 8 * EACH;
         float *q = room, *parts = room + (QUERIES + 1) * HEAD;
@@ -250,23 +255,21 @@ struct Attention {
             prepare(qkv, u, part, lane, q, kv);
         workers_arrive<THREADS>();
         Query queries[QUERIES];
-        const u32 end = last + !FLOW;
-        for (u32 base = u.begin + u.split * STRIDE; base < end; base += 2 * APART) { /* by turns: no move waits for a load */
+        for (u32 base = u.begin + u.split * STRIDE; base < last; base += 2 * APART) { /* by turns: no move waits for a load */
             Chunk other;
             fetch(other, u, base + APART);
-            add(queries, chunk, q, kv, base, end);
-            if (base + APART >= end)
+            add(queries, chunk, q, base, last);
+            if (base + APART >= last)
                 break;
             fetch(chunk, u, base + 2 * APART);
-            add(queries, other, q, kv, base + APART, end);
+            add(queries, other, q, base + APART, last);
         }
-        if (FLOW && u.split == 0 && warp == WARPS - 1) { /* the newest slot, by this warp's first team */
+        if (u.split == 0 && warp == WARPS - 1) {
 #pragma unroll 1
-            for (u32 part = KEY; part <= VALUE; part++)
+            for (u32 part = KEY; FLOW && part <= VALUE; part++)
                 prepare(qkv, u, part, lane, q, kv);
             __syncwarp();
-            chunk = {};
-            add(queries, chunk, q, kv, last - warp * 4, last + 1);
+            add_newest(queries, q, kv);
         }
 #pragma unroll
         for (u32 j = 0; j < QUERIES; j++) {

@@ -2,7 +2,6 @@
 
 /* Constants, besides those of the parts: CLERKS; VALUES of a tile that a clerk's lane has; floats of a ROOM; FLOW, for one
 row of x; HELD numbers of products' inputs in shared memory, 0 if not FLOW. */
-constexpr u32 PART = FLOW ? 128 : 256; /* columns of A that a warp has at a time */
 constexpr u32 ALL = THREADS + 32 * CLERKS;
 enum { FULL = 1, CLERKS_MEET = 3 }; /* barriers of a block by number; the first of each room */
 
@@ -12,7 +11,7 @@ struct Turns {
 
     __device__ __forceinline__ Turns(const Product &product) {
         u32 light = gridDim.x - product.tiles % gridDim.x;
-        shares = (product.columns / PART + WK - 1) / WK, apart = light, count = product.ranks / 16 * shares;
+        shares = (product.columns / 256 + WK - 1) / WK, apart = light, count = product.ranks / 16 * shares;
         unit = gridDim.x - 1 - blockIdx.x;
         unit = unit < light ? unit : count;
     }
@@ -27,7 +26,6 @@ struct Member {
     u32 warp, lane, last, launch, turn = 0; /* `turn`: of the rooms */
 
     __device__ __forceinline__ Member(const Step &s) : s(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
-        keep(warp), keep(lane); /* to read them from where the device has them waits for what shared memory is asked for */
         x = (u16 *)(tables() + 3);
         rooms = (float *)(x + HELD);
         factors = rooms + 2 * ROOM;
@@ -201,9 +199,8 @@ struct Clerk : Member {
     }
 
     struct Early { /* what a value of a tile needs besides the workers' sums, while they are waited for */
-        uint4 up[2];         /* if FLOW, the first 16 numbers of its row of B */
-        float bias, h, norm; /* of OUT and DOWN: what it is added to, and the next norm's weight there */
-        float low;           /* B u, once u is there */
+        float low, bias;   /* B u */
+        float h, norm;     /* of OUT and DOWN: what it is added to, and the next norm's weight there */
     };
 
     __device__ __forceinline__ Early early(const Layer &layer, const Product &product, u32 kind, u32 tile, u32 chunk) const {
@@ -213,28 +210,20 @@ struct Clerk : Member {
             return e;
         Place p = place(product, kind, tile, i);
         const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
-#pragma unroll
-        for (u32 j = 0; j < 2; j++)
-            if (FLOW && 8 * j < p.linear->rank)
-                e.up[j] = up[j];
+        const float *down = u + m * product.ranks + p.linear->begin;
         if (kind == OUT || kind == DOWN) {
             e.h = number<BF16>(s.hidden[(u64)m * s.width + n]);
             e.norm = number<BF16>(layer.norms[kind == DOWN][n]);
         }
         e.bias = p.linear->bias ? number<BF16>(p.linear->bias[p.row]) : 0.0f;
+        for (u32 r = 0; r < p.linear->rank; r += 16) { /* two loads at a time are on their way */
+            bool more = r + 8 < p.linear->rank;
+            uint4 first = up[r / 8], second = more ? up[r / 8 + 1] : make_uint4(0, 0, 0, 0);
+            e.low += times_eight(first, down + r);
+            if (more)
+                e.low += times_eight(second, down + r + 8);
+        }
         return e;
-    }
-
-    /* B u. */
-    __device__ __forceinline__ float times_up(const Product &product, u32 kind, u32 tile, u32 chunk, const Early &e) const {
-        u32 m = chunk * PER + lane / ROWS;
-        Place p = place(product, kind, tile, lane % ROWS);
-        const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
-        const float *down = u + m * product.ranks + p.linear->begin;
-        float sum = 0;
-        for (u32 r = 0; r < (m < s.batch ? p.linear->rank : 0); r += 8)
-            sum += times_eight(FLOW && r == 0 ? e.up[0] : FLOW && r == 8 ? e.up[1] : up[r / 8], down + r);
-        return sum;
     }
 
     /* Put this lane's value of a tile. */
@@ -271,19 +260,15 @@ struct Clerk : Member {
         }
         if (blockIdx.x >= product.tiles) /* who needs a number does not wait for it: its place may have a new one */
             return;
+        if (kind == QKV || kind == GATED)
+            measure();
+        if (product.ranks)
+            take_low_rank(product);
         for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
             Early e[VALUES];
 #pragma unroll
             for (u32 v = 0; v < VALUES; v++)
                 e[v] = early(layer, product, kind, tile, clerk + v * CLERKS);
-            if (tile == blockIdx.x && (kind == QKV || kind == GATED))
-                measure();
-            if (tile == blockIdx.x && product.ranks)
-                take_low_rank(product);
-            if (product.ranks)
-#pragma unroll
-                for (u32 v = 0; v < VALUES; v++)
-                    e[v].low = times_up(product, kind, tile, clerk + v * CLERKS, e[v]);
             wait_for_room();
 #pragma unroll
             for (u32 v = 0; v < VALUES; v++)

@@ -98,7 +98,7 @@ struct Copies {
             Place p = place(*product, kind, tile, 8 * half + lane / 8);
             codes[half] = p.linear->packed + (u64)p.row * (columns / 2) + lane % 8 * 16;
         }
-        if (ROWS == 32 || lane < ROWS) {
+        if (lane < ROWS) {
             Place p = place(*product, kind, tile, lane);
             scales = p.linear->absmax, second = p.linear->second, block = p.row * (columns / 64);
         }
@@ -119,7 +119,7 @@ struct Copies {
                 u32 to = FLOW ? piece_of_row(at, piece) : Weight::piece_of(at, piece);
                 copy<16>(slot + (i + at) * 128 + to * 16, from, true);
             }
-            if (ROWS == 32 || lane < ROWS) {
+            if (lane < ROWS) {
                 u32 now = block + step * 4;
                 copy<Weight::SCALE>(slot + Weight::CODES + lane * Weight::SCALE, scales + (u64)now * (Weight::SCALE / 4), true);
                 if (NESTED)

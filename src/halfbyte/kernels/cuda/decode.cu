@@ -34,7 +34,7 @@ struct Worker : Member {
     u32 stage = 0;
 
     __device__ __forceinline__ Worker(const Step &s, Weight w)
-        : Member(s), w(w), copies(s, warp, blockIdx.x, gridDim.x, lane) {
+        : Member(s), w(w), copies(s, threadIdx.x / 32, blockIdx.x, gridDim.x, threadIdx.x % 32) {
         ring = shared + Weight::TABLE + warp * STAGES * Weight::SLOT;
     }
 
@@ -66,73 +66,45 @@ struct Worker : Member {
         leave_room();
     }
 
-    /* 64 columns of 16 rows of A, as multiply() takes them. */
-    struct RowsOfA {
-        uint4 numbers[2][2]; /* rows g and g + 8 */
-
-        __device__ __forceinline__ void load(const u16 *a, u32 columns) {
-#pragma unroll
-            for (u32 i = 0; i < 4; i++)
-                numbers[i / 2][i % 2] = ((const uint4 *)(a + (u64)(i / 2 * 8) * columns))[i % 2];
-        }
-    };
-    typedef RowsOfA PartOfA[FLOW ? PART / 64 : 1];
-
-    /* This warp's first column in a unit, and where this lane's numbers begin there. */
-    __device__ __forceinline__ u32 column_of(const Turns &turns) const { return (turns.unit % turns.shares * WK + warp) * PART; }
-    __device__ __forceinline__ const u16 *rows_of(const Product &product, const Turns &turns) const {
-        u32 row = turns.unit / turns.shares * 16 + lane / 4;
-        return product.down + (u64)row * product.columns + column_of(turns) + lane % 4 * 16;
-    }
-
-    /* If FLOW, a unit's part of A is on its way before it is needed. */
-    __device__ __forceinline__ void begin(const Product &product, const Turns &turns, PartOfA &a) const {
-        if (FLOW && turns.unit < turns.count && column_of(turns) < product.columns)
-#pragma unroll
-            for (u32 b = 0; b < PART / 64; b++)
-                a[b].load(rows_of(product, turns) + b * 64, product.columns);
-    }
-
     /* This block's shares of u = A x. */
-    __device__ __forceinline__ void low_rank(const Product &product, const u16 *x, Turns turns, PartOfA &a) {
-        for (; turns.unit < turns.count; turns.unit += turns.apart, begin(product, turns, a)) {
-            u32 column = column_of(turns);
+    __device__ __forceinline__ void low_rank(const Product &product, const u16 *x) {
+        u32 steps = product.columns / 256, g = lane / 4, t = lane % 4;
+        Turns turns(product);
+        for (u32 unit = turns.unit; unit < turns.count; unit += turns.apart) {
+            u32 rows = unit / turns.shares * 16, step = unit % turns.shares * WK + warp;
             float sum[1][NT][4] = {};
-            if (column < product.columns)
-#pragma unroll(NT == 1 ? PART / 64 : 1)
-                for (u32 b = 0; b < PART / 64; b++) {
-                    RowsOfA &rows = a[FLOW ? b : 0];
-                    if (!FLOW)
-                        rows.load(rows_of(product, turns) + b * 64, product.columns);
-                    const uint4 &a0 = rows.numbers[0][0], &a1 = rows.numbers[0][1];
-                    const uint4 &b0 = rows.numbers[1][0], &b1 = rows.numbers[1][1];
-                    u32 left[4][4] = {{a0.x, b0.x, a0.y, b0.y}, {a0.z, b0.z, a0.w, b0.w},
-                                      {a1.x, b1.x, a1.y, b1.y}, {a1.z, b1.z, a1.w, b1.w}};
+            const u16 *a = product.down + (u64)(rows + g) * product.columns + step * 256 + t * 16;
+            const u16 *from = x + (u64)g * product.columns + step * 256 + t * 16;
+            if (step < steps)
+#pragma unroll(NT > 1 ? 1 : 4)
+            for (u32 b = 0; b < 4; b++, a += 64, from += 64) {
+                const uint4 *upper = (const uint4 *)a, *lower = (const uint4 *)(a + 8 * (u64)product.columns);
+                uint4 a0 = upper[0], a1 = upper[1], b0 = lower[0], b1 = lower[1];
+                u32 left[4][4] = {{a0.x, b0.x, a0.y, b0.y}, {a0.z, b0.z, a0.w, b0.w},
+                                  {a1.x, b1.x, a1.y, b1.y}, {a1.z, b1.z, a1.w, b1.w}};
 #pragma unroll
-                    for (u32 n = 0; n < NT; n++) {
-                        u32 m = 8 * n + lane / 4;
-                        const u16 *from = x + (u64)m * product.columns + column + b * 64 + lane % 4 * 16;
-                        const uint4 *right = (const uint4 *)from, none = {0, 0, 0, 0};
-                        uint4 x0 = m < s.batch ? right[0] : none, x1 = m < s.batch ? right[1] : none;
-                        multiply<BF16>(sum[0][n], left[0], x0.x, x0.y);
-                        multiply<BF16>(sum[0][n], left[1], x0.z, x0.w);
-                        multiply<BF16>(sum[0][n], left[2], x1.x, x1.y);
-                        multiply<BF16>(sum[0][n], left[3], x1.z, x1.w);
-                    }
+                for (u32 n = 0; n < NT; n++) {
+                    const uint4 *right = (const uint4 *)(from + (u64)(8 * n) * product.columns), none = {0, 0, 0, 0};
+                    bool inside = 8 * n + g < s.batch;
+                    uint4 x0 = inside ? right[0] : none, x1 = inside ? right[1] : none;
+                    multiply<BF16>(sum[0][n], left[0], x0.x, x0.y);
+                    multiply<BF16>(sum[0][n], left[1], x0.z, x0.w);
+                    multiply<BF16>(sum[0][n], left[2], x1.x, x1.y);
+                    multiply<BF16>(sum[0][n], left[3], x1.z, x1.w);
                 }
+            }
             hand_over(sum);
         }
     }
 
     /* Begin to bring the rows of A that this warp is going to need near. */
     __device__ __forceinline__ void foresee(const Product &product) const {
-        constexpr u32 LINES = PART / 64; /* of a row */
         Turns turns(product);
-        for (; turns.unit < turns.count; turns.unit += turns.apart) {
-            u32 column = (turns.unit % turns.shares * WK + warp) * PART;
-            const u16 *a = product.down + (u64)(turns.unit / turns.shares * 16) * product.columns + column;
-            for (u32 i = lane; i < 16 * LINES && column < product.columns; i += 32)
-                prefetch(a + (u64)(i / LINES) * product.columns + i % LINES * 64);
+        for (u32 unit = turns.unit; unit < turns.count; unit += turns.apart) {
+            u32 step = unit % turns.shares * WK + warp;
+            const u16 *a = product.down + (u64)(unit / turns.shares * 16) * product.columns + step * 256;
+            for (u32 i = lane; i < 64 && step < product.columns / 256; i += 32) /* 16 rows of four lines */
+                prefetch(a + (u64)(i / 4) * product.columns + i % 4 * 64);
         }
     }
 
@@ -161,17 +133,13 @@ struct Worker : Member {
         const u16 *from = (kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed[kind == GATED]) + record(copies.now);
         u32 steps = product.columns / 256, step = warp;
         u16 *held = x + (kind == OUT || kind == DOWN ? s.columns : 0);
-        Turns turns(product);
-        PartOfA a;
-        if (product.ranks)
-            begin(product, turns, a);
         if (FLOW)
             bring(held, from, steps);
         const u16 *input = FLOW ? held : from, *of_lane = input + (u64)(lane / 4) * product.columns + lane % 4 * 16;
         RowOfX row;
         w.columns = product.columns;
         if (product.ranks)
-            low_rank(product, input, turns, a);
+            low_rank(product, input);
         for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
             if (NESTED && (kind == QKV || tile == blockIdx.x))
 #pragma unroll
