@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
     def shared_bytes(self, batch: int, nested: bool, blocksize: int) -> int:
         """Of a block: the table, each warp's two slots, and the sums."""
         scales = (8 if nested else 16) * (2 if blocksize == 32 else 1)
-        of_warp = 2 * (self.rt * ROWS * (128 + scales) + batch * 512) + 2 * self.rt * batch * ROWS * 4
+        of_warp = 2 * self.rt * ROWS * (128 + scales + 4 * batch)
         return TABLE_BYTES + self.wr * self.wk * of_warp
 
 

@@ -20,19 +20,20 @@ __device__ __forceinline__ u32 first_row(u32 rows, u32 tile) { return min(tile *
 
 /* A lane's 32 values of a row of x in a step. */
 struct Part {
-    static constexpr u32 STEP = 512; /* bytes of a row in shared memory */
     u32 v[16] = {};
+    const u16 *x;
+    bool own;
 
-    /* Begin to copy a step, which begins at x. Of a part's four pieces, each eighth part's first is in other banks. */
-    static __device__ __forceinline__ void fetch(u8 *to, const u16 *x, u32 lane) {
-        copy<16>(to + (lane ^ lane / 8) * 16, x + lane * 8, true);
+    __device__ __forceinline__ void begin(const u16 *row, u32 lane) {
+        x = row + lane / 4 * 32, own = lane / 8 == lane % 4;
+        keep(x);
     }
 
-    __device__ __forceinline__ void load(const u8 *from, u32 lane) {
-        if (lane / 8 == lane % 4)
+    __device__ __forceinline__ void load(u32 step) {
+        if (own)
 #pragma unroll
-            for (u32 j = 0; j < 4; j++)
-                *(uint4 *)(v + 4 * j) = *(const uint4 *)(from + ((lane & ~3 | lane / 8) ^ j) * 16);
+            for (int j = 0; j < 4; j++)
+                *(uint4 *)(v + 4 * j) = from_global(x + step * 256 + j * 8);
     }
 };
 

@@ -7,8 +7,8 @@ A block of threads is WR groups of WK warps. A group has RT tiles of 16 rows at 
 steps; their sums are added in a fixed order. Each warp copies a step ahead, to two slots of its own. All that is read before
 begin_after_others() are weights.
 
-A slot has RT tiles, then x. A tile has 128 bytes of codes a row, then for each row the scales of four neighbouring blocks,
-the step's among them (of blocks of 32: eight). Nested scales are bytes, and the second scale is beside four of them.
+A slot has RT tiles: 128 bytes of codes a row, then for each row the scales of four neighbouring blocks, the step's among
+them (of blocks of 32: eight). Nested scales are bytes, and the second scale is beside four of them.
 
 Constants: SHIFT (the binary logarithm of a block's parts), NESTED, ORIGIN (where a block's shared memory begins), and those
 of row.cuh. */
@@ -18,7 +18,7 @@ of row.cuh. */
 #include "table4.cuh"
 
 constexpr u32 FOUR = NESTED ? 8 : 16, OF_ROW = SHIFT ? FOUR : 2 * FOUR; /* bytes of four scales, of a row's */
-constexpr u32 CODES = 128 * ROWS, TILE = CODES + OF_ROW * ROWS, SLOT = RT * TILE + BATCH * Part::STEP;
+constexpr u32 CODES = 128 * ROWS, TILE = CODES + OF_ROW * ROWS, SLOT = RT * TILE;
 constexpr u32 SUMS = Table4::TABLE + WR * WK * 2 * SLOT;
 
 /* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
@@ -145,25 +145,26 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out) {
     float *sums = (float *)(shared + SUMS) + group * 2 * WK * RT * BATCH * ROWS;
 
     Source source(w, first < steps ? first_tile : tiles, first, lane, apart);
-    auto fetch_x = [&](u8 *slot) {
-#pragma unroll
-        for (u32 m = 0; m < BATCH; m++)
-            Part::fetch(slot + RT * TILE + m * Part::STEP, x + m * w.columns + source.step * 256, lane);
+    auto fetch_next = [&](u8 *slot) {
+        if (source.tile < tiles) {
+            source.fetch(slot);
+            source.next(first, steps, stride);
+        }
+        commit();
     };
-    if (source.tile < tiles)
-        source.fetch(slots);
+    fetch_next(slots);
     w.build();
     float shift = NESTED ? *w.offset : 0.0f;
     __syncthreads();
     begin_after_others();
-    if (source.tile < tiles) {
-        fetch_x(slots);
-        source.next(first, steps, stride);
-    }
-    commit();
 
     Own own(lane, shift);
     Part part[BATCH];
+#pragma unroll
+    for (u32 m = 0; m < BATCH; m++) {
+        part[m].begin(x + m * w.columns, lane);
+        part[m].load(first < steps ? first : 0);
+    }
     u32 slot = 0, turn = 0;
     for (u32 tile = first_tile; tile < tiles; tile += stride) {
         float total[RT][BATCH][2] = {};
@@ -172,15 +173,7 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out) {
             __syncwarp(); /* every lane's copies are there, and every lane has read what is copied to next */
             u8 *now = slots + slot;
             slot = SLOT - slot;
-            if (source.tile < tiles) {
-                source.fetch(slots + slot);
-                fetch_x(slots + slot);
-                source.next(first, steps, stride);
-            }
-            commit();
-#pragma unroll
-            for (u32 m = 0; m < BATCH; m++)
-                part[m].load(now + RT * TILE + m * Part::STEP, lane);
+            fetch_next(slots + slot);
 #pragma unroll
             for (u32 r = 0; r < RT; r++)
                 if (r == 0 || tile + r * apart < tiles) {
@@ -188,6 +181,9 @@ row4(Table4 w, const u16 *x, const u16 *bias, u16 *out) {
                     u32 before[2] = {row * of_row + step * 8, (row + 8) * of_row + step * 8};
                     own.add(total[r], now + r * TILE, part, before);
                 }
+#pragma unroll
+            for (u32 m = 0; m < BATCH; m++)
+                part[m].load(step + WK < steps ? step + WK : first);
         }
         finish(total, sums + turn * WK * RT * BATCH * ROWS, out, bias, w.rows, tile, apart, group, first, lane);
         turn ^= 1; /* the last tile's sums may still be read */
