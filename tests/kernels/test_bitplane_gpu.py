@@ -33,10 +33,12 @@ def test_dequantize_by_the_kernel_for_large_weights(spec, monkeypatch):
     check_dequantize([spec], DTYPES[1:], [shape], "cuda", kernel=kernel)
     check_dequantize([spec], [torch.bfloat16], [(4099, 1056)], "cuda")
 
-    def refuse(*_):
-        raise bitplane_cuda.BuildError("no NVRTC")
+    from halfbyte.kernels.native import BuildError
 
-    monkeypatch.setattr(bitplane_cuda, "_refused", False)
+    def refuse(*_):
+        raise BuildError("no NVRTC")
+
+    monkeypatch.setattr(bitplane_cuda._attempt, "refused", False)
     monkeypatch.setattr(bitplane_cuda, "_kernel", refuse)
     monkeypatch.setattr(notices, "_said", {})
     check_dequantize([spec], [torch.bfloat16], [shape], "cuda")

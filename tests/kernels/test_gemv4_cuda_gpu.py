@@ -102,11 +102,12 @@ def test_what_it_does_not_take(cuda):
 def test_triton_stands_in_where_it_does_not_compile(cuda, monkeypatch):
     from halfbyte import notices
     from halfbyte.kernels import gemv4
+    from halfbyte.kernels.native import BuildError
 
     def refuse(*_):
-        raise cuda.BuildError("no NVRTC")
+        raise BuildError("no NVRTC")
 
-    monkeypatch.setattr(cuda, "_refused", False)
+    monkeypatch.setattr(cuda._attempt, "refused", False)
     monkeypatch.setattr(cuda, "cubin", refuse)
     monkeypatch.setattr(notices, "_said", {})
     cuda._kernel.cache_clear()

@@ -77,11 +77,12 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(planes):
 
 def test_dequantizes_where_it_does_not_compile(planes, monkeypatch):
     from halfbyte import notices
+    from halfbyte.kernels.native import BuildError
 
     def refuse(*_):
-        raise planes.BuildError("no NVRTC")
+        raise BuildError("no NVRTC")
 
-    monkeypatch.setattr(planes, "_refused", False)
+    monkeypatch.setattr(planes._attempt, "refused", False)
     monkeypatch.setattr(planes, "_kernel", refuse)
     monkeypatch.setattr(notices, "_said", {})
     weight = weight_of("kbit:4:nf", 64, 256, "cuda")

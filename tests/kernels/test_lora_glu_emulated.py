@@ -102,12 +102,14 @@ def test_what_is_not_a_number_counts_as_infinite(cuda):
 def test_without_nvrtc_it_is_triton(cuda, monkeypatch):
     module, arguments = cuda((4, 2)), case((5, 40, (8, 8, 8)), torch.bfloat16, "cpu")
 
+    from halfbyte.kernels.native import BuildError
+
     def no_nvrtc(*_):
-        raise module.BuildError("no NVRTC")
+        raise BuildError("no NVRTC")
 
     monkeypatch.setattr(module, "cubin", no_nvrtc)
-    monkeypatch.setattr(module, "takes", lambda *_: not module._refused)
-    monkeypatch.setattr(module, "_refused", False)
+    monkeypatch.setattr(module, "takes", lambda *_: True)
+    monkeypatch.setattr(module._attempt, "refused", False)
     assert run_forward(module.try_forward, arguments, "silu", None) is None
-    assert module._refused
+    assert module._attempt.refused
     assert module.try_backward(*arguments, "silu", None, None) is None

@@ -69,12 +69,14 @@ def test_what_is_not_a_number_counts_as_infinite(cuda):
 def test_without_nvrtc_products_are_of_their_own(cuda, monkeypatch):
     tensors, factors, scalings, low = case(SIZES[0], torch.bfloat16, "cpu")
 
+    from halfbyte.kernels.native import BuildError
+
     def no_nvrtc(*_):
-        raise cuda.BuildError("no NVRTC")
+        raise BuildError("no NVRTC")
 
     monkeypatch.setattr(cuda, "cubin", no_nvrtc)
-    monkeypatch.setattr(cuda, "takes", lambda *_: not cuda._refused)
-    monkeypatch.setattr(cuda, "_refused", False)
+    monkeypatch.setattr(cuda, "takes", lambda *_: True)
+    monkeypatch.setattr(cuda._attempt, "refused", False)
     found = cuda.read(tensors[0], [], factors, scalings, low, torch.float32, None, None)
     check(found, tensors, factors, scalings, low, None, None)
-    assert cuda._refused
+    assert cuda._attempt.refused

@@ -12,9 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.bitplane import BLOCK
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin
 from .gemv4_cuda import CAPABILITY, multiprocessors_of
 from .launch import ceil_div
 
@@ -23,7 +22,7 @@ FEWEST_BLOCKS = 2**17  # of 32 weights: below 4M weights Triton's kernel, which 
 TOGETHER = 32  # blocks that a warp takes at a time: all that there are must be a multiple
 STAGES = 4  # of a warp's ring
 TABLE_BYTES = {2: 32768, 3: 8192, 4: 32768, 5: 131072}
-_refused = False
+_attempt = Attempts("dequantize-planes-cuda", "k-bit weights are dequantized in Triton instead, more slowly")
 
 
 @functools.cache
@@ -71,12 +70,6 @@ def try_dequantize(
     packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, width: int, dtype: torch.dtype
 ) -> Tensor | None:
     """`dequantize` where `takes` says so, else None; says once why it cannot be compiled."""
-    global _refused
-    if _refused or not takes(packed, scales, width, dtype):
+    if not takes(packed, scales, width, dtype):
         return None
-    try:
-        return dequantize(packed, scales, factor, codebook, rows, width, dtype)
-    except BuildError as error:
-        _refused = True
-        notice("dequantize-planes-cuda", f"{error}; k-bit weights are dequantized in Triton instead, more slowly")
-        return None
+    return _attempt(dequantize, packed, scales, factor, codebook, rows, width, dtype)

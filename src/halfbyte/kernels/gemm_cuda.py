@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..notices import notice
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin
 from .gemv4_cuda import BLOCKSIZE, Nested, multiprocessors_of, origin_of, weight_of
 from .gemv4_cuda import takes as takes_few
 from .launch import ceil_div
@@ -130,7 +129,7 @@ def product(
     return launch("gemm4", weight, x, bias, None, rows, row, blocks, term, NESTED=int(nested is not None))
 
 
-_refused = False
+_attempt = Attempts("gemm4-cuda", f"products of {FEWEST} to {BATCH} rows run in other kernels, more slowly")
 
 
 def try_product(
@@ -138,12 +137,6 @@ def try_product(
     bias: Tensor | None, term: Term = None,
 ) -> Tensor | None:  # fmt: skip
     """`product` where it can run and pays, else None; says once why it cannot be compiled."""
-    global _refused
-    if _refused or x.shape[0] < FEWEST or blocksize != BLOCKSIZE or not takes(x, packed, absmax) or not adds(term):
+    if x.shape[0] < FEWEST or blocksize != BLOCKSIZE or not takes(x, packed, absmax) or not adds(term):
         return None
-    try:
-        return product(x, packed, absmax, nested, quant_type, rows, bias, term=term)
-    except BuildError as error:
-        _refused = True
-        notice("gemm4-cuda", f"{error}; products of {FEWEST} to {BATCH} rows run in other kernels, more slowly")
-        return None
+    return _attempt(product, x, packed, absmax, nested, quant_type, rows, bias, term=term)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.codebooks import codebook4
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, BuildError, Kernel, cubin
 from .launch import ceil_div, power_of_2
 
 BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
@@ -143,7 +142,7 @@ def product(
     return launch("gemv4", weight, x, bias, [], rows, blocks, TABLE_BYTES, row, NESTED=int(nested is not None))
 
 
-_refused = False
+_attempt = Attempts("gemv4-cuda", "products of few rows with 4-bit weights run in Triton instead, more slowly")
 
 
 def try_product(
@@ -151,12 +150,6 @@ def try_product(
     bias: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """`product` where it can run, else None; says once why it cannot be compiled."""
-    global _refused
-    if _refused or blocksize != BLOCKSIZE or not takes(x, packed, absmax):
+    if blocksize != BLOCKSIZE or not takes(x, packed, absmax):
         return None
-    try:
-        return product(x, packed, absmax, nested, quant_type, rows, bias)
-    except BuildError as error:
-        _refused = True
-        notice("gemv4-cuda", f"{error}; products of few rows with 4-bit weights run in Triton instead, more slowly")
-        return None
+    return _attempt(product, x, packed, absmax, nested, quant_type, rows, bias)

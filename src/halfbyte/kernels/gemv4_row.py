@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..notices import notice
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin
 from .gemv4_cuda import TABLE_BYTES, Nested, multiprocessors_of, origin_of, takes, weight_of
 from .launch import ceil_div, power_of_2
 
@@ -74,7 +73,7 @@ def product(
     return out
 
 
-_refused = False
+_attempt = Attempts("gemv4-row", "products of one row with 4-bit weights run otherwise, more slowly")
 
 
 def try_product(
@@ -82,12 +81,6 @@ def try_product(
     bias: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """`product` where it can run, else None; says once why it cannot be compiled."""
-    global _refused
-    if _refused or rows < ROWS or not takes(x, packed, absmax, most=BATCH):
+    if rows < ROWS or not takes(x, packed, absmax, most=BATCH):
         return None
-    try:
-        return product(x, packed, absmax, nested, blocksize, quant_type, rows, bias)
-    except BuildError as error:
-        _refused = True
-        notice("gemv4-row", f"{error}; products of one row with 4-bit weights run otherwise, more slowly")
-        return None
+    return _attempt(product, x, packed, absmax, nested, blocksize, quant_type, rows, bias)

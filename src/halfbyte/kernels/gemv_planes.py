@@ -12,16 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.gemv_planes import linear_bitplane, linear_hqq
 from . import gemm_cuda, gemv_planes_row
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin
 from .gemv4_cuda import multiprocessors_of, takes
 from .launch import ceil_div, power_of_2
 
 RESERVED = 1024  # bytes of shared memory before a block's own
 FEWEST_HQQ = 17  # rows of x, from which on `product4` is faster
-_refused = False
+_attempt = Attempts("gemv-planes-cuda", "products of few rows with bit planes dequantize them, more slowly")
 
 
 class Planes(ctypes.Structure):
@@ -112,21 +111,13 @@ def product4(
 
 def _try(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, *rest) -> Tensor | None:
     """`product` or `product4` where they can run, else None; says once why they cannot be compiled."""
-    global _refused
     factor, codebook, bits, group, rows, bias = rest
     few = rows >= 16 and takes(x, packed, scales, zeros)
     fewest = FEWEST_HQQ if group else gemm_cuda.FEWEST
     more = bits == 4 and x.shape[0] >= fewest and gemm_cuda.takes(x, packed, scales, zeros)
-    if _refused or not (few or more):
-        return None
-    try:
-        if more:
-            return product4(x, packed, scales, zeros, factor, codebook, group, rows, bias)
-        return product(x, packed, scales, zeros, *rest)
-    except BuildError as error:
-        _refused = True
-        notice("gemv-planes-cuda", f"{error}; products of few rows with bit planes dequantize them, more slowly")
-        return None
+    if more:
+        return _attempt(product4, x, packed, scales, zeros, factor, codebook, group, rows, bias)
+    return _attempt(product, x, packed, scales, zeros, *rest) if few else None
 
 
 @linear_bitplane.twin("cuda", "xpu")

@@ -20,11 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.float8 import E5M2
 from ..ops.fp8_scaling import Slot
 from ..ops.lora_glu import Factors, Gradients
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin
 from .gemv4_cuda import multiprocessors_of
 from .launch import ceil_div
 
@@ -168,7 +167,7 @@ def backward(
     return Gradients(v, *shaped), codes
 
 
-_refused = False
+_attempt = Attempts("lora-glu-cuda", "the gated unit with its adapters runs in Triton instead, more slowly")
 
 
 def takes(activation: str, factors: Factors, *tensors: Tensor) -> bool:
@@ -176,8 +175,7 @@ def takes(activation: str, factors: Factors, *tensors: Tensor) -> bool:
     gate = tensors[0]
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
     return (
-        not _refused
-        and gate.is_cuda
+        gate.is_cuda
         and torch.version.hip is None
         and torch.cuda.get_device_capability(gate.device) >= CAPABILITY
         and gate.dtype is not torch.float32
@@ -195,11 +193,7 @@ def try_forward(
     """`forward` where it can run, else None; says once why it cannot be compiled."""
     if not takes(activation, factors, gate, up, low):
         return None
-    try:
-        return forward(gate, up, low, factors, activation, slot)
-    except BuildError as error:
-        _refuse(error)
-        return None
+    return _attempt(forward, gate, up, low, factors, activation, slot)
 
 
 def try_backward(
@@ -209,14 +203,4 @@ def try_backward(
     """Likewise `backward`."""
     if not takes(activation, factors, gate, up, grad, low, v_down):
         return None
-    try:
-        return backward(grad, gate, up, low, v_down, factors, activation, slot, columns)
-    except BuildError as error:
-        _refuse(error)
-        return None
-
-
-def _refuse(error: BuildError) -> None:
-    global _refused
-    _refused = True
-    notice("lora-glu-cuda", f"{error}; the gated unit with its adapters runs in Triton instead, more slowly")
+    return _attempt(backward, grad, gate, up, low, v_down, factors, activation, slot, columns)

@@ -20,12 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.checks import row_stride
 from ..ops.float8 import E5M2
 from ..ops.fp8_scaling import Slot
 from ..ops.lora_read import Read, lora_read
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin
 from .gemv4_cuda import multiprocessors_of
 from .launch import ceil_div
 
@@ -145,7 +144,7 @@ def _run(
     return Read(total, gradients, codes)
 
 
-_refused = False
+_attempt = Attempts("lora-read-cuda", "adapters' gradients take products of their own instead, more slowly")
 
 
 def takes(tensors: Sequence[Tensor], factors: Sequence[Tensor | None], low: Tensor | None) -> bool:
@@ -153,8 +152,7 @@ def takes(tensors: Sequence[Tensor], factors: Sequence[Tensor | None], low: Tens
     x, there = tensors[0], [factor for factor in factors if factor is not None]
     others = there if low is None else [*there, low]
     return (
-        not _refused
-        and x.is_cuda
+        x.is_cuda
         and torch.version.hip is None
         and torch.cuda.get_device_capability(x.device) >= CAPABILITY
         and x.dtype in (torch.float16, torch.bfloat16)
@@ -180,13 +178,8 @@ def read(
     slot: Slot | None,
     columns: Tensor | None,
 ) -> Read:
-    global _refused
     tensors = x, *more
-    if takes(tensors, factors, low):
-        try:
-            found = _run(tensors, factors, scalings, low, slot, columns)
-            return found._replace(gradients=[gradient.to(dtype) for gradient in found.gradients])
-        except BuildError as error:
-            _refused = True
-            notice("lora-read-cuda", f"{error}; adapters' gradients take products of their own instead, more slowly")
-    return lora_read.reference(x, more, factors, scalings, low, dtype, slot, columns)
+    found = _attempt(_run, tensors, factors, scalings, low, slot, columns) if takes(tensors, factors, low) else None
+    if found is None:
+        return lora_read.reference(x, more, factors, scalings, low, dtype, slot, columns)
+    return found._replace(gradients=[gradient.to(dtype) for gradient in found.gradients])

@@ -11,9 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.low_rank import low_rank_rows
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin
 from .launch import ceil_div
 
 BATCH, CAPABILITY = 64, (9, 0)
@@ -58,17 +57,11 @@ def product(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     return out
 
 
-_refused = False
+_attempt = Attempts("low-rank-cuda", "adapters' small products run in cuBLAS, more slowly")
 
 
 @low_rank_rows.twin("cuda", "xpu")
 def rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
-    global _refused
     x, mask = x.contiguous(), None if mask is None else mask.contiguous()
-    if not _refused and takes(x, a):
-        try:
-            return product(x, a, mask)
-        except BuildError as error:
-            _refused = True
-            notice("low-rank-cuda", f"{error}; adapters' small products run in cuBLAS, more slowly")
-    return low_rank_rows.reference(x, a, mask)
+    found = _attempt(product, x, a, mask) if takes(x, a) else None
+    return low_rank_rows.reference(x, a, mask) if found is None else found

@@ -11,13 +11,16 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ...notices import notice
 from ..native import BuildError, cache_folder
+
+Result = TypeVar("Result")
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
@@ -42,6 +45,29 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     )
+
+
+class Attempts:
+    """Calls of what may not compile on this machine: the first that does not says so, and is the last.
+
+    Args:
+        key: of the notice.
+        otherwise: what happens instead, in words.
+    """
+
+    def __init__(self, key: str, otherwise: str):
+        self.refused, self._key, self._otherwise = False, key, otherwise
+
+    def __call__(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
+        """What the function returns; None if it raises BuildError, or one did before."""
+        if self.refused:
+            return None
+        try:
+            return function(*arguments, **options)
+        except BuildError as error:
+            self.refused = True
+            notice(self._key, f"{error}; {self._otherwise}")
+            return None
 
 
 class Kernel:
