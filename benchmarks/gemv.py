@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.formats import Blockwise4
 from halfbyte.kernels import gemm_cuda, gemv4_row
-from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, TABLE_BYTES, Blocks, image, product, row_bytes
+from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks, image, product
 from halfbyte.kernels.launch import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
 
@@ -35,7 +35,7 @@ def candidates(batch: int) -> list[Blocks]:
     groups = ((1, 16), (2, 8), (4, 4), (8, 2), (1, 8), (2, 4), (4, 2))
     found = [Blocks(rt, *warps, stages) for rt, warps, stages in itertools.product((1, 2), groups, (2, 3, 4))]
     full = 8 * power_of_2(ceil_div(batch, 8))
-    fitting = [blocks for blocks in found if blocks.shared_bytes(full, TABLE_BYTES, row_bytes(True)) <= SHARED_BYTES]
+    fitting = [blocks for blocks in found if blocks.shared_bytes(full, True) <= SHARED_BYTES]
     return [blocks for blocks in fitting if blocks.wr * blocks.wk * blocks.rt * (blocks.stages - 1) >= 24]
 
 
@@ -71,7 +71,7 @@ def sweep(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     shapes = candidates(x.shape[0])
     rest = x.get_device(), power_of_2(ceil_div(x.shape[0], 8)), x.dtype is torch.bfloat16
     with ThreadPoolExecutor(16) as pool:  # NVRTC leaves Python's lock
-        list(pool.map(lambda blocks: image("gemv4", blocks, *rest, NESTED=1), shapes))
+        list(pool.map(lambda blocks: image(blocks, *rest, True), shapes))
     times = []
     for blocks in shapes:
         calls = [

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from .cuda import Attempts, Kernel, cubin
-from .gemv4_cuda import BLOCKSIZE, Nested, multiprocessors_of, origin_of, weight_of
+from .gemv4_cuda import BLOCKSIZE, TABLE_BYTES, Nested, multiprocessors_of, origin_of, weight_of
 from .gemv4_cuda import takes as takes_few
 from .launch import ceil_div
 
 FEWEST, BATCH = 9, 64  # rows of x
 CAPABILITY = 9  # wgmma is of 9.x alone
-TABLE_BYTES = 65536
 STEP = 256  # columns of K that are dealt out together
 CODES = 64  # bytes of codes in a slot of the ring for a row of W
 COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of `add`

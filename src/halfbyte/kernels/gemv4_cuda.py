@@ -33,10 +33,10 @@ class Blocks(NamedTuple):
     wk: int
     stages: int
 
-    def shared_bytes(self, batch: int, table: int, row: int) -> int:
-        """Of a block: the table, the rings whose slots have `row` bytes for a row of W, and the sums."""
+    def shared_bytes(self, batch: int, nested: bool) -> int:
+        """Of a block: the table, the rings, and the sums."""
         rows, warps = 16 * self.rt, self.wr * self.wk
-        return table + warps * self.stages * rows * row + 2 * warps * batch * rows * 4
+        return TABLE_BYTES + warps * self.stages * rows * row_bytes(nested) + 2 * warps * batch * rows * 4
 
 
 class Weight(ctypes.Structure):
@@ -77,36 +77,17 @@ def row_bytes(nested: bool) -> int:
     return 128 + (8 if nested else 16)
 
 
-def image(name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, **constants: int) -> bytes:
-    """`cuda/<name>.cu` compiled for `tiles` tiles of 8 rows of x."""
-    shared = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
-    return cubin(name, torch.cuda.get_device_capability(device), shared | constants | {"ORIGIN": origin_of(device)})
+def image(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> bytes:
+    """`gemv4.cu`, compiled for `tiles` tiles of 8 rows of x."""
+    constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
+    constants |= {"NESTED": int(nested), "ORIGIN": origin_of(device)}
+    return cubin("gemv4", torch.cuda.get_device_capability(device), constants)
 
 
 @functools.cache
-def _kernel(
-    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, table: int, row: int, constants: tuple
-) -> Kernel:
-    code = image(name, blocks, device, tiles, bf16, **dict(constants))
-    return Kernel(code, name, blocks.shared_bytes(8 * tiles, table, row))
-
-
-def launch(
-    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, rest: list, rows: int, blocks: Blocks | None,
-    table: int, row: int, **constants: int,
-) -> Tensor:  # fmt: skip
-    """x·Wᵀ + b by the kernel `name`, whose parameters are the weight, x, bias, y, `rest` and the rows of x."""
-    device, batch = x.get_device(), x.shape[0]
-    multiprocessors, tiles = multiprocessors_of(device), power_of_2(ceil_div(batch, 8))
-    blocks = blocks or blocks_for(rows, batch, multiprocessors)
-    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
-    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out, *rest)]
-    with torch.cuda.device(device):
-        bf16 = x.dtype is torch.bfloat16
-        kernel = _kernel(name, blocks, device, tiles, bf16, table, row, tuple(constants.items()))
-        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
-        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
-    return out
+def _kernel(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> Kernel:
+    code = image(blocks, device, tiles, bf16, nested)
+    return Kernel(code, "gemv4", blocks.shared_bytes(8 * tiles, nested))
 
 
 def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int) -> Weight:
@@ -138,8 +119,17 @@ def product(
     Raises:
         BuildError: the kernel does not compile here.
     """
-    weight, row = weight_of(x, packed, absmax, nested, quant_type, rows), row_bytes(nested is not None)
-    return launch("gemv4", weight, x, bias, [], rows, blocks, TABLE_BYTES, row, NESTED=int(nested is not None))
+    device, batch = x.get_device(), x.shape[0]
+    multiprocessors, tiles = multiprocessors_of(device), power_of_2(ceil_div(batch, 8))
+    blocks = blocks or blocks_for(rows, batch, multiprocessors)
+    weight = weight_of(x, packed, absmax, nested, quant_type, rows)
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out)]
+    with torch.cuda.device(device):
+        kernel = _kernel(blocks, device, tiles, x.dtype is torch.bfloat16, nested is not None)
+        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
+        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
+    return out
 
 
 _attempt = Attempts("gemv4-cuda", "products of few rows with 4-bit weights run in Triton instead, more slowly")
