@@ -15,9 +15,9 @@ from .layers import QuantizedLinear
 class Linear8bitLt(QuantizedLinear):
     """`QuantizedLinear` in int8, whose product runs in int8 too.
 
-    Inputs are quantized per row as they come. Gradients of inputs and bias go through the dequantized weight. In training
-    mode on a CPU the product takes the dequantized weight, too, as bitsandbytes' does there: the error of the output is
-    half as large (that of the weight alone).
+    Inputs are quantized per row as they come. Gradients of inputs and bias go through the dequantized weight. In
+    training mode on a CPU the product takes the dequantized weight, too, as bitsandbytes' does there: the error of the
+    output is half as large (that of the weight alone).
 
     Args:
         in_features, out_features, bias, device, dtype: as in `QuantizedLinear`.

@@ -36,7 +36,7 @@ def weight_of(shape, dtype):
 
 
 def edge_weight(dtype):
-    """[16, 256] of what arithmetic treats apart: both zeros, subnormals alone and beside others, the largest numbers."""
+    """[16, 256] of what arithmetic treats apart: both zeros, subnormals alone and beside others, large numbers."""
     limits = torch.finfo(dtype)
     weight = weight_of((16, 256), torch.float32).double()
     weight[0] = 0.0

@@ -6,11 +6,11 @@
 Columns of x that hold an outlier, |x| ≥ threshold, leave the int8 product (their codes are zero; the outliers do not
 count in the row's absmax) and are multiplied in x's own dtype with the dequantized columns of W (section 3.2).
 
-Which columns those are is known on the device only. As bitsandbytes does, we ask for their number, which waits for a GPU.
-While a CUDA graph is captured nothing can be asked: then a fixed number of columns is gathered, the C largest ones, C =
-⌈K/32⌉ and at least 64, those below the threshold as zeros. It costs C/K of a 16-bit product, about 3%, and one topk.
-Where more than C columns have outliers, a graph quantizes the smallest of them like the rest. (Models have outliers in
-some 0.1% of columns; section 4.)
+Which columns those are is known on the device only. As bitsandbytes does, we ask for their number, which waits for a
+GPU. While a CUDA graph is captured nothing can be asked: then a fixed number of columns is gathered, the C largest
+ones, C = ⌈K/32⌉ and at least 64, those below the threshold as zeros. It costs C/K of a 16-bit product, about 3%, and
+one topk. Where more than C columns have outliers, a graph quantizes the smallest of them like the rest. (Models have
+outliers in some 0.1% of columns; section 4.)
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ def outlier_capacity(width: int) -> int:
 
 
 def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """int64 [C]: columns of x [M, K], with all that hold an outlier among them; bool [C]: which of them reach the threshold.
+    """int64 [C]: the columns of x [M, K] that hold an outlier; bool [C]: which of them reach the threshold, all.
 
-    In a CUDA graph they are the C = `outlier_capacity(K)` with the largest magnitudes, and an outlier can be missing.
+    In a CUDA graph they are the C = `outlier_capacity(K)` with the largest magnitudes: some may hold none, and an
+    outlier can be missing.
     """
     largest = torch.linalg.vector_norm(x, torch.inf, dim=0)
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
