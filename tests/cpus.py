@@ -31,7 +31,7 @@ class Cpu:
 
 CPUS = {
     "avx2": Cpu("avx2", "avx2", "AVX2", "x86-64-v3", 1),
-    "avx512": Cpu("avx512_vnni", "avx512", "AVX512_CORE_VNNI", "x86-64-v4", 2),
+    "avx512": Cpu("avx512f", "avx512", "AVX512_CORE", "x86-64-v4", 2),
     "avx512-bf16": Cpu("avx512_bf16", "avx512", "AVX512_CORE_BF16", "cooperlake", 1),
     "amx": Cpu("amx_bf16", "avx512", "AVX512_CORE_AMX", "sapphirerapids", 2),
 }

@@ -43,7 +43,8 @@ def test_loads_what_bitsandbytes_saved(theirs, threshold):
     assert torch.equal(target.weight.parts["absmax"], state["SCB"])
     x = inputs(20, dtype=torch.float16)
     # The factor of their CPU backend is 6.200124e-5, a typo for 6.200012e-5.
-    torch.testing.assert_close(target.eval()(x), source.eval()(x), rtol=2e-3, atol=2e-3)
+    if ops.multiplies_int8(x, 48):  # theirs multiplies where torch's product is wrong, too
+        torch.testing.assert_close(target.eval()(x), source.eval()(x), rtol=2e-3, atol=2e-3)
     # In training mode both dequantize.
     torch.testing.assert_close(target.train()(x), source.train()(x), rtol=1e-3, atol=1e-3)
 
@@ -131,7 +132,7 @@ def test_training_on_a_cpu_takes_the_dequantized_weight():
     layer, x = layer_of(), inputs(5)
     expected = nn.functional.linear(x, layer.weight.dequantize(), layer.bias)
     assert torch.equal(layer(x), expected)
-    assert not torch.equal(layer.eval()(x), expected)
+    assert torch.equal(layer.eval()(x), expected) is not ops.multiplies_int8(x, 48)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])

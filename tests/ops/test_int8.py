@@ -6,6 +6,10 @@ import torch
 from halfbyte.errors import ModelError
 from halfbyte.ops import int8
 
+needs_exact_products = pytest.mark.skipif(
+    not int8.multiplies_int8(torch.empty(1, 1), 1), reason="torch._int_mm is inexact on this CPU: it has no VNNI"
+)
+
 
 def inputs(rows=20, width=256, outliers=(3, 200), dtype=torch.float32):
     x = torch.randn(rows, width).clamp_(-4, 4)
@@ -38,6 +42,7 @@ def test_columns_with_outliers_are_found(monkeypatch):
     assert sorted(columns[over].tolist()) == [7, 90, 100]
 
 
+@needs_exact_products
 def test_every_outlier_is_split_off_however_many_there_are():
     """204 of 4,096 columns, more than a graph's 128: with the rest quantized the error was 2.2e-2."""
     x = torch.randn(16, 4096).clamp_(-4, 4)
@@ -61,6 +66,7 @@ def error(x, weight, threshold):
     return float((y - truth).norm() / truth.norm())
 
 
+@needs_exact_products
 def test_the_split_keeps_small_values():
     """An outlier of 30 makes the int8 step of its row 0.24; split off, it is below 0.04."""
     x, weight = inputs(rows=4, outliers=(3, 200, 5, 9)), torch.randn(48, 256)
@@ -69,12 +75,25 @@ def test_the_split_keeps_small_values():
     assert error(x, weight, 100.0) == error(x, weight, 0.0)  # none reaches the threshold
 
 
+@needs_exact_products
 def test_product_is_scaled_and_biased():
     x, w, bias = inputs(outliers=()), torch.randn(48, 256), torch.randn(48)
     codes, absmax = int8.quantize_rows_int8(w, None, 0.0)
     x_codes, x_absmax = int8.quantize_rows_int8(x, None, 0.0)
     exact = (x_codes.double() * x_absmax.unsqueeze(1) / 127) @ (codes.double() * absmax.unsqueeze(1) / 127).t() + bias
     torch.testing.assert_close(int8.int8_linear(x, codes, absmax, bias, 0.0).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_an_inexact_product_is_not_used(monkeypatch):
+    """torch's own on a CPU without VNNI, where sums of two products saturate in 16 bits."""
+    x, exact = torch.ones(4, 64), torch._int_mm
+    int8._exact_on_this_cpu.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: exact(a, b).clamp(max=2**19))
+    assert not int8.multiplies_int8(x, 64)
+    int8._exact_on_this_cpu.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.long() @ b.long()).int())
+    assert int8.multiplies_int8(x, 64)
+    int8._exact_on_this_cpu.cache_clear()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -15,6 +15,8 @@ outliers in some 0.1% of columns; section 4.)
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -92,10 +94,18 @@ def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def multiplies_int8(x: Tensor, rows: int) -> bool:
-    """True where torch._int_mm takes [*, K] codes like `x` and [`rows`, K] ones; CUDA wants multiples of 8."""
+    """True where torch._int_mm multiplies [*, K] codes like `x` and [`rows`, K] ones; CUDA wants multiples of 8."""
     if x.device.type == "cuda":
         return x.shape[-1] % 8 == 0 and rows % 8 == 0
-    return x.device.type == "cpu"
+    return x.device.type == "cpu" and _exact_on_this_cpu()
+
+
+@functools.cache
+def _exact_on_this_cpu() -> bool:
+    """Whether a product of the largest codes is right: on x86 CPUs without VNNI oneDNN adds products of codes in 16
+    bits, which saturate, and torch._int_mm returns that."""
+    codes = torch.full((CUDA_ROWS, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(codes, codes.t()) == 64 * 127**2).all())
 
 
 def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:
