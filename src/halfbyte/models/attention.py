@@ -19,6 +19,7 @@ lengths 3.8 ms, SDPA with a dense mask 50 ms (docs/design.md).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -36,7 +37,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..dispatch import on_compiler
 from ..notices import notice
-from .copies import refresh_copies
+from .copies import fresh_copies
 
 NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
@@ -87,8 +88,8 @@ def unbind_attention(backbone: Any) -> None:
 
 def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A backbone's forward; first the attention's metadata of this batch, and the adapters in the compute dtype."""
-    refresh_copies(self)
-    return _with_metadata(self, self, args, kwargs)
+    with contextlib.nullcontext() if on_compiler() else fresh_copies(self):
+        return _with_metadata(self, self, args, kwargs)
 
 
 def multimodal_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

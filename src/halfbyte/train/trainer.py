@@ -44,6 +44,7 @@ from .late import Mark, StepNumbers, guard, is_guarded
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"
+SKIPS = 20  # steps in a row that float16 may skip: the scale of 65536 that it begins with is below 1 after 17
 TRAINED = "trained_tokens"  # of a micro-batch where it is collated, of the whole step where a graph reads it
 
 
@@ -95,6 +96,7 @@ class HalfbyteTrainer(Trainer):
         self._unread: StepNumbers | None = None  # launched
         self._since = Mark(self.args.device)  # until when the window counts the time
         self._norm = math.nan  # the last gradient norm that was read
+        self._skipped = 0  # steps in a row, by fp16's scaler
         self._due: float | None = None  # learning rate of a record that waits for its step's numbers
 
     def train(self, *positional: Any, **keys: Any) -> Any:
@@ -200,7 +202,7 @@ class HalfbyteTrainer(Trainer):
         """The last look at a step before the optimizer moves: by the host, or by the device itself.
 
         Raises:
-            TrainingError: see `_check`; of this step, or of the step before.
+            TrainingError: see `_check`; of this step, or of the step before. And `_check_scale`.
         """
         grad_norm = self._clip_grad_norm(model) if grad_norm is None else grad_norm
         loss_sum = torch.as_tensor(self._loss_sum, dtype=torch.float32)
@@ -211,6 +213,8 @@ class HalfbyteTrainer(Trainer):
         self._settle()  # the step before, while the device is busy with this one
         if not guarded or step.number == 1:
             self._check(step)
+        if self.accelerator.scaler is not None:
+            self._check_scale(step)
         return grad_norm
 
     @property
@@ -235,6 +239,21 @@ class HalfbyteTrainer(Trainer):
         if step.number == 1 and self._norm == 0:
             raise TrainingError("step 1: no gradient reaches the trained weights", "check target_modules")
         return loss_sum
+
+    def _check_scale(self, step: StepNumbers) -> None:
+        """fp16 skips a step whose gradients overflow and halves its scale, which ends overflows, but nothing else.
+
+        Raises:
+            TrainingError: it has skipped `SKIPS` steps in a row, or the scale is below 1.
+        """
+        self._skipped = 0 if math.isfinite(self._norm) else self._skipped + 1
+        scale = self.accelerator.scaler.get_scale()
+        if self._skipped >= SKIPS or (self._skipped and scale < 1):
+            raise TrainingError(
+                f"step {step.number}: the gradients of the last {self._skipped} steps were NaN or Inf in float16, at a"
+                f" loss scale down to {scale:g}: no overflow that scaling ends, and no weight has moved since",
+                f"set dtype: bfloat16 (float32 where the device lacks it); {self._last_checkpoint()}",
+            )
 
     def _last_checkpoint(self) -> str:
         last = checkpoints.checkpoints(self.output)
