@@ -1,6 +1,7 @@
-"""Shared fixtures: where the real data lies, tiny models, and the seed."""
+"""Shared fixtures: where the real data lies, tiny models, the seed, a share of the GPU, and a log of failures."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,49 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SHARED = Path(os.environ.get("HALFBYTE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
+GPU_SHARE = 5 * 2**30  # bytes that a process's tests may take of a GPU, however many processes share it
+
+
+def pytest_addoption(parser):
+    parser.addoption("--log-to", metavar="FOLDER", help="append failures and seconds to files there as they happen")
+
+
+def pytest_configure(config):
+    folder = config.getoption("--log-to")
+    if folder and not hasattr(config, "workerinput"):  # workers send their reports to the one that started them
+        config.pluginmanager.register(Log(Path(folder)))
+
+
+class Log:
+    """`gpu-failures.txt` and `gpu-seconds.txt`: what is left of a session that is killed at its time limit."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.began = folder, time.monotonic()
+        for name in ("gpu-failures.txt", "gpu-seconds.txt"):
+            (folder / name).write_text("", encoding="utf-8")
+
+    def _append(self, name: str, text: str) -> None:
+        with open(self.folder / name, "a", encoding="utf-8") as file:
+            file.write(text)
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self._append("gpu-failures.txt", f"=== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+        if report.duration >= 1:
+            now = time.monotonic() - self.began
+            self._append("gpu-seconds.txt", f"{report.duration:.1f} {report.nodeid} {report.when} at {now:.0f}\n")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_of_gpu():
+    """The same for each process: a test that needs more fails alone as it does beside others."""
+    import torch
+
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_SHARE / total))
 
 
 @pytest.fixture(scope="session")

@@ -369,7 +369,7 @@ def test_a_larger_shape_without_room_on_a_gpu():
     assert graphed.holds_graphs
     batch = next(wide([9000]))
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
+    total, share = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_per_process_memory_fraction()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 128 * 2**20) / total)
     try:
         for parameter in trained:
@@ -377,7 +377,7 @@ def test_a_larger_shape_without_room_on_a_gpu():
         loss = graphed(batch)
         found = [parameter.grad.clone() for parameter in trained]
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.set_per_process_memory_fraction(share)
     assert not graphed.holds_graphs
     assert "cuda-graph-memory" in notices.said()
     graphed.close()
