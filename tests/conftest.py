@@ -1,6 +1,10 @@
 """Shared fixtures: where the real data lies, tiny models, the seed, a share of the GPU, and a log of failures."""
 
+import contextlib
+import fcntl
+import gc
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,7 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 SHARED = Path(os.environ.get("HALFBYTE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 
 
-GPU_SHARE = 5 * 2**30  # bytes that a process's tests may take of a GPU, however many processes share it
+GIB = 2**30
+GPU_SHARE = 4  # GiB that a process's tests may take of a GPU, however many processes share it
 
 
 def pytest_addoption(parser):
@@ -45,14 +50,46 @@ class Log:
             self._append("gpu-seconds.txt", f"{report.duration:.1f} {report.nodeid} {report.when} at {now:.0f}\n")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _share_of_gpu():
-    """The same for each process: a test that needs more fails alone as it does beside others."""
+@contextlib.contextmanager
+def _share_of_gpu(gib: float):
+    """A test that needs more fails alone as it does beside others."""
     import torch
 
-    if torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_SHARE / total))
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    before = torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _usual_share():
+    import torch
+
+    with _share_of_gpu(GPU_SHARE) if torch.cuda.is_available() else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _large_share(request):
+    """For a test marked `large`, while no other process has one."""
+    import torch
+
+    marker = request.node.get_closest_marker("large")
+    if marker is None or not torch.cuda.is_available():
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / "halfbyte-tests-large.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < marker.args[0] * GIB:
+            pytest.skip(f"needs {marker.args[0]} GiB of free device memory")
+        with _share_of_gpu(marker.args[0]):
+            yield
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
