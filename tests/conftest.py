@@ -31,11 +31,11 @@ def pytest_configure(config):
 
 
 class Log:
-    """`gpu-failures.txt` and `gpu-seconds.txt`: what is left of a session that is killed at its time limit."""
+    """`gpu-failures.txt`, `gpu-seconds.txt`, `gpu-skipped.txt`: what is left of a session killed at its time limit."""
 
     def __init__(self, folder: Path):
         self.folder, self.began = folder, time.monotonic()
-        for name in ("gpu-failures.txt", "gpu-seconds.txt"):
+        for name in ("gpu-failures.txt", "gpu-seconds.txt", "gpu-skipped.txt"):
             (folder / name).write_text("", encoding="utf-8")
 
     def _append(self, name: str, text: str) -> None:
@@ -45,6 +45,8 @@ class Log:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self._append("gpu-failures.txt", f"=== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+        if report.skipped:
+            self._append("gpu-skipped.txt", f"{report.nodeid}: {report.longrepr[-1]}\n")
         if report.duration >= 1:
             now = time.monotonic() - self.began
             self._append("gpu-seconds.txt", f"{report.duration:.1f} {report.nodeid} {report.when} at {now:.0f}\n")

@@ -120,12 +120,11 @@ OPTIONS = {
 
 
 def table() -> dict[str, tuple[str, dict]]:
-    """Name → family and keys: every family in two layouts, every format in two families, every option in three."""
+    """Name → family and keys: every family twice, every format in two families, every option in three."""
     rows = {}
     for family in FAMILIES:
-        rows[f"{family}-nf4-packed"] = family, {"packing": True}
-        rows[f"{family}-nf4-dropout"] = family, {"lora_dropout": 0.1, "gradient_accumulation_steps": 2}
-        rows[f"{family}-16bit"] = family, SIXTEEN
+        rows[f"{family}-nf4-packed"] = family, {"packing": True, "lora_dropout": 0.1}
+        rows[f"{family}-16bit"] = family, SIXTEEN | {"gradient_accumulation_steps": 2}
     for format in names():
         for family in ("llama", "gemma2"):
             rows[f"{family}-{format}"] = family, {"quantization": format}

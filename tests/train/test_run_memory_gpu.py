@@ -15,11 +15,12 @@ pytestmark = pytest.mark.gpu
 
 GIB, MIB = 2**30, 2**20
 STEPS, SETTLED, ABOVE_PLAN = 200, 50, 1.07
+GROWTH = {"allocated": 1.02, "reserved": 1.02, "pinned": 1.0, "process": 1.05}  # graphs of rare lengths are the host's
 LONGEST = 2048
 SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "max_position_embeddings": LONGEST,
@@ -44,7 +45,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
     config = LlamaConfig(**SIZES, vocab_size=VOCABULARY, pad_token_id=1, eos_token_id=0, bos_token_id=None)
     write_model(folder / "model", LlamaForCausalLM(config))
-    lengths = (64 + (LONGEST - 64) * torch.rand(400, generator=torch.Generator().manual_seed(2)) ** 2).int().tolist()
+    lengths = torch.randint(64, LONGEST, (400,), generator=torch.Generator().manual_seed(2)).tolist()
     write_rows(folder / "rows.jsonl", [*lengths, LONGEST])
     return folder
 
@@ -123,4 +124,4 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     assert len(found) == STEPS
     assert peak <= ABOVE_PLAN * planned
     for key, (early, late) in growth.items():
-        assert late <= 1.02 * early + 8 * MIB, (key, said)
+        assert late <= GROWTH[key] * early + 8 * MIB, (key, said)
