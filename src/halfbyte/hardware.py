@@ -86,6 +86,18 @@ def _onednn_may_use(level: str) -> bool:
     return limit not in ONEDNN_LEVELS or ONEDNN_LEVELS.index(limit) >= ONEDNN_LEVELS.index(level)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or what it came from, says that a device's or the host's memory ran out."""
+    import torch
+
+    if error is None:
+        return False
+    said = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")  # a CPU's allocator, CUDA, its libraries
+    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    return typed or told or is_out_of_memory(error.__cause__ or error.__context__)
+
+
 def compute_dtype(device: torch.device) -> ComputeDtype:
     """bfloat16 where `device` multiplies it natively; otherwise float16 (older GPUs) or float32 (older CPUs).
 

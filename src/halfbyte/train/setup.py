@@ -23,6 +23,7 @@ from halfbyte.formats.choice import qat_format
 from halfbyte.hardware import chosen_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
+from halfbyte.memory.shapes import weights_dtype
 from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
@@ -67,11 +68,7 @@ class Job:
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Full fine-tuning keeps float32 weights (an update of 1e-4 of a weight is lost in bfloat16's 8 bits), unless
-        a dtype is asked for."""
-        if not self.config.use_peft and self.config.dtype == "auto":
-            return torch.float32
-        return self.compute_dtype
+        return weights_dtype(self.config, self.compute_dtype)
 
 
 def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) -> Job:

@@ -6,6 +6,7 @@ with the input is found by `prepare_job`, before any weight is loaded.
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
+from halfbyte.hardware import is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.policy import OFFLOADED
 from halfbyte.models.load import load_model
@@ -76,14 +78,18 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     try:
         return _run(job, console)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+    finally:
+        _release(job.device)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return typed or "can't allocate memory" in str(error)  # torch's CPU allocator raises a RuntimeError
+def _release(device: torch.device) -> None:
+    """Give a finished run's memory back now: trainer and model refer to each other, which waits for a collection."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def _run(job: Job, console: Console) -> RunResult:
@@ -109,6 +115,8 @@ def _run(job: Job, console: Console) -> RunResult:
         _train(job, trainer, console)
         after = _answers(job, model, prompts)
         measured["peak_bytes"] = peak_memory(job.device)
+        if trainer.graph_pool_bytes:
+            measured["graph_pool_bytes"] = trainer.graph_pool_bytes
         unpatch(model)
         results |= _save(job, model, ids)
     write_memory(job, measured)
