@@ -22,6 +22,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.policy import OFFLOADED
+from halfbyte.models.attention import lengths_vary
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.models.recipes import configured_recipe
@@ -32,7 +33,8 @@ from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from . import checks, samples
 from .arguments import training_arguments
 from .metrics import memory_now, peak_memory, restart_peak
-from .setup import Job, prepare_job, write_environment, write_memory
+from .reproducible import repeatable, verdict
+from .setup import Job, lengths_differ, prepare_job, write_environment, write_memory
 from .trainer import HalfbyteTrainer
 
 
@@ -74,7 +76,8 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     console = console or Console(quiet=True)
     job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
     try:
-        return _run(job, console)
+        with repeatable(config, job.device), lengths_vary(lengths_differ(job)):
+            return _run(job, console)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -88,6 +91,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
+    report = None
     model = _trainable_model(job, measured)
     trainer = _trainer(job, model)
     rows = job.data.train if job.data.eval is None else job.data.eval
@@ -111,6 +115,8 @@ def _run(job: Job, console: Console) -> RunResult:
         measured["peak_bytes"] = peak_memory(job.device)
         unpatch(model)
         results |= _save(job, model, ids)
+    found = results["reproducible"] = job.environment["reproducible"] = verdict(job.config, job.device, report)
+    console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
     write_memory(job, measured)
     write_json(job.output / "checks.json", results)
     pairs = zip(prompts, before, after, strict=True)
