@@ -143,11 +143,12 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     Raises:
         ConfigError: naming each differing key with both values.
     """
-    before, now = read_state(checkpoint)["config"], json.loads(json.dumps(config.model_dump()))
+    known = {key: field.default for key, field in RunConfig.model_fields.items()}  # of keys that came later
+    before, now = known | read_state(checkpoint)["config"], json.loads(json.dumps(config.model_dump()))
     differing = [
-        f"{key}: {before.get(key)!r} then, {now[key]!r} now"
+        f"{key}: {before[key]!r} then, {now[key]!r} now"
         for key in now
-        if key not in FREE_KEYS and before.get(key) != now[key]
+        if key not in FREE_KEYS and before[key] != now[key]
     ]
     if differing:
         raise ConfigError(

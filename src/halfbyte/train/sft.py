@@ -24,6 +24,7 @@ from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.policy import OFFLOADED
+from halfbyte.models.attention import lengths_vary
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.models.recipes import configured_recipe
@@ -34,7 +35,8 @@ from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from . import checks, samples
 from .arguments import training_arguments
 from .metrics import memory_now, peak_memory, restart_peak
-from .setup import Job, prepare_job, write_environment, write_memory
+from .reproducible import repeatable, verdict
+from .setup import Job, lengths_differ, prepare_job, write_environment, write_memory
 from .trainer import HalfbyteTrainer
 
 
@@ -76,7 +78,8 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     console = console or Console(quiet=True)
     job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
     try:
-        return _run(job, console)
+        with repeatable(config, job.device), lengths_vary(lengths_differ(job)):
+            return _run(job, console)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -94,6 +97,7 @@ def _release(device: torch.device) -> None:
 
 def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
+    report = None
     model = _trainable_model(job, measured)
     trainer = _trainer(job, model)
     rows = job.data.train if job.data.eval is None else job.data.eval
@@ -119,6 +123,8 @@ def _run(job: Job, console: Console) -> RunResult:
             measured["graph_pool_bytes"] = trainer.graph_pool_bytes
         unpatch(model)
         results |= _save(job, model, ids)
+    found = results["reproducible"] = job.environment["reproducible"] = verdict(job.config, job.device, report)
+    console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
     write_memory(job, measured)
     write_json(job.output / "checks.json", results)
     pairs = zip(prompts, before, after, strict=True)
