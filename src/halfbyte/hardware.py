@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from .config import RunConfig
+
 
 @dataclass(frozen=True)
 class ComputeDtype:
@@ -71,6 +73,13 @@ def chosen_device(name: str | torch.device | None) -> torch.device:
             f"device {name!s} is not here: torch sees {module.device_count()} {device.type} devices", "leave device out"
         )
     return torch.device(device.type, module.current_device() if device.index is None else device.index)
+
+
+def planned_device(config: RunConfig) -> torch.device:
+    """Where a run will train; the device need not be here."""
+    import torch
+
+    return torch.device(config.device) if config.device else best_device()
 
 
 def compute_dtype(device: torch.device) -> ComputeDtype:

@@ -17,6 +17,7 @@ from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit, QuantizedLinear
 from halfbyte.memory import host
+from halfbyte.memory.batches import Batches, Shape
 from halfbyte.memory.estimate import GIB, estimate
 from halfbyte.memory.replay import Ledger
 from halfbyte.memory.shapes import ModelShapes
@@ -109,7 +110,7 @@ def test_a_replayed_step_allocates_what_a_real_one_does(family, dtype, checkpoin
     config = run_config(r=4, dtype=dtype, per_device_train_batch_size=3)
     model_config = tiny_config(family)
     shapes = ModelShapes(config, model_config, torch.device("cpu"))
-    predicted = shapes.replays(checkpointed, 150)[0]
+    predicted = shapes.replays(checkpointed, Shape(3, 150))[0]
 
     from halfbyte.autograd.losses import linear_cross_entropy
 
@@ -144,8 +145,8 @@ def test_layers_extrapolate():
     config = run_config(r=4, per_device_train_batch_size=2)
     for checkpointed in (False, True):
         shapes = ModelShapes(config, model_config, torch.device("cpu"))
-        line = shapes.replays(checkpointed, 256)[0].total
-        whole = shapes._replay(256).total
+        line = shapes.replays(checkpointed, Shape(2, 256))[0].total
+        whole = shapes._replay(Shape(2, 256)).total
         assert abs(line - whole) <= 0.01 * whole
 
 
@@ -176,7 +177,8 @@ def test_more_rows_take_more_and_shorter_rows_less():
         for rows in (2, 8)
     )
     assert large.activations > 2 * small.activations
-    assert estimate(config, tiny_config("Llama"), capacity_bytes=GIB, length=64).total < small.total
+    shorter = estimate(config, tiny_config("Llama"), capacity_bytes=GIB, batches=Batches.alike(2, 64))
+    assert shorter.total < small.total
 
 
 def test_accumulation_keeps_gradients_during_forward():

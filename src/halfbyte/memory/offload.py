@@ -5,8 +5,8 @@ memory is free once it is there. As many bytes as one layer saves may be on thei
 layers, the layers wait. Backward asks for the last first; while a layer computes, as many bytes are on their way back.
 
 Copies on the host are views of a few large slabs (`_Slabs`), so what is pinned is what the largest batch needs,
-whatever lengths the others have. Slabs are registered with CUDA rather than taken from torch's pinned allocator, which rounds
-sizes up to powers of two: 32 inputs of 2.8 GiB would take 128 GiB instead of 90.
+whatever lengths the others have. Slabs are registered with CUDA rather than taken from torch's pinned allocator, which
+rounds sizes up to powers of two: 32 inputs of 2.8 GiB would take 128 GiB instead of 90.
 
 A CUDA graph cannot hold this: its copies belong to a stream and to buffers that other steps share.
 """

@@ -22,7 +22,7 @@ between levels depends on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, get_args
@@ -108,6 +108,11 @@ class LayerShape:
         )
 
     # --- bytes -------------------------------------------------------------------------------------------------------
+
+    def evaluated(self) -> int:
+        """Bytes at the highest moment of a forward without gradients: an MLP, or attention's inputs and result."""
+        attention = self.tokens * 2 * (self.queries + self.keys) * self.itemsize
+        return max(self.forward("checkpoint"), 3 * self.stream + attention + self._scratch)
 
     @property
     def stream(self) -> int:
@@ -270,26 +275,47 @@ def mixes(layers: int) -> Iterator[tuple[Level, ...]]:
             yield tuple(SPREAD if i % every == every - 1 else level for i, level in enumerate(split))
 
 
-def cost(shape: LayerShape, levels: Sequence[Level]) -> float:
-    """Seconds that a step takes longer than one that keeps all, whose backward takes about as long as its forward."""
+@dataclass(frozen=True)
+class Choice:
+    """What each layer keeps, and whether micro-batches run as CUDA graphs, which hold their activations in a pool."""
+
+    levels: tuple[Level, ...]
+    graphs: bool
+
+
+def cost(shape: LayerShape, levels: Sequence[Level], graphs: bool = True) -> float:
+    """Seconds that a step takes longer than one that keeps all, whose backward takes about as long as its forward.
+
+    Args:
+        graphs: whether steps that offload nothing are CUDA graphs; else Python launches them.
+    """
     extra = sum(count * shape.seconds(level) for level, count in Counter(levels).items()) + shape.waiting(levels)
-    if OFFLOADED.keys().isdisjoint(levels):
+    if graphs and OFFLOADED.keys().isdisjoint(levels):
         return extra
     return max(extra, len(levels) * (LAUNCHES - 2 * shape.forward_seconds))
 
 
 def choose(
-    shape: LayerShape, layers: int, budget: int, *, host: int, loss: int, gradients: int, accumulated: bool
-) -> tuple[Level, ...]:
-    """The fastest mix of levels whose peak stays within `budget` bytes and its offloads within `host`'s; failing that,
-    the one with the lowest peak."""
-    moments: dict[str, Any] = {"loss": loss, "gradients": gradients, "accumulated": accumulated}
-    on_host = {level: shape.on_host(level) for level in LEVELS}
+    layers: int, budget: int, need: Callable[[Choice], int], *, usual: LayerShape, largest: LayerShape, host: int,
+    graphs: bool = True,
+) -> Choice:  # fmt: skip
+    """The fastest choice that `need`s at most `budget` bytes and offloads at most `host`; failing that, the one that
+    needs least.
+
+    Args:
+        usual: the micro-batch whose time counts.
+        largest: the one whose offloads count.
+        graphs: whether steps may be CUDA graphs.
+    """
+    on_host = {level: largest.on_host(level) for level in LEVELS}
     possible = [levels for levels in mixes(layers) if sum(map(on_host.__getitem__, levels)) <= host]
-    for levels in sorted(possible, key=lambda levels: cost(shape, levels)):
-        if peak(shape, levels, **moments) <= budget:
-            return levels
-    return min(possible, key=lambda levels: peak(shape, levels, **moments))
+    choices = [Choice(levels, False) for levels in possible]
+    if graphs:
+        choices = [Choice(each, True) for each in possible if OFFLOADED.keys().isdisjoint(each)] + choices
+    for choice in sorted(choices, key=lambda choice: cost(usual, choice.levels, choice.graphs)):
+        if need(choice) <= budget:
+            return choice
+    return min(choices, key=need)
 
 
 def in_words(levels: Sequence[Level]) -> str:

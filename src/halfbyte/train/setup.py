@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from pyarrow import compute
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from halfbyte.config import RunConfig, dump_config
 from halfbyte.data import PreparedData, prepare
+from halfbyte.data.batches import batches_of
 from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
@@ -97,7 +96,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
     data = prepare(config, tokenizer)
     print_data(console, data.report)
-    plan = estimate(config, model_config, device=device, length=_longest(data.train, config.max_length))
+    plan = estimate(config, model_config, device=device, batches=batches_of(config, data, device))
     print_memory(console, plan)
     if not plan.fits:
         notice("memory_plan", f"the plan needs {plan.total / 2**30:.2f} GiB, of {plan.capacity_bytes / 2**30:.2f} free")
@@ -117,12 +116,6 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     )
     _open_output(job)
     return job
-
-
-def _longest(rows: Dataset, max_length: int) -> int:
-    """Tokens of the longest row, from Arrow's offsets: no row is read."""
-    lengths = compute.list_value_length(rows.data.column("input_ids"))
-    return min(compute.max(lengths).as_py(), max_length)
 
 
 def _open_output(job: Job) -> None:
@@ -148,6 +141,7 @@ def write_memory(job: Job, measured: dict[str, int]) -> None:
         "measured": measured,
         "activation_checkpointing": plan.activation_checkpointing,
         "levels": in_words(plan.levels),
+        "cuda_graphs": plan.use_graphs,
         "reason": plan.reason,
     }
     write_json(job.output / "memory.json", document)
