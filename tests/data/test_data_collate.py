@@ -127,8 +127,10 @@ def test_make_collator(config, make_tokenizer):
     assert make_collator(config("d", packing=True), tokenizer) == PackedCollator(pad, max_length=most)
     one_row = make_collator(config("d", padding_free=True), tokenizer)
     assert one_row == PackedCollator(pad, one_row=True, max_length=most)
-    assert make_collator(config("d"), tokenizer, fused=True) == PaddedCollator(pad, fused=True)
-    assert make_collator(config("d", packing=True), tokenizer, fused=True) == PackedCollator(pad, fused=True)
+    assert make_collator(config("d"), tokenizer, fused=True) == PaddedCollator(pad, True, most)
+    assert make_collator(config("d", packing=True), tokenizer, fused=True) == PackedCollator(
+        pad, fused=True, max_length=most
+    )
 
 
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])

@@ -1,7 +1,7 @@
 """Causal attention on a CUDA device without a mask: cuDNN for whole rows, variable lengths for packed ones and windows.
 
 Variable lengths are FlashAttention 3's where its package (`flash_attn_interface`) is installed, else FlashAttention 2's
-from torch. Capped scores (Gemma 2) need FlashAttention 3; without it they stay with transformers' eager attention.
+from torch. Capped scores (Gemma 2) are FlashAttention 3's, or made a tile of queries at a time.
 
 Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
 a model uses "sdpa", or "eager" because its scores are capped. What the layers need to know is worked out once a batch,
@@ -34,6 +34,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..autograd.capped_attention import Scores, capped_attention
 from ..dispatch import on_compiler
 from ..notices import notice
 from .copies import refresh_copies
@@ -55,11 +56,9 @@ def bind_attention(backbone: Any) -> str:
     if implementation == NAME:
         return f"halfbyte: cuDNN for whole rows, {flash} for packed ones and windows; no mask"
     if implementation == CAPPED:
-        return f"halfbyte: {flash}, its scores capped; no mask"
+        return f"halfbyte: {flash if flash3() else 'tiles of queries'}, its scores capped; no mask"
     if device != "cuda":
         return f"transformers' {implementation} (on {device})"
-    if capped and flash3() is None:
-        return f"transformers' {implementation}: only FlashAttention 3 caps its scores, and it is not installed"
     if getattr(backbone.config, "use_bidirectional_attention", False):
         return f"transformers' {implementation}: this model's attention is not causal"
     if implementation != ("eager" if capped else "sdpa"):
@@ -213,12 +212,26 @@ def attend(
         return eager(module, *inputs, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if softcap is not None and flash3() is None:
+        begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
+        reach = min(window or length, max_length_q or length)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return capped_attention(query, key, value, Scores(scale, softcap, reach), begins).transpose(1, 2), None
     plain = window is None and softcap is None
     if cu_seq_lens_q is None or (plain and cu_seq_lens_q.numel() == rows + 1):  # as many as rows
         return _causal(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap)
     return out.unflatten(0, (rows, length)), None
+
+
+def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
+    """int64 [B, T]: where in its row the document of each token begins; None where every row is one document."""
+    if bounds.numel() == rows + 1:
+        return None
+    places = torch.arange(rows * length, device=bounds.device)
+    begins = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+    return begins.view(rows, length) - torch.arange(0, rows * length, length, device=bounds.device)[:, None]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
