@@ -185,8 +185,78 @@ def test_documents():
 
 def test_a_cpu_keeps_transformers_attention():
     model = tiny("Llama")
-    assert halfbyte.patch(model).attention == "transformers' sdpa (on cpu)"
+    assert halfbyte.patch(model).attention == "transformers' sdpa: on cpu"
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.fixture
+def turing(monkeypatch):
+    """A T4 in place of the CPU."""
+    monkeypatch.setattr(attention, "capability", lambda device: (7, 5))
+    attention.register()
+
+
+def test_before_ampere_masks_are_transformers_and_no_kernel_gets_few_keys(turing, on_cpu, monkeypatch):
+    called = []
+
+    def attend(query, key, value, *args, original=torch.nn.functional.scaled_dot_product_attention, **options):
+        called.append((key.shape[1] == query.shape[1], options.get("enable_gqa", False), options["attn_mask"] is None))
+        return original(query, key, value, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    for packed in (False, True):
+        model, inputs = tiny("Llama"), batch(packed)
+        expected = loss_and_gradients(model, inputs)
+        called.clear()
+        assert_same(loss_and_gradients(patched(model), inputs), expected)
+        assert called == [(True, False, not packed)] * 2
+    assert not on_cpu
+    assert "8.0 (Ampere)" in " ".join(said().values())
+
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "dtype", "rows", "name", "scores", "mask"),
+    [
+        ({}, CUDA, torch.bfloat16, {}, "cuDNN", False, False),
+        ({}, CUDA, torch.bfloat16, {"packed": True}, "variable lengths", False, False),
+        ({"sliding_window": 8}, CUDA, torch.bfloat16, {}, "variable lengths", False, False),
+        ({}, CUDA, torch.bfloat16, {"padded": True}, "transformers' sdpa", False, True),
+        ({}, CUDA, torch.float32, {}, "transformers' sdpa", False, False),
+        ({}, CUDA, torch.float32, {"packed": True}, "transformers' sdpa", False, True),
+        ({"attention_dropout": 0.1}, CUDA, torch.bfloat16, {}, "transformers' sdpa", False, False),
+        ({"attn_logit_softcapping": 50.0}, CUDA, torch.bfloat16, {}, "tiles of queries", False, False),
+        ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {}, "transformers' eager", True, True),
+        ({"_attn_implementation": "eager"}, CUDA, torch.bfloat16, {}, "transformers' eager", True, True),
+        ({"use_bidirectional_attention": True}, CUDA, torch.float32, {}, "transformers' sdpa", True, False),
+        ({}, torch.device("cpu"), torch.float32, {}, "transformers' sdpa", False, False),
+    ],
+)  # fmt: skip
+def test_what_computes_is_named_before_it_runs(keys, device, dtype, rows, name, scores, mask):
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, **keys)
+    if "attn_logit_softcapping" in keys:
+        config._attn_implementation = "eager"
+    found = attention.implementation(config, device, dtype, **rows)
+    assert (found.name, found.scores, found.mask) == (name, scores, mask)
+    assert bool(found.obstacle) == name.startswith("transformers'")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "faked"), [(torch.float16, (7, 5)), (torch.float32, None)])
+def test_on_the_gpu_few_keys_build_no_scores(monkeypatch, dtype, faked):
+    if faked:
+        monkeypatch.setattr(attention, "capability", lambda device: faked)
+    shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 1}
+    model = tiny("Llama", shape=shape | {"max_position_embeddings": 4096}).to("cuda", dtype)
+    halfbyte.patch(model)
+    ids = torch.randint(3, 90, (1, 4096), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model(input_ids=ids, labels=ids).loss.backward()
+    scores = 4 * 4096**2 * dtype.itemsize  # of one layer
+    assert torch.cuda.max_memory_allocated() - before < scores / 2
 
 
 def test_training_makes_no_cache_unless_asked():
