@@ -22,7 +22,7 @@ def cost(config: RunConfig, tokens: int) -> int:
 
 @pytest.fixture
 def _stand_in(monkeypatch):
-    def estimate(config, model_config, *, batches):
+    def estimate(config, model_config, *, batches, attention):
         return SimpleNamespace(fits=cost(config, batches.largest.tokens) <= CAPACITY)
 
     monkeypatch.setattr("halfbyte.memory.estimate.estimate", estimate)

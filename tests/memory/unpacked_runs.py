@@ -43,11 +43,12 @@ SHAPES = {
 RUNS: dict[str, dict[str, Any]] = {
     "free": {"model": "qwen3-0.6b", "lengths": (64, 4096), "rows": 4, "steps": 120},
     "limit6": {"model": "qwen3-0.6b", "lengths": (64, 4096), "rows": 4, "steps": 120, "memory_limit_gib": 6.0},
-    "limit3": {"model": "qwen3-0.6b", "lengths": (64, 4096), "rows": 64, "steps": 6, "memory_limit_gib": 3.0, "of": 26},
+    "rows26": {"model": "qwen3-0.6b", "lengths": (4096, 4096), "rows": 64, "steps": 6, "memory_limit_gib": 5.2,
+               "of": 26},
     "gemma2": {"model": "gemma2-2b-4", "lengths": (4096, 4096), "rows": 2, "steps": 6},
     "gemma2-kept": {"model": "gemma2-2b-4", "lengths": (4096, 4096), "rows": 2, "steps": 6,
                     "activation_checkpointing": "keep"},
-    "8b": {"model": "llama-3.1-8b", "lengths": (64, 8192), "rows": 1, "steps": 170, "memory_limit_gib": 16.0},
+    "8b": {"model": "llama-3.1-8b", "lengths": (64, 8192), "rows": 1, "steps": 100, "memory_limit_gib": 16.0},
 }  # fmt: skip
 WORDS = [f"w{i}" for i in range(1000)]
 

@@ -32,6 +32,7 @@ def check_run(config: RunConfig) -> None:
     from ..data.batches import batches_of
     from ..hardware import planned_device
     from ..memory.estimate import estimate
+    from ..models.attention import implementation
     from ..models.load import load_tokenizer
     from ..saved import tokenizer_keys
     from ..terminal import print_data, print_memory
@@ -43,7 +44,7 @@ def check_run(config: RunConfig) -> None:
     print_data(console, data.report)
     check_modules(config, model_config)
     batches = partial(batches_of, data=data, device=planned_device(config))
-    plan = estimate(config, model_config, batches=batches(config))
+    plan = estimate(config, model_config, batches=batches(config), attention=implementation)
     console.print(_table(plan))
     facts = {"activation_checkpointing": plan.activation_checkpointing, "reason": plan.reason}
     print_memory(console, {**plan.predicted(), **facts, "capacity_bytes": plan.capacity_bytes})
@@ -94,10 +95,11 @@ def what_would_fit(
         batches: those of a changed configuration.
     """
     from ..memory.estimate import estimate
+    from ..models.attention import implementation
 
     def fits(keys: dict[str, Any]) -> bool:
         changed = config.model_copy(update=keys)
-        return estimate(changed, model_config, batches=batches(changed)).fits
+        return estimate(changed, model_config, batches=batches(changed), attention=implementation).fits
 
     for keys in _changes(config, rows):
         if fits(keys):

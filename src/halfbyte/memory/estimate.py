@@ -16,11 +16,13 @@ from ..hardware import segments_grow
 from ..notices import notice
 from .batches import Batches, Shape
 from .policy import FUSED, OFFLOADED, Choice, LayerShape, choose, cost, in_words, peak
+from .scores import NO_SCORES, score_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from ..config import Level, RunConfig
+    from .scores import Chooser
     from .shapes import ModelShapes, Trainable
 
 GIB = 2**30
@@ -103,6 +105,7 @@ def estimate(
     device: str | torch.device | None = None,
     capacity_bytes: int | None = None,
     batches: Batches | None = None,
+    attention: Chooser | None = None,
 ) -> MemoryPlan:
     """Predict the memory of a run and choose whether activations are kept or recomputed.
 
@@ -111,6 +114,8 @@ def estimate(
         model_config: the transformers config of its model; no weights are read.
         device: where it will train (it need not be here); default: `config.device`, else the best device.
         capacity_bytes: what may be used; default: what is free on `device` now. `memory_limit_gib` lowers it.
+        attention: what tells which attention will compute, `models.attention.implementation`; default: one that builds
+            no scores.
         batches: the micro-batches of its data; default: `per_device_train_batch_size` rows of `max_length` tokens.
 
     Returns:
@@ -130,7 +135,7 @@ def estimate(
     shapes = ModelShapes(config, model_config, target)
     batches = batches or _full_rows(config)
     if _is_fused(config, shapes):
-        return _Fused(shapes, batches, capacity).plan()
+        return _Fused(shapes, batches, capacity, attention).plan()
     want = config.activation_checkpointing
     if want != "auto":
         if want not in (True, False, "keep", "checkpoint"):
@@ -179,13 +184,14 @@ class _Fused:
         shapes: the model.
         batches: of its data.
         capacity: bytes that may be used.
+        attention: as in `estimate`.
     """
 
-    def __init__(self, shapes: ModelShapes, batches: Batches, capacity: int):
+    def __init__(self, shapes: ModelShapes, batches: Batches, capacity: int, attention: Chooser | None):
         from ..ops.losses import chunk_rows
 
         self.shapes, self.config, self.batches, self.capacity = shapes, shapes.config, batches, capacity
-        self.trained = shapes.trainable()
+        self.trained, self.attention = shapes.trainable(), attention
         text_config = shapes.causal_lm.config.get_text_config()
         self.layers, vocabulary = text_config.num_hidden_layers, text_config.vocab_size
         self.loss = chunk_rows(vocabulary, shapes.device.type) * vocabulary * (4 + shapes.dtype.itemsize)
@@ -206,13 +212,20 @@ class _Fused:
         )
 
     def _layer(self, batch: Shape) -> LayerShape:
+        text_config, dtype = self.shapes.causal_lm.config.get_text_config(), self.shapes.dtype
+        scores = NO_SCORES
+        if self.attention is not None:
+            packed = self.config.packing or self.config.padding_free
+            found = self.attention(text_config, self.shapes.device, dtype, packed=packed)
+            scores = score_bytes(text_config, found, batch, dtype)
         return LayerShape.of(
-            self.shapes.causal_lm.config.get_text_config(),
+            text_config,
+            scores=scores,
             rows=batch.rows,
             length=batch.length,
             rank=self.config.r,
             dropout=self.config.lora_dropout > 0,
-            itemsize=self.shapes.dtype.itemsize,
+            itemsize=dtype.itemsize,
             recipe=self.config.recipe,
         )
 

@@ -77,8 +77,11 @@ class ModelShapes:
 
     def _build(self, model_config: Any) -> Any:
         options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, "dtype": self.dtype}
-        if self.config.attn_implementation in ("eager", "sdpa"):  # kernels of packages stand behind sdpa's numbers
-            options["attn_implementation"] = self.config.attn_implementation
+        attention = self.config.attn_implementation
+        if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
+            attention = "eager"  # as `models.load` does
+        if attention in ("eager", "sdpa"):  # kernels of packages stand behind sdpa's numbers
+            options["attn_implementation"] = attention
         if hasattr(model_config, "quantization_config"):
             del model_config.quantization_config
         try:

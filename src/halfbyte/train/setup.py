@@ -22,6 +22,7 @@ from halfbyte.formats.choice import qat_format
 from halfbyte.hardware import chosen_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
+from halfbyte.models.attention import implementation
 from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
@@ -96,7 +97,8 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
     data = prepare(config, tokenizer)
     print_data(console, data.report)
-    plan = estimate(config, model_config, device=device, batches=batches_of(config, data, device))
+    batches = batches_of(config, data, device)
+    plan = estimate(config, model_config, device=device, batches=batches, attention=implementation)
     print_memory(console, plan)
     if not plan.fits:
         notice("memory_plan", f"the plan needs {plan.total / 2**30:.2f} GiB, of {plan.capacity_bytes / 2**30:.2f} free")
