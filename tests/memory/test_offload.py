@@ -164,6 +164,14 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
         Offload(torch.device("cpu")).pack(torch.randn(32, 16))
 
 
+def noted(take, sizes: list[int]):
+    def taking(size: int):
+        sizes.append(size)
+        return take(size)
+
+    return taking
+
+
 @pytest.mark.parametrize("level", OFFLOADED)
 def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     """Norms again from what comes back, q, k and v as attention saw them, gate and up that backward writes to."""

@@ -126,11 +126,14 @@ def _longest(rows: Dataset, max_length: int) -> int:
 
 
 def _open_output(job: Job) -> None:
-    """Check the data against the checkpoint, clear what a killed run left half done, and write the first files."""
+    """Check the data against the checkpoint, clear what a killed run left half done or the resumed one makes again, and
+    write the first files."""
     if job.checkpoint:
         checkpoints.check_same_data(job.size, job.checkpoint)
     job.output.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers(job.output)
+    if job.checkpoint:
+        checkpoints.set_aside_newer(job.output, job.checkpoint)
     job.metrics.keep_until(checkpoints.step_of(job.checkpoint) if job.checkpoint else -1)
     write_text(job.output / "config.resolved.yaml", dump_config(job.config))
     write_json(job.output / "data_report.json", job.data.report)
