@@ -81,11 +81,11 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
     Args:
         contents: read every file, too, and not only their sizes.
     """
-    if not checkpoint.is_dir():
-        return "there is no such folder"
-    if not (checkpoint / STATE).is_file():
-        return f"{STATE} is missing"
     try:
+        if not checkpoint.is_dir():
+            return "there is no such folder"
+        if not (checkpoint / STATE).is_file():
+            return f"{STATE} is missing"
         state = read_state(checkpoint)
         if missing := {"config", "data", "window"} - state.keys():
             return f"{STATE} lacks {min(missing)!r}"
@@ -94,12 +94,12 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
         return _damage_without_manifest(checkpoint, contents)
     except CheckpointError as error:
         return error.message
-    except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
         return str(error)
 
 
 def _damage_without_manifest(checkpoint: Path, contents: bool) -> str | None:
-    """The same of a checkpoint that a version before manifests wrote: its files are there, and are what they should be."""
+    """The same of a checkpoint from before there were manifests: by the files that resuming reads."""
     for name in (TRAINER_STATE, *PICKLED):
         if not (checkpoint / name).is_file():
             return f"{name} is missing"
@@ -108,7 +108,8 @@ def _damage_without_manifest(checkpoint: Path, contents: bool) -> str | None:
     if not weights:
         return f"{ADAPTER} is missing"
     if contents:
-        json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
+        if step_of(checkpoint) < 0:
+            return f"{TRAINER_STATE} is truncated or names no step"
         for file in weights:
             read_header(file)
         for name in PICKLED:
@@ -127,10 +128,18 @@ def write_state(folder: Path, config: RunConfig, data: dict[str, int], window: W
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The contents of `halfbyte.json`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
-        return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {checkpoint / STATE}: {error}", EARLIER) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", EARLIER)
+    return state
 
 
 @contextmanager
@@ -185,8 +194,8 @@ def set_aside_newer(output_dir: Path, chosen: Path) -> None:
                 number += 1
                 aside = path.with_name(f"{path.name}.set-aside-{number}")
             path.rename(aside)
-            notice(f"set-aside {path}", f"the run continues from {chosen}, so {path} is now {aside.name}; remove it, or"
-                   " resume from it, at will")  # fmt: skip
+            what = f"{path} is newer and is now called {aside.name}, out of the way; remove it when you do not need it"
+            notice(f"set-aside {path}", f"the run continues from {chosen}: {what}")
 
 
 # --- may this run start here? ----------------------------------------------------------------------------------------
@@ -196,13 +205,11 @@ def starting_point(config: RunConfig, resume: str | bool | None) -> Path | None:
     """The checkpoint to continue from; None for a start at step 0.
 
     Raises:
-        ConfigError: `output_dir` is a file, or holds another run and `resume` is not set; there is nothing to resume;
-            or the run to resume was started with other settings.
+        ConfigError: `output_dir` holds another run and `resume` is not set; there is nothing to resume; or the run to
+            resume was started with other settings.
         CheckpointError: the checkpoint named is not a whole one, or none in `output_dir` is.
     """
     output = config.output_path
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output_dir: {output} is a file", "name a folder")
     if not resume:
         if held := _results_in(output):
             raise ConfigError(

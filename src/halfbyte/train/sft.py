@@ -31,6 +31,7 @@ from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
 from . import checks, samples
 from .arguments import training_arguments
+from .lock import run_lock
 from .metrics import memory_now, peak_memory, restart_peak
 from .setup import Job, prepare_job, write_environment, write_memory
 from .trainer import HalfbyteTrainer
@@ -72,13 +73,14 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
     """
     console = console or Console(quiet=True)
-    job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
-    try:
-        return _run(job, console)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+    with run_lock(config.output_path):
+        job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
+        try:
+            return _run(job, console)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
