@@ -14,6 +14,7 @@ from pyarrow import compute
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from halfbyte.adapters import check_adapter_files
 from halfbyte.config import RunConfig, dump_config
 from halfbyte.data import PreparedData, prepare
 from halfbyte.environment import environment
@@ -94,6 +95,8 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     where["quantization"] = config.quantization
     model_config = load_model_config(config.model_name_or_path, **where)
     check_checkpoint(Path(config.model_name_or_path))  # damaged files are found before the data is tokenized
+    if config.adapter_path:
+        check_adapter_files(Path(config.adapter_path))
     tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
     data = prepare(config, tokenizer)
     print_data(console, data.report)
