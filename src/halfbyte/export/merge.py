@@ -18,20 +18,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from transformers import AutoTokenizer
 
 from halfbyte.config import SIXTEEN, RunConfig
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import chosen_device
-from halfbyte.models.load import load_tokenizer
 from halfbyte.notices import notice
-from halfbyte.saved import find, saved_config, tokenizer_keys
+from halfbyte.saved import find, saved_config, trained_tokenizer
 
 from .adapter import AdapterLayers
 from .base import BaseCheckpoint
@@ -151,6 +148,7 @@ def merge(
     quantize: Quantize = None,
     verify: bool = True,
     overwrite: bool = False,
+    trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> MergeReport:
     """Write a model with the adapter merged: safetensors, config, tokenizer, chat template, generation config.
@@ -172,6 +170,7 @@ def merge(
         verify: reload the merged model with that tool and compare logits with base and adapter, and the quantized
             weights with the merged ones.
         overwrite: replace `out_dir` if it is there.
+        trust_remote_code: run the Python code that comes with the base; the run's own configuration does not count.
         console: where progress is shown; default: nowhere.
 
     Raises:
@@ -182,7 +181,7 @@ def merge(
     started = time.perf_counter()
     out = Path(out_dir)
     _check_out(out, Path(run_or_adapter_dir), base, overwrite)
-    job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify)
+    job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify, trust_remote_code)
     with _progress(console) as progress, new_directory(out) as aside:
         _write_side_files(job, aside)
         if verify:
@@ -223,11 +222,11 @@ def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
         raise ConfigError(f"{out} holds the adapter to be merged", "name another folder")
 
 
-def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool) -> _Job:
+def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool, trust_remote_code: bool) -> _Job:
     place = find(str(source))
     if place.adapter is None and not source.is_dir():
         raise CheckpointError(f"there is no folder {source}", "name a run's output_dir or an adapter")
-    config = saved_config(place)
+    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     quantize = quantize or config.qat_scheme
     if place.adapter is None and quantize in (None, SIXTEEN):
         raise CheckpointError(
@@ -320,19 +319,7 @@ def _write_side_files(job: _Job, aside: Path) -> None:
         for file in folder.glob(pattern):
             shutil.copyfile(file, aside / file.name)
     write_json(aside / "config.json", job.weights.config())
-    _tokenizer(job).save_pretrained(aside)
-
-
-def _tokenizer(job: _Job) -> Any:
-    folder = job.adapter_dir or job.weights.base.folder
-    if not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(job.config.model_name_or_path, **tokenizer_keys(job.config))
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=job.config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"cannot load the tokenizer in {folder}: {error}", "copy the base's tokenizer files there"
-        ) from error
+    trained_tokenizer(job.adapter_dir or folder, job.config).save_pretrained(aside)
 
 
 @contextmanager

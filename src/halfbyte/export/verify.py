@@ -17,6 +17,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from halfbyte.adapters import load_adapter
 from halfbyte.adapters_qat import round_merged
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
@@ -102,7 +103,6 @@ class Verifier:
         self, dtype: torch.dtype, load_in_4bit: bool, observe: Callable[[Any], None] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Logits of a base with the adapter, and without it; `observe` sees the model before."""
-        from peft import PeftModel
 
         def load() -> nn.Module:
             keys = model_keys(self._config) | {"load_in_4bit": load_in_4bit, "dtype": dtype, "device": self._device}
@@ -110,7 +110,8 @@ class Verifier:
             if not self._weights.as_trained:
                 keys["qat_scheme"] = None
             base = load_model(self._config.model_name_or_path, **keys)
-            model = base if self._adapter is None else PeftModel.from_pretrained(base, str(self._adapter))
+            name = self._config.model_name_or_path
+            model = base if self._adapter is None else load_adapter(base, self._adapter, name)
             round_merged(model)
             if observe:
                 observe(base)

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfbyte.adapters import ANOTHER_MODEL
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.files import write_json
@@ -23,7 +24,7 @@ from halfbyte.models.checkpoint_files import INDEX
 from halfbyte.models.load import resolve_dtype
 from halfbyte.tensor import QuantizedTensor
 
-from .adapter import ANOTHER_MODEL, AdapterLayers
+from .adapter import AdapterLayers
 from .base import DTYPES, BaseCheckpoint, Stored
 from .packing import NVFP4_RANGE, Packing, padded_state, quantize_together
 from .shards import Entry, write_shard

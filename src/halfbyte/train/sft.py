@@ -6,8 +6,10 @@ with the input is found by `prepare_job`, before any weight is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
 from . import checks, samples
 from .arguments import training_arguments
+from .lock import run_lock
 from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
 from .reproducible import repeatable, verdict
 from .setup import Job, lengths_differ, prepare_job, write_environment, write_memory
@@ -77,17 +80,26 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
     """
     console = console or Console(quiet=True)
-    job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
-    limit = None if config.memory_limit_gib is None else int(config.memory_limit_gib * GIB)
-    try:
-        with held_to(job.device, limit), repeatable(config, job.device), lengths_vary(lengths_differ(job)):
-            return _run(job, console)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
-    finally:
-        _release(job.device)
+    with run_lock(config.output_path):
+        job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
+        try:
+            with _settings(job):
+                return _run(job, console)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+        finally:
+            _release(job.device)
+
+
+@contextlib.contextmanager
+def _settings(job: Job) -> Iterator[None]:
+    """What holds for the whole process while a run trains: its share of memory, its algorithms."""
+    limit = job.config.memory_limit_gib
+    share = held_to(job.device, None if limit is None else int(limit * GIB))
+    with share, repeatable(job.config, job.device), lengths_vary(lengths_differ(job)):
+        yield
 
 
 def _release(device: torch.device) -> None:

@@ -42,6 +42,7 @@ from . import checkpoint as checkpoints
 from .arguments import total_steps
 from .graph import GraphedBackward
 from .late import Mark, StepNumbers, guard, is_guarded
+from .manifest import write_manifest
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"
@@ -378,6 +379,7 @@ class HalfbyteTrainer(Trainer):
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
                 checkpoints.write_state(aside, self.config, self.data, self.window)
+                write_manifest(aside, self.state.global_step)
         # safetensors and torch.save have errors of their own for a disk that is full
         except (OSError, RuntimeError, SafetensorError, TrainingError) as error:
             reason = getattr(error, "message", str(error))
@@ -400,7 +402,20 @@ class HalfbyteTrainer(Trainer):
         if isinstance(self.model, PeftModel):
             load_adapter_weights(self.model, folder)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with checkpoints.reading(folder):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.scaling is not None:
             checkpoints.load_scaling(folder, self.scaling)
         self.window = Window(**checkpoints.read_state(folder)["window"])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
