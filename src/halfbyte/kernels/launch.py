@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
 
 from ..dispatch import Refused
 from ..notices import notice
@@ -126,7 +126,7 @@ class Launcher:
         if variant in self._refused:
             raise Refused(self._name)
         grid, options = (programs, 1, 1), {"num_warps": warps, **self.options}
-        if not isinstance(self.function, JITFunction):
+        if isinstance(self.function, InterpretedFunction):
             self.function[grid](*tensors, *numbers, *constants, **options)
             return None
         try:
