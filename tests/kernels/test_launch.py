@@ -18,7 +18,7 @@ from halfbyte.kernels import launch
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What was done: ("triton", tensors ...) where it was asked to compile, ("compiled", addresses ...) for launches."""
+    """What was done: ("triton", tensors ...) where Triton is asked to compile, ("compiled", addresses ...) then."""
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: -1)  # where CPU tensors say they are
     return []

@@ -92,9 +92,7 @@ def _cuda(properties, index: int) -> Device:
 def _reserved(index: int) -> int | None:
     reserved = ctypes.c_int()
     try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
-            ctypes.byref(reserved), RESERVED_SHARED_BYTES, index
-        )
+        failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(reserved), RESERVED_SHARED_BYTES, index)
     except OSError:
         return None
     return None if failed else reserved.value

@@ -34,6 +34,7 @@ from .launch import Launcher, ceil_div, power_of_2, put_back
 
 WARPS = 4
 KIB = 1024
+AMPERE = (8, 0)  # before, Triton multiplies without tensor cores: it spills, and cuBLAS is faster
 Tile = tuple[int, int, int]  # rows, columns, pipeline stages
 Tiles = dict[tuple[int, int], tuple[tuple[int, Tile], ...]]
 # By bytes of a value and padded rank: KiB of shared memory that a block must be allowed, and the tile where it is.
@@ -237,6 +238,9 @@ def _constants(factors: Factors, tile: Tile, part: int, activation: str) -> tupl
 
 @reference.in_one_pass.twin("cuda", "xpu")
 def in_one_pass(x: Tensor, rank: int) -> bool:
+    device = device_of(x)
+    if device.kind == "cuda" and not device.at_least(AMPERE):
+        return False
     return _tile(FORWARD, x, rank) is not None and _tile(BACKWARD, x, rank) is not None
 
 
