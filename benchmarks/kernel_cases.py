@@ -6,7 +6,7 @@ What a call launches is up to the twins; `benchmarks.kernel_matrix` writes it do
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from halfbyte.kernels import (
     blockwise4,
     blockwise4_float8,
     decode_attention,
+    decode_layers,
     e2m1,
     float8,
     gemv4,
@@ -36,6 +37,7 @@ from halfbyte.kernels import (
     rope,
 )
 from halfbyte.ops.cross_entropy import Objective
+from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from halfbyte.ops.glu import ACTIVATIONS
@@ -43,7 +45,8 @@ from halfbyte.ops.lora_glu import Factors
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
-RANKS = tuple(range(4, 129))
+WIDTHS = (FP32, BF16)  # of what moves bytes alone: fp16 is as wide as bf16, and easier
+RANK_ENDS = (4, 16, 17, 32, 33, 64)
 HEADS = (64, 80, 96, 128, 192, 256)
 HIDDEN, INNER, ROWS = 4096, 14336, 8192
 
@@ -69,22 +72,36 @@ def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def apart(first: Iterable, *others: Iterable) -> list[tuple]:
+    """Each value of `first` with the first ones of the others; and, for its last, each other value by itself.
+
+    Kernels that are bound by memory hold few values of each: what they take does not multiply.
+    """
+    firsts, (*rests,) = list(first), [list(other) for other in others]
+    heads = [rest[0] for rest in rests]
+    found = [(value, *heads) for value in firsts]
+    for i, rest in enumerate(rests):
+        found += [(firsts[-1], *heads[:i], value, *heads[i + 1 :]) for value in rest[1:]]
+    return list(dict.fromkeys(found))
+
+
 def slot(dtype: torch.dtype) -> Slot:
     return Slot(DelayedScaling([dtype], ScalingOptions(), device="meta"), 0)
 
 
 def all_cases() -> list[Case]:
-    made = (norm_cases, rope_cases, glu_cases, lora_cases, attention_cases, loss_cases, format_cases, product_cases)
+    made = (norm_cases, rope_cases, glu_cases, lora_cases, attention_cases, loss_cases, format_cases, product_cases,
+            decoder_cases)  # fmt: skip
     return [case for make in made for case in make()]
 
 
 def norm_cases() -> Iterator[Case]:
-    for dtype, width in itertools.product(DTYPES, (128, 2048, HIDDEN, 16384)):
+    for dtype, width in apart(WIDTHS, (HIDDEN, 128, 16384)):
         x, weight, rstd = empty(2, 512, width, dtype=dtype), empty(width, dtype=dtype), empty(2, 512)
         often = dtype is BF16 and width == HIDDEN
 
         def rms(x=x, weight=weight, rstd=rstd):
-            for residual, offset in itertools.product((None, x), (False, True)):
+            for residual, offset in ((x, False), (None, False), (None, True)):
                 norms.rms_norm(x, residual, weight, 1e-6, offset)
                 norms.rms_norm_float8(x, residual, weight, 1e-6, offset, slot(E4M3))
                 for need_weight in (False, True):
@@ -109,7 +126,7 @@ def norm_cases() -> Iterator[Case]:
 
 
 def rope_cases() -> Iterator[Case]:
-    for dtype, size, heads in itertools.product(DTYPES, HEADS, ((32, 8), (16, 16), (8, 1))):
+    for dtype, size, heads in apart(WIDTHS, (128, *HEADS), ((32, 8), (8, 1))):
         q, k = empty(2, heads[0], 512, size, dtype=dtype), empty(2, heads[1], 512, size, dtype=dtype)
         weight, angles = empty(size, dtype=dtype), empty(1, 512, size, dtype=dtype)
         often = dtype is BF16 and size == 128 and heads == (32, 8)
@@ -129,7 +146,7 @@ def rope_cases() -> Iterator[Case]:
 
 
 def glu_cases() -> Iterator[Case]:
-    for dtype, activation in itertools.product(DTYPES, ACTIVATIONS):
+    for dtype, activation in apart(WIDTHS, ("silu", *ACTIVATIONS)):
         gate = empty(1024, INNER, dtype=dtype)
 
         def unit(gate=gate, activation=activation):
@@ -159,12 +176,11 @@ def lora_call(dtype: torch.dtype, rank: int, activation: str, float8: bool, widt
 
 def lora_cases() -> Iterator[Case]:
     """Ranks beside 8 and 16 differ in what is masked alone, so those of a padded rank are compiled at its ends."""
-    ends = (4, 8, 15, 16, 17, 24, 32, 33, 48, 64)
-    for dtype, rank in itertools.product(DTYPES, ends):
+    for dtype, rank in itertools.product(DTYPES, RANK_ENDS):
         often = dtype is FP16 and rank == 64
-        activations = ACTIVATIONS if rank == 16 and dtype is not FP16 else ACTIVATIONS[-1:]
+        activations = ACTIVATIONS if rank == 16 and dtype is BF16 else ("silu",)
         for activation, float8_ in itertools.product(activations, (False, True)):
-            if float8_ and (rank not in (16, 32, 64) or dtype is FP32):
+            if float8_ and (rank not in (16, 32, 64) or dtype is not BF16 or activation != "silu"):
                 continue
             yield Case(
                 f"gated unit with LoRA of rank {rank}" + (" in FP8" if float8_ else ""),
@@ -184,7 +200,7 @@ def attend_call(dtype: torch.dtype, size: int, cache: torch.dtype, window: int |
 def attention_cases() -> Iterator[Case]:
     for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
         for window, softcap in ((None, None), (512, None), (None, 30.0)):
-            if (window or softcap) and (size not in (128, 256) or eight):
+            if (window or softcap) and (size != 256 or eight or dtype is FP32):
                 continue
             yield Case(
                 f"decoding, heads of {size}" + (" in an 8-bit cache" if eight else ""),
@@ -195,7 +211,7 @@ def attention_cases() -> Iterator[Case]:
 
 def loss_cases() -> Iterator[Case]:
     objectives = (Objective(), Objective(softcap=30.0), Objective(label_smoothing=0.1, z_loss=1e-4))
-    for dtype, vocabulary, objective in itertools.product(DTYPES, (1000, 32_000, 128_256, 262_144), objectives):
+    for dtype, vocabulary, objective in apart(WIDTHS, (262_144, 1000, 32_000), objectives):
         logits, labels = empty(512, vocabulary, dtype=dtype), empty(512, dtype=torch.int64)
         often = dtype is BF16 and vocabulary == 262_144 and objective == Objective()
 
@@ -221,7 +237,7 @@ def weight4(rows: int, columns: int, blocksize: int, nested: bool) -> tuple:
 
 def format_cases() -> Iterator[Case]:
     rows, columns = 1024, HIDDEN
-    for dtype, blocksize, nested in itertools.product(DTYPES, (32, 64, 128, 256, 4096), (False, True)):
+    for dtype, blocksize, nested in apart(WIDTHS, (64, 32, 128, 256, 4096), (True, False)):
         often = dtype is BF16 and blocksize == 64 and nested
 
         def four(dtype=dtype, blocksize=blocksize, nested=nested):
@@ -232,7 +248,7 @@ def format_cases() -> Iterator[Case]:
             blockwise4.quantize(empty(rows, columns, dtype=dtype), blocksize, "nf4")
 
         yield Case(f"4-bit weights in blocks of {blocksize}", four, dtype, often)
-    for dtype, bits, affine, width in itertools.product(DTYPES, (2, 3, 4, 5), (False, True), (columns, columns - 8)):
+    for dtype, bits, affine, width in apart(WIDTHS, (4, 2, 3, 5), (True, False), (columns, columns - 8)):
         blocks = rows * (-(-width // 32))
         often = (dtype, bits, affine, width) == (BF16, 4, True, columns)
 
@@ -247,9 +263,9 @@ def format_cases() -> Iterator[Case]:
 
 
 def more_format_cases(rows: int, columns: int) -> Iterator[Case]:
-    for dtype in DTYPES:
+    for dtype in WIDTHS:
         often = dtype is BF16
-        for bits, group in itertools.product((2, 3, 4, 8), (32, 64, 128)):
+        for bits, group in apart((4, 2, 3, 8), (64, 32, 128)) if often else ((4, 64),):
 
             def half_quadratic(dtype=dtype, bits=bits, group=group):
                 scales = empty(rows * columns // group, dtype=FP16)
@@ -296,18 +312,52 @@ def tiles(rows: int, columns: int) -> Tensor:
     return empty(-(-rows // TILE), -(-columns // TILE))
 
 
+def decoder_stack(batch: int, dtype: torch.dtype, size: int, eight: bool) -> tuple[Tensor, Stack]:
+    """A small layer on the CPU: its kernel's launcher reads values."""
+    heads, key_heads, width, inner, slots = 8, 2, 512, 1024, 64
+
+    def projections(rows: list[int], columns: int) -> Projections:
+        weights = [
+            Weight4(torch.zeros(each * columns // 2, 1, dtype=torch.uint8), torch.zeros(each * columns // 64), None, 64,
+                    "nf4", each, None)
+            for each in rows
+        ]  # fmt: skip
+        ups = [(16 * i, torch.zeros(each, 16, dtype=dtype)) for i, each in enumerate(rows)]
+        return Projections(weights, torch.zeros(16 * len(rows), columns, dtype=dtype), ups, None)
+
+    caches = [torch.zeros(batch, key_heads, slots, size).to(E4M3 if eight else dtype) for _ in range(2)]
+    norm, angles = torch.ones(width, dtype=dtype), torch.zeros(slots, size, dtype=dtype)
+    layer = DecoderLayer(
+        projections([heads * size, key_heads * size, key_heads * size], width), projections([width], heads * size),
+        projections([inner, inner], width), projections([width], inner), norm, norm, None, None, *caches, None,
+    )  # fmt: skip
+    padding, slot_ = torch.zeros(batch, dtype=torch.int32), torch.tensor([20])
+    return norm.expand(batch, width).contiguous(), Stack([layer], heads, 1e-5, 0.1, angles, angles, padding, slot_)
+
+
+def decoder_cases() -> Iterator[Case]:
+    for dtype, batch, size, eight in apart((FP16, BF16), (1, 8), (128, 64, 256), (False, True)):
+
+        def decode(dtype=dtype, batch=batch, size=size, eight=eight):
+            decode_layers.compile_layers(*decoder_stack(batch, dtype, size, eight))
+
+        yield Case(
+            f"decoder layers, heads of {size}", decode, dtype, (dtype, batch, size, eight) == (BF16, 1, 128, False)
+        )
+
+
 def product_cases() -> Iterator[Case]:
     rows, columns = 4096, HIDDEN
-    for dtype, batch in itertools.product(DTYPES, (1, 2, 3, 4, 8, 16, 32, 64)):
+    for dtype, batch in itertools.product(DTYPES, (1, 4, 16, 64)):
         x, often = empty(batch, columns, dtype=dtype), dtype is FP16 and batch in (1, 64)
 
         def four(x=x, often=often):
             bias = empty(rows, dtype=x.dtype)
-            for blocksize, nested in ((64, True),) if often else itertools.product((32, 64, 128), (False, True)):
+            for blocksize, nested in ((64, True),) if often else apart((64, 32, 128), (True, False)):
                 gemv4.linear(x, *weight4(rows, columns, blocksize, nested), rows, bias)
 
         def eight(x=x, often=often):
-            codes = empty(rows, columns, dtype=E4M3)
+            codes = empty(rows, columns, dtype=torch.uint8)
             kinds = (("tensor", empty()), ("row", empty(rows)), ("tile", tiles(rows, columns)))
             for scaling, scale in kinds[1:2] if often else kinds:
                 gemv8.float8(x, codes, scale, scaling, None)

@@ -8,29 +8,39 @@ for that device, by Triton or NVRTC, and what it takes of shared memory and regi
 from __future__ import annotations
 
 import contextlib
-import importlib
+import ctypes
+import functools
+import importlib.util
 import inspect
+import itertools
+import json
 import pkgutil
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from halfbyte import kernels
-from halfbyte.kernels import cuda
+from halfbyte import files, kernels
+from halfbyte.kernels import cuda, lora_glu
 from halfbyte.kernels.device import Device, assumed
 from halfbyte.kernels.launch import Launcher
 
+from .kernel_cases import BF16, FP32, Case, all_cases, attend_call, empty
+
 KIB = 1024
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "kernel_matrix.json", ROOT / "docs" / "kernels.md"
 REGISTERS = 255  # of a thread on NVIDIA's GPUs
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -153,21 +163,45 @@ class _Driver:
         return 0
 
 
+@dataclass
+class Record:
+    """What was launched: by Triton's launchers, of CUDA, and which CUDA kernels were refused, with the reason."""
+
+    triton: list[Launch] = field(default_factory=list)
+    cuda: list[CudaLaunch] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def no_nvrtc(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+    raise cuda.BuildError("no NVRTC")
+
+
 @contextlib.contextmanager
-def recorded(target: Target) -> Iterator[tuple[list[Launch], list[CudaLaunch]]]:
-    """Write down what is launched, and launch nothing, on a target that is assumed."""
-    launches: list[Launch] = []
-    compiled: list[CudaLaunch] = []
+def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterator[Record]:
+    """Write down what is launched, and launch nothing, on a target that is assumed.
+
+    Args:
+        cubin: stands in for `kernels.cuda.cubin`.
+    """
+    found = Record()
 
     def record(self, device, programs, tensors, numbers, constants, warps):
-        launches.append(Launch(self, tensors, numbers, constants, warps))
+        found.triton.append(Launch(self, tensors, numbers, constants, warps))
+
+    def compiled(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+        try:
+            return cubin(name, capability, constants)
+        except cuda.BuildError as error:
+            found.refused[name] = str(error)
+            raise
 
     class Recorded:
         def __init__(self, image: bytes, name: str, shared_bytes: int):
             if shared_bytes > target.device.shared_bytes:
-                raise cuda.BuildError(f"{name} needs {shared_bytes} bytes of shared memory")
+                found.refused[name] = f"{shared_bytes} bytes of shared memory"
+                raise cuda.BuildError(f"{name} needs {found.refused[name]}")
             self.launch = CudaLaunch(name, image, shared_bytes)
-            compiled.append(self.launch)
+            found.cuda.append(self.launch)
 
         def __call__(self, blocks, threads, arguments, together=False):
             self.launch.threads.add(threads)
@@ -183,9 +217,10 @@ def recorded(target: Target) -> Iterator[tuple[list[Launch], list[CudaLaunch]]]:
             if hasattr(module, "_kernel"):
                 module._kernel.cache_clear()
                 stack.callback(module._kernel.cache_clear)
-            if hasattr(module, "Kernel"):
-                enter(mock.patch.object(module, "Kernel", Recorded))
-        yield launches, compiled
+            for name, value in (("Kernel", Recorded), ("cubin", compiled)):
+                if hasattr(module, name):
+                    enter(mock.patch.object(module, name, value))
+        yield found
 
 
 @dataclass(frozen=True)
@@ -251,3 +286,164 @@ def compile_cuda(launch: CudaLaunch) -> Taken:
     """What NVRTC's image takes: its own shared memory and what its launcher asks for beside that."""
     registers, spilled, static = resources(launch.image)[launch.name]
     return Taken(static + launch.shared_bytes, registers, spilled)
+
+
+@functools.cache
+def wheel_nvrtc() -> ctypes.CDLL | None:
+    """NVRTC of the wheel nvidia-cuda-nvrtc, which needs no GPU; None where it is not installed."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in found.submodule_search_locations or () if found else ():
+        for path in Path(folder).glob("cu*/lib/libnvrtc.so.*"):
+            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):  # which it finds by name alone
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(path))
+    return None
+
+
+@dataclass
+class Row:
+    """One kernel on one target: its compiled forms, the most that one takes, and what those that do not run lack."""
+
+    forms: int = 0
+    shared_bytes: int = 0
+    registers: int = 0
+    spilled_bytes: int = 0
+    refused: dict[str, list[str]] = field(default_factory=dict)  # reason → classes of cases
+
+    def add(self, taken: Taken, case: str, device: Device) -> None:
+        self.forms += 1
+        self.shared_bytes = max(self.shared_bytes, taken.shared_bytes)
+        self.registers = max(self.registers, taken.registers)
+        self.spilled_bytes = max(self.spilled_bytes, taken.spilled_bytes)
+        if obstacle := taken.obstacle(device):
+            self.refuse(obstacle, case)
+
+    def refuse(self, reason: str, case: str) -> None:
+        cases = self.refused.setdefault(reason, [])
+        if case not in cases:
+            cases.append(case)
+
+
+def measure(target: Target, cases: Iterable[Case]) -> dict[str, Row]:
+    """Every form of every kernel that these cases launch on the target, compiled; CUDA kernels as `cuda/NAME`.
+
+    Cases are run twice, the second time without NVRTC, for what stands in for CUDA kernels.
+    """
+    rows: dict[str, Row] = {}
+    seen = set()
+
+    def row(name: str) -> Row:
+        return rows.setdefault(name, Row())
+
+    for case, cubin in itertools.product(cases, (cuda.cubin, no_nvrtc)):
+        with recorded(target, cubin) as found:
+            case.call()
+        for launch in found.triton:
+            if launch.key not in seen:
+                seen.add(launch.key)
+                row(launch.name).add(compile_triton(launch, target), case.name, target.device)
+        for built in found.cuda:
+            if (key := (built.name, built.image, built.shared_bytes)) not in seen:
+                seen.add(key)
+                row(f"cuda/{built.name}").add(compile_cuda(built), case.name, target.device)
+        if cubin is not no_nvrtc:
+            for name, reason in found.refused.items():
+                row(f"cuda/{name}").refuse(reason, case.name)
+    return rows
+
+
+HEAD = """# Which kernel runs on which GPU
+
+`python -m benchmarks.kernel_matrix` writes this page. For each architecture it compiles, without a GPU, what dispatch
+would launch there: every kernel, over the shapes, dtypes, ranks and head sizes that tell its forms apart. What a form
+takes of shared memory and registers is held against what the device has. `make test` compiles a part of it anew,
+`make test-all` the whole.
+
+**Proven by running**: H100 and H200 (sm_90), whose suite is `make gpu-test`. **Proven by compiling** alone: all others.
+
+A cell says that all forms compile and fit, with the most shared memory that one takes; `-`: never chosen there. What
+does not run is numbered. It is said once, and something slower runs: for a Triton kernel the torch reference, for one
+in CUDA (`cuda/`, from Hopper on) a Triton kernel, or a product of torch's.
+"""
+
+
+def rendered(results: dict[str, dict[str, dict]]) -> str:
+    """The page."""
+    targets = [target for target in TARGETS if target.name in results]
+    lines = [HEAD, "| kernel | " + " | ".join(f"{t.name}<br>{t.device.name}" for t in targets) + " |"]
+    lines.append("|---" * (len(targets) + 1) + "|")
+    notes: list[str] = []
+    for name in sorted({name for rows in results.values() for name in rows}):
+        cells = [_cell(results[target.name].get(name), notes) for target in targets]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", *[f"{i}. {note}" for i, note in enumerate(notes, start=1)], "", *_choices(targets)]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict | None, notes: list[str]) -> str:
+    if row is None:
+        return "-"
+    runs = f"{row['shared_bytes'] / KIB:.0f} KiB" if row["forms"] else ""
+    numbers = []
+    for reason, cases in row["refused"].items():
+        note = f"{reason}: {', '.join(cases)}"
+        if note not in notes:
+            notes.append(note)
+        numbers.append(f"[{notes.index(note) + 1}]")
+    return " ".join([runs, *numbers]).strip()
+
+
+def _choices(targets: list[Target]) -> Iterator[str]:
+    """What ranks 4 to 128 and heads of 64 to 256 take."""
+    yield "## Ranks and heads"
+    yield "LoRA ranks, from 4, that the gated unit takes in its own pass; wider ones have products of their own:"
+    yield ""
+    yield "| | " + " | ".join(target.name for target in targets) + " |"
+    yield "|---" * (len(targets) + 1) + "|"
+    for dtype in (BF16, FP32):
+        cells = []
+        for target in targets:
+            ranks = ranks_in_one_pass(target, dtype)
+            cells.append(f"to {ranks[-1]}" if ranks else "none")
+        yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
+    yield ""
+    yield "Slots of the cache that decoding reads at a time, for heads to 64, 128 and 256:"
+    yield ""
+    yield "| | " + " | ".join(target.name for target in targets) + " |"
+    yield "|---" * (len(targets) + 1) + "|"
+    for dtype in (BF16, FP32):
+        cells = [", ".join(str(slots_of(target, dtype, size)) for size in (64, 128, 256)) for target in targets]
+        yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
+
+
+def ranks_in_one_pass(target: Target, dtype: torch.dtype) -> list[int]:
+    """Of 4 to 128."""
+    with assumed(target.device):
+        return [rank for rank in range(4, 129) if lora_glu.in_one_pass(empty(1, dtype=dtype), rank)]
+
+
+def slots_of(target: Target, dtype: torch.dtype, size: int) -> int:
+    with recorded(target, no_nvrtc) as found:
+        attend_call(dtype, size, dtype, None, None)
+    return found.triton[0].constants[4]
+
+
+def main() -> None:
+    """Measure the targets named on the command line, or all, and write the page anew."""
+    if wheel_nvrtc() is None:
+        raise SystemExit("install nvidia-cuda-nvrtc first: CUDA kernels would have no rows")
+    with mock.patch.object(cuda, "_nvrtc", wheel_nvrtc):
+        for target in TARGETS:
+            if target.name in sys.argv[1:] or not sys.argv[1:]:
+                results = read_results()
+                results[target.name] = {name: asdict(row) for name, row in sorted(measure(target, all_cases()).items())}
+                files.write_text(RESULTS, json.dumps(results, indent=1) + "\n")
+    files.write_text(PAGE, rendered(read_results()))
+
+
+def read_results() -> dict[str, dict[str, dict]]:
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+if __name__ == "__main__":
+    main()
