@@ -22,6 +22,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.policy import OFFLOADED
+from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.models.recipes import configured_recipe
@@ -101,14 +102,19 @@ def _run(job: Job, console: Console) -> RunResult:
             console.print(str(report), highlight=False)
             loss = results["first_step"]["loss"]
             results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
-            if _graphs(job):
-                trainer.use_graphs()
+        collate = make_collator(job.config, job.tokenizer, fused=_graphs(job))
+        isolation = isolate_run(model, job.config, collate, job.data.train, job.compute_dtype)
+        if isolation is not None:
+            results["isolation"] = isolation.document()
+        if _graphs(job) and (isolation is None or isolation.way == "positions"):  # the other ways look at the batch
+            trainer.use_graphs()
         if job.config.recipe != "bf16":  # a CPU computes in it, too
             trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
         before = _answers(job, model, prompts)
         _train(job, trainer, console)
         after = _answers(job, model, prompts)
         measured["peak_bytes"] = peak_memory(job.device)
+        release(model)
         unpatch(model)
         results |= _save(job, model, ids)
     write_memory(job, measured)
