@@ -20,7 +20,7 @@ from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
-from halfbyte.data.collate import fused_batches, make_collator
+from halfbyte.data.collate import PackedCollator, PaddedCollator, fused_batches, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import is_out_of_memory
@@ -28,6 +28,7 @@ from halfbyte.memory.estimate import GIB
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
 from halfbyte.models.attention import lengths_vary
+from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.models.recipes import configured_recipe
@@ -113,7 +114,8 @@ def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
     report = None
     model = _trainable_model(job, measured)
-    trainer = _trainer(job, model)
+    collate = make_collator(job.config, job.tokenizer, fused=fused_batches(job.config, job.device))
+    trainer = _trainer(job, model, collate)
     rows = job.data.train if job.data.eval is None else job.data.eval
     ids = torch.tensor([job.data.train[0]["input_ids"][: checks.TOKENS]], device=job.device)
     templated = job.data.report["template"] is not None
@@ -125,8 +127,11 @@ def _run(job: Job, console: Console) -> RunResult:
             console.print(str(report), highlight=False)
             loss = results["first_step"]["loss"]
             results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
-            if job.plan.use_graphs:
-                trainer.use_graphs()
+        isolation = isolate_run(model, job.config, collate, job.data.train, job.compute_dtype)
+        if isolation is not None:
+            results["isolation"] = isolation.document()
+        if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+            trainer.use_graphs()
         if job.config.recipe != "bf16":  # a CPU computes in it, too
             trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
         before = _answers(job, model, prompts)
@@ -136,6 +141,7 @@ def _run(job: Job, console: Console) -> RunResult:
         if trainer.graph_pool_bytes:
             measured["graph_pool_bytes"] = trainer.graph_pool_bytes
         measured |= reserved_memory(job.device)
+        release(model)
         unpatch(model)
         results |= _save(job, model, ids)
     found = results["reproducible"] = job.environment["reproducible"] = verdict(job.config, job.device, report)
@@ -176,7 +182,7 @@ def _recompute_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
+def _trainer(job: Job, model: Any, collate: PackedCollator | PaddedCollator) -> HalfbyteTrainer:
     evaluate = job.data.eval is not None
     rows = len(job.data.train)
     return HalfbyteTrainer(
@@ -188,7 +194,7 @@ def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
         args=training_arguments(job.config, job.device, job.compute_dtype, rows=rows, evaluate=evaluate),
         train_dataset=job.data.train,
         eval_dataset=job.data.eval,
-        data_collator=make_collator(job.config, job.tokenizer, fused=fused_batches(job.config, job.device)),
+        data_collator=collate,
     )
 
 
