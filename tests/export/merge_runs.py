@@ -107,7 +107,7 @@ def train_run(folder, base, **keys):
     data = folder.parent / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"model_name_or_path": str(base), "dataset": str(data), "output_dir": str(folder), "device": "cpu"}
-    given |= {"dtype": "float32", "r": 8, "max_steps": 60, "learning_rate": 1e-3, "per_device_train_batch_size": 8}
+    given |= {"dtype": "float32", "r": 8, "max_steps": 40, "learning_rate": 1e-3, "per_device_train_batch_size": 8}
     given |= {"max_length": 64, "sample_prompts": 0, "eval_split_size": 80, "save_steps": 1000, "seed": 1}
     sft.train(load_config(None, given | keys))
     return folder

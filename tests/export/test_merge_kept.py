@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from merge_runs import by_peft, save_trained_base, train_run
+from merge_runs import by_peft, save_trained_base, tensors, train_run
 from transformers import AutoModelForCausalLM
 
 from halfbyte.cli.merge import merge_run
@@ -14,12 +14,16 @@ from halfbyte.export.kept import Kept
 from halfbyte.export.merge import merge
 from halfbyte.export.reload import stored_values
 from halfbyte.formats import named
+from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model
 from halfbyte.notices import said
+from halfbyte.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
 
 EIGHT_BITS = ["bnb-int8", "fp8-block", "fp8", "fp8-tensor"]
-FOUR_BITS = ["bnb-nf4", "bnb-fp4", "nvfp4-modelopt", "kbit4", "hqq4", "int4", "mxfp4", "nvfp4"]
+FOUR_BITS = ["nvfp4-modelopt", "mxfp4", "bnb-nf4", "bnb-fp4", "kbit4", "hqq4", "int4", "nvfp4"]
+QUICK = (*EIGHT_BITS[:2], *FOUR_BITS[:2])
+SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in (*EIGHT_BITS[2:], *FOUR_BITS[2:])]
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +75,13 @@ def test_the_command_of_the_readme_keeps_the_adapter(tmp_path, base, run, capsys
     saved = json.loads((run / "merge-bnb-nf4.json").read_text())
     assert saved["written"] == "original"
     assert saved["update_kept"]["original"]["share"] == pytest.approx(share, abs=1e-3)
-    assert saved["update_kept"]["dequantized"]["share"] < 0.9
+    assert saved["update_kept"]["dequantized"]["share"] < 0.95
     loss = saved["targets"]["original"]["loss"]
     assert loss["excess"] <= EXCESS + 2 * loss["error"]
     assert saved["targets"]["original"]["loss"]["held_out"]
 
 
-@pytest.mark.parametrize("target", ["bnb-nf4", "nf4"])
+@pytest.mark.parametrize("target", ["bnb-nf4", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_the_grid_of_the_base_takes_the_update_back_and_that_is_refused(tmp_path, run, packed_run, target):
     with pytest.raises(ConfigError, match=r"on the dequantized base \S+% of the update is kept") as refused:
         merge(run, tmp_path / "merged", base="dequantized", quantize=target)
@@ -99,7 +103,7 @@ def test_without_verifying_the_share_is_printed_all_the_same(tmp_path, run, caps
 
 
 @pytest.mark.parametrize("onto", ["original", pytest.param("dequantized", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("target", [*EIGHT_BITS, *FOUR_BITS])
+@pytest.mark.parametrize("target", [*QUICK, *SLOW])
 def test_every_target_keeps_what_was_trained_or_is_refused(tmp_path, run, target, onto):
     needed = 0.99 if target in EIGHT_BITS else 0.98
     try:
@@ -117,8 +121,26 @@ def test_every_target_keeps_what_was_trained_or_is_refused(tmp_path, run, target
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize("target", ["bnb-int8", "fp8-block"])
+@pytest.mark.parametrize("target", ["bnb-int8", pytest.param("fp8-block", marks=pytest.mark.slow)])
 def test_eight_bits_keep_the_update_of_a_base_in_four(tmp_path, packed_run, target):
     report = merge(packed_run, tmp_path / "merged", quantize=target)
     assert report.kept["dequantized"].share >= 0.99
     assert abs(report.targets["dequantized"].loss.excess) <= EXCESS
+
+
+def test_the_bnb_int8_folder_is_loaded_trained_on_and_merged(tmp_path, run):
+    """What merge writes for bitsandbytes is a base like any other, its bytes kept."""
+    merge(run, tmp_path / "int8", base="original", quantize="bnb-int8", verify=False)
+    stored, model = tensors(tmp_path / "int8"), load_model(str(tmp_path / "int8"), dtype="float32", device="cpu")
+    linears = {name: each.weight for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+    assert len(linears) == 14
+    for name, weight in linears.items():
+        assert torch.equal(weight.parts["codes"], stored[f"{name}.weight"]), name
+        assert torch.equal(weight.parts["absmax"], stored[f"{name}.SCB"]), name
+    again = train_run(tmp_path / "again", tmp_path / "int8", max_steps=4)
+    assert json.loads((again / "checks.json").read_text())["adapter_reload"]["equal"]
+    found = load_saved(str(again)).model
+    assert torch.equal(found.get_submodule("base_model.model.lm_head").weight, model.lm_head.weight)
+    report = merge(again, tmp_path / "merged")
+    assert report.target == "dequantized"
+    assert report.kept["dequantized"].share > 0.9
