@@ -213,9 +213,8 @@ def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
     format_ = next(filter(None, found), None)
     if format_ is None:
         raise ModelError(
-            f"{name} is stored as {entry.get('quant_method')}{' 8-bit' if entry.get('load_in_8bit') else ''}, "
-            "which halfbyte does not load yet",
-            "use the 16-bit model, or a bitsandbytes 4-bit one",
+            f"{name} is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
+            "use the 16-bit model, or a bitsandbytes one",
         )
     notice("prequantized", f"{name} is already quantized ({format_.spec}); its bytes are kept")
     skip = entry.get("llm_int8_skip_modules") or entry.get("modules_to_not_convert")
