@@ -1,7 +1,7 @@
 """Causal attention on a CUDA device without a mask: cuDNN for whole rows, variable lengths for packed ones and windows.
 
 Variable lengths are FlashAttention 3's where its package (`flash_attn_interface`) is installed, else FlashAttention 2's
-from torch. Capped scores (Gemma 2) need FlashAttention 3; without it they stay with transformers' eager attention.
+from torch. Capped scores (Gemma 2) are FlashAttention 3's, or made a tile of queries at a time.
 
 Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
 a model uses "sdpa", or "eager" because its scores are capped. What the layers need to know is worked out once a batch,
@@ -24,6 +24,8 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,9 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..autograd.capped_attention import Scores, capped_attention
 from ..dispatch import on_compiler
 from ..notices import notice
 from .copies import refresh_copies
@@ -42,31 +45,120 @@ NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
 PREVIOUS = "_halfbyte_attention"  # the attribute of a backbone that holds the implementation it had
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
+AMPERE = 8, 0  # the compute capability from which on FlashAttention runs
 DTYPES = (torch.float16, torch.bfloat16)  # that the kernels know
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+@dataclass(frozen=True)
+class Implementation:
+    """What computes the attention of a batch.
+
+    Attributes:
+        name: in words.
+        scores: whether it builds the scores, T × T for every head, and keeps them for backward.
+        mask: whether it reads a mask of T × T for every row of the batch.
+        tiles: whether it builds the scores of a few queries at a time (`autograd.capped_attention`).
+        obstacle: why it is not halfbyte's; "" where it is.
+    """
+
+    name: str
+    scores: bool
+    mask: bool
+    obstacle: str = ""
+    tiles: bool = False
+
+
+def implementation(
+    config: Any, device: torch.device, dtype: torch.dtype, *, packed: bool = False, padded: bool = False
+) -> Implementation:
+    """What computes attention in the training of a patched model; what `bind_attention` and the dispatch go by.
+
+    Args:
+        config: of the module that holds the layers.
+        device: where it trains; it need not be here.
+        dtype: of q, k and v.
+        packed: rows hold several documents.
+        padded: the batch has a mask over its padding (the fused step's batches have none).
+    """
+    chosen = _name_of(config)
+    eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
+    obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
+    if not obstacle and not padded:
+        if _is_capped(config) and flash3() is None:
+            return Implementation("tiles of queries", False, False, tiles=True)
+        if packed or window or _is_capped(config):
+            return Implementation("FlashAttention 3" if flash3() else "variable lengths", False, False)
+        return Implementation("cuDNN", False, False)
+    obstacle = obstacle or "rows are padded"
+    masked = packed or padded or window or eager
+    expands = not _unbound(config, device)  # `attend` gives the efficient kernel keys and values for every head
+    grouped = getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None))
+    math = chosen == "sdpa" and not masked and grouped and not expands and not _flash_takes(device, dtype)
+    return Implementation(f"transformers' {chosen}", eager or math, masked, obstacle)
+
+
+def _name_of(config: Any) -> str:
+    """transformers' name of what the model was loaded with."""
+    name = getattr(config, "_attn_implementation", None) or "sdpa"
+    return {NAME: "sdpa", CAPPED: "eager"}.get(name, name)
+
+
+def _is_capped(config: Any) -> bool:
+    return bool(getattr(config, "attn_logit_softcapping", None))
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """A CUDA device's compute capability, of one that is not here `AMPERE`; None for other devices."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else AMPERE
+
+
+def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel that builds no scores takes one head of keys for several of queries; on CUDA, FlashAttention."""
+    found = capability(device)
+    return found is None or (dtype in DTYPES and found >= AMPERE)
+
+
+def _unbound(config: Any, device: torch.device) -> str:
+    """Why a model keeps transformers' attention altogether; "" where it does not."""
+    capped, chosen = _is_capped(config), _name_of(config)
+    if device.type != "cuda":
+        return f"on {device.type}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "this model's attention is not causal"
+    if chosen != ("eager" if capped else "sdpa"):
+        return "as the model was loaded with"
+    return ""
+
+
+def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: bool = True) -> str:
+    """Why attention of a bound model needs transformers' masks; "" where it does not."""
+    if training and getattr(config, "attention_dropout", 0.0):
+        return "attention_dropout is set"
+    if dtype not in DTYPES:
+        return f"it is computed in {dtype}"
+    if (capability(device) or AMPERE) < AMPERE and not _is_capped(config):
+        return "FlashAttention needs a GPU of compute capability 8.0 (Ampere) or later"
+    return ""
+
+
 def bind_attention(backbone: Any) -> str:
     """Choose the attention of `backbone` (the module that holds the layers); says in words what it is now."""
-    implementation = backbone.config._attn_implementation
-    device = next(backbone.parameters()).device.type
-    capped = bool(getattr(backbone.config, "attn_logit_softcapping", None))
+    config, device = backbone.config, next(backbone.parameters()).device
     flash = "FlashAttention 3" if flash3() else "variable lengths"
-    if implementation == NAME:
+    if config._attn_implementation == CAPPED:
+        return f"halfbyte: {flash if flash3() else 'tiles of queries'}, its scores capped; no mask"
+    if config._attn_implementation == NAME:
+        if (capability(device) or AMPERE) < AMPERE:
+            return "halfbyte: PyTorch's memory-efficient attention, with transformers' masks: no FlashAttention here"
         return f"halfbyte: cuDNN for whole rows, {flash} for packed ones and windows; no mask"
-    if implementation == CAPPED:
-        return f"halfbyte: {flash}, its scores capped; no mask"
-    if device != "cuda":
-        return f"transformers' {implementation} (on {device})"
-    if capped and flash3() is None:
-        return f"transformers' {implementation}: only FlashAttention 3 caps its scores, and it is not installed"
-    if getattr(backbone.config, "use_bidirectional_attention", False):
-        return f"transformers' {implementation}: this model's attention is not causal"
-    if implementation != ("eager" if capped else "sdpa"):
-        return f"transformers' {implementation}, as the model was loaded with"
+    if obstacle := _unbound(config, device):
+        return f"transformers' {config._attn_implementation}: {obstacle}"
     register()
-    setattr(backbone, PREVIOUS, implementation)
-    backbone.config._attn_implementation = CAPPED if capped else NAME
+    setattr(backbone, PREVIOUS, config._attn_implementation)
+    config._attn_implementation = CAPPED if _is_capped(config) else NAME
     if flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
@@ -125,9 +217,7 @@ def _metadata(backbone: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str
     kind = inputs.device.type
     dtype = next(backbone.parameters()).dtype
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-    dropout = backbone.training and getattr(backbone.config, "attention_dropout", 0.0)
-    if dropout or dtype not in DTYPES:
-        reason = "attention_dropout is set" if dropout else f"it is computed in {dtype}"
+    if reason := _unmasked(backbone.config, inputs.device, dtype, backbone.training):
         notice(f"attention-{reason}", f"attention is transformers' own, with a dense mask for packed rows: {reason}")
         return {}
     rows, length = inputs.shape[:2]
@@ -208,17 +298,36 @@ def attend(
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         inputs = query, key, value, attention_mask
         if softcap is None:
+            few_keys = query.shape[1] != key.shape[1] and query.shape[2] > 1
+            if attention_mask is None and few_keys and not _flash_takes(query.device, query.dtype):
+                # torch's only other kernel for few keys builds scores of T × T
+                inputs = query, *(repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value)), None
+                module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
             return sdpa_attention_forward(module, *inputs, dropout=dropout, scaling=scaling, **kwargs)
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, *inputs, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if softcap is not None and flash3() is None:
+        begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
+        reach = min(window or length, max_length_q or length)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return capped_attention(query, key, value, Scores(scale, softcap, reach), begins).transpose(1, 2), None
     plain = window is None and softcap is None
     if cu_seq_lens_q is None or (plain and cu_seq_lens_q.numel() == rows + 1):  # as many as rows
         return _causal(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap)
     return out.unflatten(0, (rows, length)), None
+
+
+def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
+    """int64 [B, T]: where in its row the document of each token begins; None where every row is one document."""
+    if bounds.numel() == rows + 1:
+        return None
+    places = torch.arange(rows * length, device=bounds.device)
+    begins = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+    return begins.view(rows, length) - torch.arange(0, rows * length, length, device=bounds.device)[:, None]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

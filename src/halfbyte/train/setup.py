@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from pyarrow import compute
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from halfbyte.config import RunConfig, dump_config
 from halfbyte.data import PreparedData, prepare
+from halfbyte.data.batches import batches_of
 from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
@@ -24,6 +23,7 @@ from halfbyte.hardware import chosen_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
 from halfbyte.memory.shapes import weights_dtype
+from halfbyte.models.attention import implementation
 from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
@@ -94,7 +94,8 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
     data = prepare(config, tokenizer)
     print_data(console, data.report)
-    plan = estimate(config, model_config, device=device, length=_longest(data.train, config.max_length))
+    batches = batches_of(config, data, device)
+    plan = estimate(config, model_config, device=device, batches=batches, attention=implementation)
     print_memory(console, plan)
     if not plan.fits:
         notice("memory_plan", f"the plan needs {plan.total / 2**30:.2f} GiB, of {plan.capacity_bytes / 2**30:.2f} free")
@@ -114,12 +115,6 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     )
     _open_output(job)
     return job
-
-
-def _longest(rows: Dataset, max_length: int) -> int:
-    """Tokens of the longest row, from Arrow's offsets: no row is read."""
-    lengths = compute.list_value_length(rows.data.column("input_ids"))
-    return min(compute.max(lengths).as_py(), max_length)
 
 
 def _open_output(job: Job) -> None:
@@ -145,6 +140,7 @@ def write_memory(job: Job, measured: dict[str, int]) -> None:
         "measured": measured,
         "activation_checkpointing": plan.activation_checkpointing,
         "levels": in_words(plan.levels),
+        "cuda_graphs": plan.use_graphs,
         "reason": plan.reason,
     }
     write_json(job.output / "memory.json", document)

@@ -18,12 +18,13 @@ from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
-from halfbyte.data.collate import make_collator
+from halfbyte.data.collate import fused_batches, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import is_out_of_memory
+from halfbyte.memory.estimate import GIB
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
-from halfbyte.memory.policy import OFFLOADED
+from halfbyte.memory.limit import held_to
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.models.recipes import configured_recipe
@@ -33,7 +34,7 @@ from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
 from . import checks, samples
 from .arguments import training_arguments
-from .metrics import memory_now, peak_memory, restart_peak
+from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
 from .setup import Job, prepare_job, write_environment, write_memory
 from .trainer import HalfbyteTrainer
 
@@ -75,8 +76,10 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     """
     console = console or Console(quiet=True)
     job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
+    limit = None if config.memory_limit_gib is None else int(config.memory_limit_gib * GIB)
     try:
-        return _run(job, console)
+        with held_to(job.device, limit):
+            return _run(job, console)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -107,7 +110,7 @@ def _run(job: Job, console: Console) -> RunResult:
             console.print(str(report), highlight=False)
             loss = results["first_step"]["loss"]
             results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
-            if _graphs(job):
+            if job.plan.use_graphs:
                 trainer.use_graphs()
         if job.config.recipe != "bf16":  # a CPU computes in it, too
             trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
@@ -117,6 +120,7 @@ def _run(job: Job, console: Console) -> RunResult:
         measured["peak_bytes"] = peak_memory(job.device)
         if trainer.graph_pool_bytes:
             measured["graph_pool_bytes"] = trainer.graph_pool_bytes
+        measured |= reserved_memory(job.device)
         unpatch(model)
         results |= _save(job, model, ids)
     write_memory(job, measured)
@@ -167,15 +171,8 @@ def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
         args=training_arguments(job.config, job.device, job.compute_dtype, rows=rows, evaluate=evaluate),
         train_dataset=job.data.train,
         eval_dataset=job.data.eval,
-        data_collator=make_collator(job.config, job.tokenizer, fused=_graphs(job)),
+        data_collator=make_collator(job.config, job.tokenizer, fused=fused_batches(job.config, job.device)),
     )
-
-
-def _graphs(job: Job) -> bool:
-    """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor with layers offloaded to the host, nor
-    where weights are quantized in every step, for which quantizers look at the values."""
-    fused = job.config.use_kernels and job.device.type == "cuda" and job.compute_dtype != torch.float16
-    return fused and job.config.qat_scheme is None and not set(job.plan.levels or ()) & set(OFFLOADED)
 
 
 def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:
