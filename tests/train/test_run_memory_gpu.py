@@ -20,7 +20,7 @@ LONGEST = 2048
 SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "max_position_embeddings": LONGEST,
