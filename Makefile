@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # and fetch gigabytes of CUDA libraries for them.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
 
-.PHONY: demo test test-all lint gpu-test clean
+.PHONY: demo test test-all test-cpus lint gpu-test clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
@@ -15,6 +15,10 @@ demo: $(VENV)/installed
 # Style and types come first: the output ends with pytest's summary. What takes over 20 seconds a test is left to test-all.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+# The suite as older CPUs would run it, one variant after the other (tests/cpus.py); CPUS=avx2 chooses.
+test-cpus: lint
+	$(BIN)/python tests/cpus.py $(CPUS)
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

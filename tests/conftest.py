@@ -109,6 +109,23 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def in_float32():
+    """A model whose dtype nobody names computes in float32, whatever this machine is fast in.
+
+    For tests that compare what is generated: in bfloat16 the two likeliest tokens are often within a rounding of each
+    other, and a row alone and in a batch, or another way to sum, takes either.
+    """
+    import torch
+
+    from halfbyte.hardware import ComputeDtype
+
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = ComputeDtype(torch.float32, "as the test asks")
+        patch.setattr("halfbyte.models.load.compute_dtype", lambda device: chosen)
+        yield
+
+
 def pytest_collection_modifyitems(items):
     import torch
 

@@ -36,7 +36,6 @@ def test_dequantize_by_the_kernel_for_large_weights(spec, monkeypatch):
     def refuse(*_):
         raise BuildError("no NVRTC")
 
-    monkeypatch.setattr(bitplane_cuda._attempt, "refused", False)
     monkeypatch.setattr(bitplane_cuda, "_kernel", refuse)
     monkeypatch.setattr(notices, "_said", {})
     check_dequantize([spec], [torch.bfloat16], [shape], "cuda")

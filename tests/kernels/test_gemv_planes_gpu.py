@@ -83,7 +83,6 @@ def test_dequantizes_where_it_does_not_compile(planes, monkeypatch):
     def refuse(*_):
         raise BuildError("no NVRTC")
 
-    monkeypatch.setattr(planes._attempt, "refused", False)
     monkeypatch.setattr(planes, "_kernel", refuse)
     monkeypatch.setattr(notices, "_said", {})
     weight = weight_of("kbit:4:nf", 64, 256, "cuda")

@@ -1,5 +1,6 @@
 """The trainer's arithmetic: accumulation, evaluation, records, and the stops."""
 
+import functools
 import math
 
 import pytest
@@ -134,6 +135,44 @@ def test_a_nan_gradient_under_a_finite_loss_stops_too(tmp_path):
     weight.register_hook(lambda gradient: gradient * float("inf") if trainer.state.global_step == 1 else gradient)
     with pytest.raises(TrainingError, match=r"step 2.*gradient norm"):
         trainer.train()
+
+
+@pytest.fixture
+def scaled(tmp_path, monkeypatch):
+    """Makes trainers with float16's loss scaling, which `train` has on GPUs only, and a gradient that is spoilt."""
+    return functools.partial(scaled_trainer, tmp_path, monkeypatch)
+
+
+def scaled_trainer(tmp_path, monkeypatch, broken, scale=2.0**16):
+    trainer = make_trainer(run_config(tmp_path, max_steps=40, save_steps=1000))
+    monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "fp16")  # which all accelerators share
+    trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=scale)
+    factor = next(p for p in trainer.model.parameters() if p.requires_grad)
+    factor.register_hook(lambda grad: grad * broken(trainer.state.global_step + 1))
+    return trainer
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_float16_gradients_that_never_become_finite_stop(scaled, broken):
+    trainer = scaled(lambda step: broken if step > 3 else 1.0)
+    weights = []
+    trainer.trained[0].register_hook(lambda _: weights.append(trainer.trained[1].detach().clone()))
+    with pytest.raises(TrainingError, match=r"step 21: .* last 18 steps .* scale down to 0\.5") as stopped:
+        trainer.train()
+    assert "dtype: bfloat16" in stopped.value.fix
+    assert not torch.equal(weights[0], weights[3])
+    assert torch.equal(weights[3], weights[-1])
+
+
+def test_float16_stops_after_twenty_steps_whatever_the_scale(scaled):
+    with pytest.raises(TrainingError, match=r"step 20: .* last 20 steps"):
+        scaled(lambda step: math.inf, scale=2.0**60).train()
+
+
+def test_float16_overflows_that_end_are_skipped(scaled):
+    trainer = scaled(lambda step: math.inf if step % 20 else 1.0, scale=2.0**60)
+    trainer.train()
+    assert len(losses(trainer)) == 40
 
 
 def test_a_window_without_trained_tokens_stops(tmp_path):

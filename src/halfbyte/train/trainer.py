@@ -42,9 +42,11 @@ from . import checkpoint as checkpoints
 from .arguments import total_steps
 from .graph import GraphedBackward
 from .late import Mark, StepNumbers, guard, is_guarded
+from .manifest import write_manifest
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"
+SKIPS = 20  # steps in a row that float16 may skip: the scale of 65536 that it begins with is below 1 after 17
 TRAINED = "trained_tokens"  # of a micro-batch where it is collated, of the whole step where a graph reads it
 
 
@@ -97,6 +99,7 @@ class HalfbyteTrainer(Trainer):
         self._unread: StepNumbers | None = None  # launched
         self._since = Mark(self.args.device)  # until when the window counts the time
         self._norm = math.nan  # the last gradient norm that was read
+        self._skipped = 0  # steps in a row, by fp16's scaler
         self._due: float | None = None  # learning rate of a record that waits for its step's numbers
 
     def train(self, *positional: Any, **keys: Any) -> Any:
@@ -205,7 +208,7 @@ class HalfbyteTrainer(Trainer):
         """The last look at a step before the optimizer moves: by the host, or by the device itself.
 
         Raises:
-            TrainingError: see `_check`; of this step, or of the step before.
+            TrainingError: see `_check`; of this step, or of the step before. And `_check_scale`.
         """
         grad_norm = self._clip_grad_norm(model) if grad_norm is None else grad_norm
         loss_sum = torch.as_tensor(self._loss_sum, dtype=torch.float32)
@@ -216,6 +219,8 @@ class HalfbyteTrainer(Trainer):
         self._settle()  # the step before, while the device is busy with this one
         if not guarded or step.number == 1:
             self._check(step)
+        if self.accelerator.scaler is not None:
+            self._check_scale(step)
         return grad_norm
 
     @property
@@ -240,6 +245,21 @@ class HalfbyteTrainer(Trainer):
         if step.number == 1 and self._norm == 0:
             raise TrainingError("step 1: no gradient reaches the trained weights", "check target_modules")
         return loss_sum
+
+    def _check_scale(self, step: StepNumbers) -> None:
+        """fp16 skips a step whose gradients overflow and halves its scale, which ends overflows, but nothing else.
+
+        Raises:
+            TrainingError: it has skipped `SKIPS` steps in a row, or the scale is below 1.
+        """
+        self._skipped = 0 if math.isfinite(self._norm) else self._skipped + 1
+        scale = self.accelerator.scaler.get_scale()
+        if self._skipped >= SKIPS or (self._skipped and scale < 1):
+            raise TrainingError(
+                f"step {step.number}: the gradients of the last {self._skipped} steps were NaN or Inf in float16, at a"
+                f" loss scale down to {scale:g}: no overflow that scaling ends, and no weight has moved since",
+                f"set dtype: bfloat16 (float32 where the device lacks it); {self._last_checkpoint()}",
+            )
 
     def _last_checkpoint(self) -> str:
         last = checkpoints.checkpoints(self.output)
@@ -359,6 +379,7 @@ class HalfbyteTrainer(Trainer):
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
                 checkpoints.write_state(aside, self.config, self.data, self.window)
+                write_manifest(aside, self.state.global_step)
         # safetensors and torch.save have errors of their own for a disk that is full
         except (OSError, RuntimeError, SafetensorError, TrainingError) as error:
             reason = getattr(error, "message", str(error))
@@ -381,7 +402,20 @@ class HalfbyteTrainer(Trainer):
         if isinstance(self.model, PeftModel):
             load_adapter_weights(self.model, folder)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with checkpoints.reading(folder):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.scaling is not None:
             checkpoints.load_scaling(folder, self.scaling)
         self.window = Window(**checkpoints.read_state(folder)["window"])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
