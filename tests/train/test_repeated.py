@@ -37,8 +37,10 @@ def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch):
     """At once, not when Python happens to look for cycles."""
     seen = []
 
-    def spy(job, model, make=sft._trainer):
-        trainer = make(job, model)
+    make = sft._trainer
+
+    def spy(job, model, *rest):
+        trainer = make(job, model, *rest)
         # the optimizer is made in training: its parameters stand for it
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         seen.extend(map(weakref.ref, (trainer, model, weights[0])))

@@ -98,8 +98,10 @@ class Watch(TrainerCallback):
 def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     watches, registered = [], Registered(monkeypatch)
 
-    def watched(job, model, make=sft._trainer):
-        trainer = make(job, model)
+    make = sft._trainer
+
+    def watched(job, *arguments):
+        trainer = make(job, *arguments)
         watches.append(Watch(job, registered))
         trainer.add_callback(watches[0])
         return trainer
