@@ -27,13 +27,15 @@ def check_run(config: RunConfig) -> None:
         HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
     """
     from ..data import prepare
+    from ..hardware import chosen_device
     from ..memory.estimate import estimate
-    from ..models.load import load_tokenizer
+    from ..models.load import check_attention, load_tokenizer
     from ..saved import tokenizer_keys
     from ..terminal import print_data, print_memory
 
     console = Console()
     model_config = read_model_config(config)
+    check_attention(model_config, config.attn_implementation, chosen_device(config.device), trains=True)
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
     report = prepare(config, tokenizer).report
     print_data(console, report)
