@@ -5,8 +5,10 @@ import types
 from itertools import groupby
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from halfbyte.data.chat import ChatTemplate, common_prefix
 from halfbyte.data.encode import CUT_AWAY, IGNORED, TOO_LONG, UNTRAINED, Encoder
@@ -62,6 +64,17 @@ def test_every_token_of_a_real_conversation(real_tokenizer):
         "<|im_start|>assistant\n[See][ you][<|im_end|>]\n"
     )
     assert row["ends"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")] * 2
+
+
+def test_token_ids_may_have_gaps():
+    """An end-of-text token whose id lies behind a gap, as in ports of cl100k."""
+    vocabulary = {"a": 0, "b": 1, "</s>": 9}
+    bare = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    bare.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="</s>")
+    assert len(tokenizer) == 3
+    row = encode(tokenizer, {"prompt": "a", "completion": " b", "system": "b"})
+    assert (row["input_ids"][-2:], row["labels"][-2:]) == ([1, 9], [1, 9])
 
 
 words = st.text(st.characters(exclude_categories=["Cs", "Co", "Z", "C"]), min_size=1, max_size=8)
