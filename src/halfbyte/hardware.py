@@ -116,7 +116,8 @@ def compute_dtype(device: torch.device) -> ComputeDtype:
     import torch
 
     if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
+        # Not torch.cuda.is_bf16_supported, which asks the current device.
+        if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):
             return ComputeDtype(torch.bfloat16, f"{torch.cuda.get_device_name(device)} multiplies bf16 natively")
         return ComputeDtype(torch.float16, f"{torch.cuda.get_device_name(device)} has no bf16 units")
     if device.type == "xpu":

@@ -170,6 +170,7 @@ def test_sigkill_and_resume_equal_an_uninterrupted_run(place, tmp_path, finished
         ({"model_name_or_path": "/nowhere/model"}, ModelError),
         ({"dataset": "/nowhere/data.jsonl"}, DataError),
         ({"target_modules": ["q_prj"]}, ModelError),
+        ({"attn_implementation": "flex_attention"}, ConfigError),
     ],
 )
 def test_bad_input_leaves_no_run_behind(place, tmp_path, changed, error):

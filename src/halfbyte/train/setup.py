@@ -26,7 +26,7 @@ from halfbyte.memory.policy import in_words
 from halfbyte.memory.shapes import weights_dtype
 from halfbyte.models.attention import implementation
 from halfbyte.models.checkpoint_files import check_checkpoint
-from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
+from halfbyte.models.load import check_attention, load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.notices import notice, said
 from halfbyte.terminal import print_data, print_header, print_memory
@@ -93,6 +93,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     where: dict[str, Any] = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
     where["quantization"] = config.quantization
     model_config = load_model_config(config.model_name_or_path, **where)
+    check_attention(model_config, config.attn_implementation, device, trains=True)
     check_checkpoint(Path(config.model_name_or_path))  # damaged files are found before the data is tokenized
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
