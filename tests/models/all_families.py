@@ -109,13 +109,15 @@ def alone_error(model: Any) -> float:
         ids = torch.randint(10, 200, (sum(lengths),), generator=generator).tolist()
         rows.append({"input_ids": ids, "labels": ids, "seq_lengths": lengths})
     batch = PackedCollator(0)(rows)
-    packed = model(**backbone_inputs(model, batch), use_cache=False).logits
+    device = model.device
+    batch = {key: value.to(device) for key, value in batch.items()}
+    packed = model(**backbone_inputs(model, batch), use_cache=False).logits.float()
     worst = 0.0
     for row, found in zip(rows, packed, strict=True):
         start = 0
         for length in row["seq_lengths"]:
-            ids = torch.tensor([row["input_ids"][start : start + length]])
-            alone = model(input_ids=ids, use_cache=False).logits[0]
+            ids = torch.tensor([row["input_ids"][start : start + length]], device=device)
+            alone = model(input_ids=ids, use_cache=False).logits[0].float()
             worst = max(worst, float((found[start : start + length] - alone).abs().max() / alone.abs().max()))
             start += length
     return worst

@@ -173,19 +173,20 @@ class _Probe:
 
     @torch.no_grad()
     def __call__(self) -> Found:
-        was = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         try:
-            found = [self._in_mode(training) for training in (True, False)]
+            found = self._in_mode(training=True)
+            return found if not found.isolated else max(found, self._in_mode(training=False), key=_severity)
         except (ArithmeticError, AssertionError, LookupError, NotImplementedError, RuntimeError, TypeError,
                 AttributeError, ImportError, ValueError) as error:  # fmt: skip
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return Found(error=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         finally:
-            self.model.train(was)
-        return max(found, key=lambda each: (not each.isolated, each.change))
+            for module, training in modes:
+                module.training = training
 
-    def _in_mode(self, training: bool) -> Found:
+    def _in_mode(self, *, training: bool) -> Found:
         self.model.train(training)
         before, documents = self._outputs(None)
         change = typical = 0.0
@@ -248,7 +249,7 @@ class _Probe:
     def first_leak(self) -> str | None:
         """The first module of which an untouched token's output changes while all its inputs stay."""
         sums: list[dict[str, tuple[float, float]]] = []
-        was = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         for replaced in (None, REPLACED[0]):
             batch = dict(self.collate(self._rows(replaced)))
@@ -264,12 +265,17 @@ class _Probe:
                 for handle in handles:
                     handle.remove()
             sums.append(seen)
-        self.model.train(was)
+        for module, training in modes:
+            module.training = training
         for name, (inputs, output) in sums[0].items():
             other = sums[1].get(name)
             if other is not None and other[0] == inputs and other[1] != output:
                 return f"{name}, a {type(self.model.get_submodule(name)).__name__}"
         return None
+
+
+def _severity(found: Found) -> tuple[bool, float]:
+    return not found.isolated, found.change
 
 
 def _summing(name: str, untouched: Tensor, seen: dict[str, tuple[float, float]]) -> Callable[..., None]:

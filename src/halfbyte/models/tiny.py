@@ -11,6 +11,10 @@ import copy
 from collections import Counter
 from typing import Any
 
+import torch
+
+from ..architectures import auto_class
+
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
           "encoder_layers", "num_encoder_layers", "num_blocks", "depth")  # fmt: skip
 INDICES = ("layer_ids", "layer_indices", "attn_idxs", "moe_layers", "only_layers")  # lists of layers
@@ -63,6 +67,23 @@ def tiny_config(config: Any) -> Any:
     for part in _parts(small):
         _shrink(part)
     return small
+
+
+def tiny_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """A random float32 model of `tiny_config(config)` on the CPU, for evaluation.
+
+    Raises:
+        Exception: whatever the model's class says to sizes that do not fit it.
+    """
+    small = tiny_config(config)
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    rng = torch.random.get_rng_state()
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        return auto_class(small).from_config(small, dtype=torch.float32, **options).eval()
+    finally:
+        torch.random.set_rng_state(rng)
 
 
 def _parts(config: Any) -> list[Any]:
