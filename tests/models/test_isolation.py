@@ -74,7 +74,7 @@ def test_no_causal_lm_of_transformers_leaks():
 @pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2", "bloom", "mpt"])
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
-    """Summed over a packed batch they are those of its documents one by one, through adapters, trained and evaluated."""
+    """Summed over a packed batch they are those of its documents one by one, through adapters."""
     model = all_families.build(name)
     torch.manual_seed(3)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=all_linear(model))).train()

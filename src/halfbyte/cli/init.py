@@ -67,9 +67,11 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
     except ConfigError as error:
         return base, [f"# No packing: {' '.join(error.message.split())}"]
     except Exception as error:  # whatever the model's own code says to sizes that were not made for it
-        reason = str(error).strip().partition("\n")[0]
-        return base, [f"# No packing: nobody could ask a small {model_config.model_type} whether its documents see each "
-                      f"other ({type(error).__name__}: {reason}). Set packing: true, and the run itself will ask."]  # fmt: skip
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return base, [
+            f"# No packing: a small {model_config.model_type} could not be asked whether documents see each other",
+            f"# ({reason}). With packing: true the run itself asks.",
+        ]
     if found.way == "positions":
         return packed, []
     return packed, [f"# Packed documents would see each other ({found.leak}), so {WORDS[found.way]}."]

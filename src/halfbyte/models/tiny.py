@@ -35,15 +35,15 @@ SIZES: dict[int, str] = {
     128: "mamba_intermediate_size mamba_d_ssm",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads num_experts n_routed_experts num_local_experts "
-    "moe_num_experts linear_num_heads linear_num_value_heads index_n_heads indexer_n_heads zero_expert_num swa_num_attention_heads "
-    "num_query_groups num_channels n_mamba_heads mamba_n_heads mamba_num_heads",
+    "moe_num_experts linear_num_heads linear_num_value_heads index_n_heads indexer_n_heads zero_expert_num "
+    "swa_num_attention_heads num_query_groups num_channels n_mamba_heads mamba_n_heads mamba_num_heads",
     2: "num_key_value_heads num_kv_heads linear_num_key_heads num_experts_per_tok num_experts_per_token moe_topk moe_k "
     "swa_num_key_value_heads n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups "
     "attn_layer_period num_hashes num_codebooks",
     32: "qk_head_dim",
     16: "head_dim qk_rope_head_dim d_head dim_head attention_head_size kv_channels qk_nope_head_dim v_head_dim "
-    "linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim swa_head_dim kv_lora_rank q_lora_rank "
-    "mamba_d_state state_size ssm_state_size laurel_rank hidden_size_per_layer_input "
+    "linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim swa_head_dim "
+    "kv_lora_rank q_lora_rank mamba_d_state state_size ssm_state_size laurel_rank hidden_size_per_layer_input "
     "time_step_rank mamba_dt_rank adapter_rank query_pre_attn_scalar",
     8: "rotary_dim chunk_size mamba_chunk_size block_size local_attn_chunk_length "
     "lsh_attn_chunk_length sliding_window attention_window_size window_size local_attention "
