@@ -96,7 +96,7 @@ def row_of(name: str) -> Row:
     try:
         isolation = isolate(model, PackedCollator(0), key="packing", length=512, tokens=TOKENS)
     except ConfigError as error:
-        return Row(name, "refused", fused, error.message.partition(" (in ")[2].partition(")")[0])
+        return Row(name, "refused", fused, error.message.partition("each other in ")[2].partition(")")[0])
     return Row(name, isolation.way, fused, isolation.leak or "", alone_error(model))
 
 

@@ -125,7 +125,7 @@ def test_generation_and_padded_batches_run_as_before():
 
 def test_a_model_that_is_not_causal_is_refused_in_words():
     model = transformers.BertLMHeadModel(all_families.tiny_config(transformers.BertConfig())).eval()
-    words = r"padding_free: packed documents see each other in BertLMHeadModel \(in bert.encoder.*padding_free: false"
+    words = r"padding_free: documents .* apart in BertLMHeadModel \(they .* in bert.encoder.*padding_free: false"
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         asked(model, PackedCollator(0, one_row=True), key="padding_free")
     assert not any("forward" in vars(module) for module in model.modules())
@@ -153,6 +153,16 @@ def test_kernels_that_take_bounds_get_them(fused):
     found = asked(model, PackedCollator(0, fused=fused))
     assert found.way == ("positions" if fused else "bounds")
     assert fused or all_families.alone_error(model) < 1e-5
+
+
+def test_a_model_that_keeps_documents_apart_but_wrongly_is_unpacked(monkeypatch):
+    """Positions that go on from document to document (chunks of Llama 4 do in transformers 5.17)."""
+    model = all_families.build("gpt2")
+    own = model.transformer.wpe.forward
+    monkeypatch.setattr(model.transformer.wpe, "forward", lambda ids: own(torch.arange(ids.shape[-1]).expand_as(ids)))
+    found = asked(model)
+    assert (found.way, found.tried["positions"].change) == ("unpacked", 0.0)
+    assert found.tried["positions"].alone > 0.1 > 1e-4 > found.tried["unpacked"].alone
 
 
 def test_a_model_that_raises_at_bounds_is_unpacked():

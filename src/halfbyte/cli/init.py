@@ -65,7 +65,7 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
         tokens = range(10, model.get_input_embeddings().weight.shape[0])
         found = isolate(model, PackedCollator(0), key="packing", length=PROBED_ROW, tokens=tokens)
     except ConfigError as error:
-        return base, [f"# No packing: {' '.join(error.message.split())}"]
+        return base, [f"# No {' '.join(error.message.split())}"]
     except Exception as error:  # whatever the model's own code says to sizes that were not made for it
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return base, [

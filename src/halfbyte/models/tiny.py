@@ -70,7 +70,7 @@ def tiny_config(config: Any) -> Any:
 
 
 def tiny_model(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """A random float32 model of `tiny_config(config)` on the CPU, for evaluation.
+    """A random float32 model of `tiny_config(config)` on the CPU, for evaluation, which has run once.
 
     Raises:
         Exception: whatever the model's class says to sizes that do not fit it.
@@ -81,7 +81,10 @@ def tiny_model(config: Any, *, trust_remote_code: bool = False) -> Any:
     rng = torch.random.get_rng_state()
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
-        return auto_class(small).from_config(small, dtype=torch.float32, **options).eval()
+        model = auto_class(small).from_config(small, dtype=torch.float32, **options).eval()
+        with torch.no_grad():
+            model(input_ids=torch.arange(10, 20)[None], use_cache=False)
+        return model
     finally:
         torch.random.set_rng_state(rng)
 
