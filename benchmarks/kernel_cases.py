@@ -394,7 +394,8 @@ def product_cases() -> Iterator[Case]:
 
 
 MAKERS = (
-    lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases, glu_cases
+    lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
+    glu_cases,
 )  # fmt: skip
 
 

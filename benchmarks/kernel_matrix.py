@@ -291,16 +291,22 @@ def compile_cuda(launch: CudaLaunch) -> Taken:
     return Taken(static + launch.shared_bytes, registers, spilled)
 
 
+_nvrtc_of_torch = cuda._nvrtc
+
+
 @functools.cache
-def wheel_nvrtc() -> ctypes.CDLL | None:
-    """NVRTC of the wheel nvidia-cuda-nvrtc, which needs no GPU; None where it is not installed."""
+def any_nvrtc() -> ctypes.CDLL | None:
+    """NVRTC of the wheel nvidia-cuda-nvrtc, which needs no GPU, or of a torch with CUDA; None where there is none."""
     found = importlib.util.find_spec("nvidia")
     for folder in found.submodule_search_locations or () if found else ():
         for path in Path(folder).glob("cu*/lib/libnvrtc.so.*"):
             for builtins in path.parent.glob("libnvrtc-builtins.so.*"):  # which it finds by name alone
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(path))
-    return None
+    try:
+        return _nvrtc_of_torch()
+    except cuda.BuildError:
+        return None
 
 
 @dataclass
@@ -444,7 +450,7 @@ def measure_part(part: tuple[str, int]) -> tuple[str, dict[str, Row]]:
     """The rows of one kind of cases (an index of `MAKERS`) on the target of that name."""
     name, maker = part
     target = next(target for target in TARGETS if target.name == name)
-    with mock.patch.object(cuda, "_nvrtc", wheel_nvrtc):
+    with mock.patch.object(cuda, "_nvrtc", any_nvrtc):
         return name, measure(target, MAKERS[maker]())
 
 
@@ -468,7 +474,7 @@ def _sorted(refused: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def main() -> None:
     """Measure the targets named on the command line, or all, and write the page anew."""
-    if wheel_nvrtc() is None:
+    if any_nvrtc() is None:
         raise SystemExit("install nvidia-cuda-nvrtc first: CUDA kernels would have no rows")
     names = sys.argv[1:] or [target.name for target in TARGETS]
     results = read_results() | measure_all(names, os.cpu_count() or 1)
