@@ -19,8 +19,8 @@ from halfbyte.kernels.device import assumed
 
 pytestmark = mark
 KIB = (99, 64)
-RANKS = (4, 17, 33) if INTERPRETED else (4, 15, 16, 24, 32, 48, 64, 65, 128)
-SIZES = (128, 256) if INTERPRETED else (64, 80, 96, 128, 192, 256)
+RANKS = (17, 33) if INTERPRETED else (4, 15, 16, 24, 32, 48, 64, 65, 128)
+SIZES = (256,) if INTERPRETED else (64, 80, 96, 128, 192, 256)
 devices = pytest.mark.parametrize("kib", KIB)
 
 
@@ -97,7 +97,9 @@ def test_a_refused_kernel_s_op_gives_the_reference_s_result(monkeypatch):
         return  # on a CPU the op is the reference
     said = notices.said()
     assert len(said) == 2
-    assert all("Hardware limit: 232448; the torch reference runs" in text for text in said.values())
+    assert all("Hardware limit: 232448" in text for text in said.values())
+    assert all(text.endswith("the torch reference runs instead, more slowly") for text in said.values())
+    notices.forget()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
@@ -115,6 +117,7 @@ def test_a_kernel_refused_in_a_capture_leaves_the_capture_whole(before, monkeypa
     graph.replay()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert len(notices.said()) == 1
+    notices.forget()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
