@@ -96,6 +96,17 @@ def test_every_launch_has_a_reference_to_fall_back_to():
     assert set(in_place.values()) == {1}
 
 
+@pytest.mark.parametrize(
+    ("name", "half", "full"),
+    [("sm_75", 0, 0), ("sm_80", 64, 32), ("sm_86", 64, 32), ("sm_90", 64, 32), ("sm_120", 64, 32), ("gfx942", 32, 16)],
+)
+def test_ranks_that_are_taken_in_one_pass(name, half, full):
+    """What is not has products of its own (`autograd.lora_mlp`): a rank is never asked for and then refused."""
+    for dtype, most in ((cases.BF16, half), (cases.FP16, half), (cases.FP32, full)):
+        assert matrix.ranks_in_one_pass(TARGETS[name], dtype) == list(range(4, most + 1))
+    assert not matrix.ranks_in_one_pass(TARGETS[name], torch.float64)
+
+
 @pytest.mark.parametrize("target", matrix.TARGETS, ids=lambda target: target.name)
 def test_every_rank_and_head_size_has_a_row(target):
     """What is launched for it is a form that the page's cases have, but for numbers that are masked with."""
