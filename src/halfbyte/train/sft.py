@@ -112,6 +112,7 @@ def _run(job: Job, console: Console) -> RunResult:
         _train(job, trainer, console)
         after = _answers(job, model, prompts)
         measured["peak_bytes"] = peak_memory(job.device)
+        measured["run_bytes"] = measured["peak_bytes"] - measured["base_bytes"]  # what `predicted` is of
         measured |= reserved_memory(job.device)
         unpatch(model)
         results |= _save(job, model, ids)
