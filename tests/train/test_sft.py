@@ -73,7 +73,7 @@ def test_a_run_leaves_everything_and_learns(finished):
 
 def test_its_files_say_what_the_seams_promise(finished, place):
     memory = read(finished.output_dir, "memory.json")
-    assert memory["measured"].keys() == {"base_bytes", "after_load_bytes", "peak_bytes"}
+    assert memory["measured"].keys() == {"base_bytes", "after_load_bytes", "peak_bytes", "run_bytes"}
     assert memory["predicted"]["total"] > 0
     answers = read(finished.output_dir, "generations.json")
     assert len(answers) == 2

@@ -20,7 +20,7 @@ from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.formats.choice import qat_format
-from halfbyte.hardware import chosen_device
+from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
 from halfbyte.memory.shapes import weights_dtype
@@ -82,6 +82,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version trains in one process, on one device", "start it without torchrun")
+    bound_cpu_primitives()
     checkpoint = checkpoints.starting_point(config, resume)
     device = chosen_device(config.device)
     check_recipe(configured_recipe(config), device)
