@@ -102,7 +102,8 @@ def test_evaluation_is_probed_too(runs, place):
 
 
 def test_a_run_that_nothing_helps_stops_before_training(place, tmp_path):
-    with pytest.raises(ConfigError, match=r"(?s)packing: documents .* apart in BertLMHeadModel.*fix: set packing: false"):
+    expected = r"(?s)packing: documents .* apart in BertLMHeadModel.*fix: set packing: false"
+    with pytest.raises(ConfigError, match=expected):
         train(config(place, tmp_path / "out", "bert", packing=True))
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     assert (tmp_path / "out/metrics.jsonl").read_text() == ""

@@ -20,7 +20,7 @@ from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
-from halfbyte.data.collate import PackedCollator, PaddedCollator, fused_batches, make_collator
+from halfbyte.data.collate import Collator, fused_batches, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import is_out_of_memory
@@ -30,7 +30,7 @@ from halfbyte.memory.limit import held_to
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
-from halfbyte.models.patch import patch, unpatch
+from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.notices import forget
 from halfbyte.saved import model_keys
@@ -112,7 +112,6 @@ def _release(device: torch.device) -> None:
 
 def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
-    report = None
     model = _trainable_model(job, measured)
     collate = make_collator(job.config, job.tokenizer, fused=fused_batches(job.config, job.device))
     trainer = _trainer(job, model, collate)
@@ -121,27 +120,11 @@ def _run(job: Job, console: Console) -> RunResult:
     templated = job.data.report["template"] is not None
     prompts = samples.pick_prompts(job.config, job.tokenizer, rows, templated=templated)
     with no_input_casts(model, job.compute_dtype):
-        results = {"first_step": checks.loss_check(model, ids, job.compute_dtype)}
-        if job.config.use_kernels and job.device.type != "cpu":
-            report = patch(model, job.plan.levels or None)
-            console.print(str(report), highlight=False)
-            loss = results["first_step"]["loss"]
-            results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
-        isolation = isolate_run(model, job.config, collate, job.data.train, job.compute_dtype)
-        if isolation is not None:
-            results["isolation"] = isolation.document()
-        if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
-            trainer.use_graphs()
-        if job.config.recipe != "bf16":  # a CPU computes in it, too
-            trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
+        results, report = _make_ready(job, model, trainer, ids, collate, console)
         before = _answers(job, model, prompts)
         _train(job, trainer, console)
         after = _answers(job, model, prompts)
-        measured["peak_bytes"] = peak_memory(job.device)
-        if trainer.graph_pool_bytes:
-            measured["graph_pool_bytes"] = trainer.graph_pool_bytes
-        measured["run_bytes"] = measured["peak_bytes"] - measured["base_bytes"]  # what `predicted` is of
-        measured |= reserved_memory(job.device)
+        measured |= _peaks(job, trainer, measured["base_bytes"])
         release(model)
         unpatch(model)
         results |= _save(job, model, ids)
@@ -158,6 +141,34 @@ def _run(job: Job, console: Console) -> RunResult:
     print_memory(console, job.plan, measured)
     _report(job, console)
     return RunResult(job.output, _summary(job, measured))
+
+
+def _make_ready(
+    job: Job, model: Any, trainer: HalfbyteTrainer, ids: torch.Tensor, collate: Collator, console: Console
+) -> tuple[dict[str, Any], PatchReport | None]:
+    """Patch the model, keep packed documents apart, and check each against what the model computed before."""
+    report = None
+    results = {"first_step": checks.loss_check(model, ids, job.compute_dtype)}
+    if job.config.use_kernels and job.device.type != "cpu":
+        report = patch(model, job.plan.levels or None)
+        console.print(str(report), highlight=False)
+        loss = results["first_step"]["loss"]
+        results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
+    isolation = isolate_run(model, job.config, collate, job.data.train, job.compute_dtype)
+    if isolation is not None:
+        results["isolation"] = isolation.document()
+    if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+        trainer.use_graphs()
+    if job.config.recipe != "bf16":  # a CPU computes in it, too
+        trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
+    return results, report
+
+
+def _peaks(job: Job, trainer: HalfbyteTrainer, base_bytes: int) -> dict[str, int]:
+    """What the run took; `run_bytes` is what the plan's prediction is of."""
+    peak = peak_memory(job.device)
+    graphs = {"graph_pool_bytes": trainer.graph_pool_bytes} if trainer.graph_pool_bytes else {}
+    return {"peak_bytes": peak, "run_bytes": peak - base_bytes} | graphs | reserved_memory(job.device)
 
 
 def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
@@ -183,7 +194,7 @@ def _recompute_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _trainer(job: Job, model: Any, collate: PackedCollator | PaddedCollator) -> HalfbyteTrainer:
+def _trainer(job: Job, model: Any, collate: Collator) -> HalfbyteTrainer:
     evaluate = job.data.eval is not None
     rows = len(job.data.train)
     return HalfbyteTrainer(
