@@ -160,7 +160,7 @@ class TrainingSection(BaseModel):
         " true), and in host memory offload_kept, offload_attention, offload, tiled; auto: the fastest mix that fits",
     )
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="plan within this many GiB of the device; default: what is free"
+        None, description="plan within this many GiB of the device, and reserve no more; default: what is free"
     )
     logging_steps: PositiveInt = Field(1, description="steps between lines of metrics.jsonl")
     eval_steps: Annotated[float, Field(gt=0)] | None = Field(
@@ -177,6 +177,11 @@ class TrainingSection(BaseModel):
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
     seed: int = Field(42, description="seeds data order, adapters and dropout")
+    deterministic: bool = Field(
+        False,
+        description="on a GPU too, runs with one seed have equal bytes, whatever it costs; false: where it costs"
+        " nearly nothing, and checks.json says whether",
+    )
 
 
 SECTIONS = (ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection)

@@ -209,6 +209,56 @@ def test_full_fine_tuning_saves_all_weights(tmp_path):
     assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
 
 
+class Graphs:
+    """Stands for captured micro-batches: counts what runs as them, and holds memory until it gives up."""
+
+    def __init__(self, trainer):
+        self.trainer, self.steps, self.holds_graphs, self.most_pool_bytes = trainer, [], True, 5
+
+    def __call__(self, batch):
+        self.steps.append(self.trainer.state.global_step + 1)
+        return self.trainer._forward_and_backward(batch)
+
+    def give_up(self):
+        self.holds_graphs = False
+
+    def close(self):
+        self.closed = True
+
+
+def test_graphs_begin_with_the_second_step_and_end_with_the_training(tmp_path):
+    """The optimizer's state is made by the first, and must find room."""
+    plain = make_trainer(run_config(tmp_path / "plain", max_steps=3))
+    plain.train()
+    trainer = make_trainer(run_config(tmp_path / "graphs", max_steps=3))
+    trainer._graphs = graphs = Graphs(trainer)
+    trainer.train()
+    assert graphs.steps == [2, 3]
+    assert graphs.closed
+    assert trainer.graph_pool_bytes == 5
+    assert losses(trainer) == losses(plain)
+
+
+def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monkeypatch):
+    from halfbyte.train import trainer as module
+
+    trainer = make_trainer(run_config(tmp_path, per_device_eval_batch_size=2), held_out=rows(5, seed=9))
+    expected = trainer.evaluate()
+    trainer._graphs = graphs = Graphs(trainer)
+
+    def loss(model, inputs, whole=module.causal_lm_loss):
+        if graphs.holds_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(model, inputs)
+
+    monkeypatch.setattr(module, "causal_lm_loss", loss)
+    assert trainer.evaluate()["eval_loss"] == expected["eval_loss"]
+    trainer._graphs = None
+    graphs.holds_graphs = True
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.evaluate()
+
+
 @pytest.mark.parametrize(("key", "value"), [("optim", "adamm"), ("lr_scheduler_type", "cosign")])
 def test_values_transformers_does_not_know_are_config_errors(tmp_path, key, value):
     config = run_config(tmp_path).model_copy(update={key: value})  # past the config's own check

@@ -1,7 +1,7 @@
 """Causal attention on a CUDA device without a mask: cuDNN for whole rows, variable lengths for packed ones and windows.
 
 Variable lengths are FlashAttention 3's where its package (`flash_attn_interface`) is installed, else FlashAttention 2's
-from torch. Capped scores (Gemma 2) need FlashAttention 3; without it they stay with transformers' eager attention.
+from torch. Capped scores (Gemma 2) are FlashAttention 3's, or made a tile of queries at a time.
 
 Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
 a model uses "sdpa", or "eager" because its scores are capped. What the layers need to know is worked out once a batch,
@@ -24,7 +24,9 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,42 +34,136 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..autograd import attention as repeatable
+from ..autograd.capped_attention import Scores, capped_attention
 from ..dispatch import on_compiler
 from ..notices import notice
+from ..ops.attention import Spans, spans
 from .copies import fresh_copies
 
 NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
 PREVIOUS = "_halfbyte_attention"  # the attribute of a backbone that holds the implementation it had
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
+DIFFERS = "reproducible"  # the key of the notice that two runs may differ
+HOPPER = 9
+AMPERE = 8, 0  # the compute capability from which on FlashAttention runs
 DTYPES = (torch.float16, torch.bfloat16)  # that the kernels know
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+@dataclass(frozen=True)
+class Implementation:
+    """What computes the attention of a batch.
+
+    Attributes:
+        name: in words.
+        scores: whether it builds the scores, T × T for every head, and keeps them for backward.
+        mask: whether it reads a mask of T × T for every row of the batch.
+        tiles: whether it builds the scores of a few queries at a time (`autograd.capped_attention`).
+        obstacle: why it is not halfbyte's; "" where it is.
+    """
+
+    name: str
+    scores: bool
+    mask: bool
+    obstacle: str = ""
+    tiles: bool = False
+
+
+def implementation(
+    config: Any, device: torch.device, dtype: torch.dtype, *, packed: bool = False, padded: bool = False
+) -> Implementation:
+    """What computes attention in the training of a patched model; what `bind_attention` and the dispatch go by.
+
+    Args:
+        config: of the module that holds the layers.
+        device: where it trains; it need not be here.
+        dtype: of q, k and v.
+        packed: rows hold several documents.
+        padded: the batch has a mask over its padding (the fused step's batches have none).
+    """
+    chosen = _name_of(config)
+    eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
+    obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
+    if not obstacle and not padded:
+        if _is_capped(config) and flash3() is None:
+            return Implementation("tiles of queries", False, False, tiles=True)
+        if packed or window or _is_capped(config):
+            return Implementation("FlashAttention 3" if flash3() else "variable lengths", False, False)
+        return Implementation("cuDNN", False, False)
+    obstacle = obstacle or "rows are padded"
+    masked = packed or padded or window or eager
+    expands = not _unbound(config, device)  # `attend` gives the efficient kernel keys and values for every head
+    grouped = getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None))
+    math = chosen == "sdpa" and not masked and grouped and not expands and not _flash_takes(device, dtype)
+    return Implementation(f"transformers' {chosen}", eager or math, masked, obstacle)
+
+
+def _name_of(config: Any) -> str:
+    """transformers' name of what the model was loaded with."""
+    name = getattr(config, "_attn_implementation", None) or "sdpa"
+    return {NAME: "sdpa", CAPPED: "eager"}.get(name, name)
+
+
+def _is_capped(config: Any) -> bool:
+    return bool(getattr(config, "attn_logit_softcapping", None))
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """A CUDA device's compute capability, of one that is not here `AMPERE`; None for other devices."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else AMPERE
+
+
+def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel that builds no scores takes one head of keys for several of queries; on CUDA, FlashAttention."""
+    found = capability(device)
+    return found is None or (dtype in DTYPES and found >= AMPERE)
+
+
+def _unbound(config: Any, device: torch.device) -> str:
+    """Why a model keeps transformers' attention altogether; "" where it does not."""
+    capped, chosen = _is_capped(config), _name_of(config)
+    if device.type != "cuda":
+        return f"on {device.type}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "this model's attention is not causal"
+    if chosen != ("eager" if capped else "sdpa"):
+        return "as the model was loaded with"
+    return ""
+
+
+def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: bool = True) -> str:
+    """Why attention of a bound model needs transformers' masks; "" where it does not."""
+    if training and getattr(config, "attention_dropout", None):
+        return "attention_dropout is set"
+    if dtype not in DTYPES:
+        return f"it is computed in {dtype}"
+    if (capability(device) or AMPERE) < AMPERE and not _is_capped(config):
+        return "FlashAttention needs a GPU of compute capability 8.0 (Ampere) or later"
+    return ""
+
+
 def bind_attention(backbone: Any) -> str:
     """Choose the attention of `backbone` (the module that holds the layers); says in words what it is now."""
-    implementation = backbone.config._attn_implementation
-    device = next(backbone.parameters()).device.type
-    capped = bool(getattr(backbone.config, "attn_logit_softcapping", None))
+    config, device = backbone.config, next(backbone.parameters()).device
     flash = "FlashAttention 3" if flash3() else "variable lengths"
-    if implementation == NAME:
+    if config._attn_implementation == CAPPED:
+        return f"halfbyte: {flash if flash3() else 'tiles of queries'}, its scores capped; no mask"
+    if config._attn_implementation == NAME:
+        if (capability(device) or AMPERE) < AMPERE:
+            return "halfbyte: PyTorch's memory-efficient attention, with transformers' masks: no FlashAttention here"
         return f"halfbyte: cuDNN for whole rows, {flash} for packed ones and windows; no mask"
-    if implementation == CAPPED:
-        return f"halfbyte: {flash}, its scores capped; no mask"
-    if device != "cuda":
-        return f"transformers' {implementation} (on {device})"
-    if capped and flash3() is None:
-        return f"transformers' {implementation}: only FlashAttention 3 caps its scores, and it is not installed"
-    if getattr(backbone.config, "use_bidirectional_attention", False):
-        return f"transformers' {implementation}: this model's attention is not causal"
-    if implementation != ("eager" if capped else "sdpa"):
-        return f"transformers' {implementation}, as the model was loaded with"
+    if obstacle := _unbound(config, device):
+        return f"transformers' {config._attn_implementation}: {obstacle}"
     register()
-    setattr(backbone, PREVIOUS, implementation)
-    backbone.config._attn_implementation = CAPPED if capped else NAME
+    setattr(backbone, PREVIOUS, config._attn_implementation)
+    config._attn_implementation = CAPPED if _is_capped(config) else NAME
     if flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
@@ -126,9 +222,7 @@ def _metadata(backbone: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str
     kind = inputs.device.type
     dtype = next(backbone.parameters()).dtype
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-    dropout = backbone.training and getattr(backbone.config, "attention_dropout", 0.0)
-    if dropout or dtype not in DTYPES:
-        reason = "attention_dropout is set" if dropout else f"it is computed in {dtype}"
+    if reason := _unmasked(backbone.config, inputs.device, dtype, backbone.training):
         notice(f"attention-{reason}", f"attention is transformers' own, with a dense mask for packed rows: {reason}")
         return {}
     rows, length = inputs.shape[:2]
@@ -140,7 +234,7 @@ def _where_documents_begin(
 ) -> dict[str, Any]:
     no_mask = {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=device)}
     if kwargs.get("cu_seq_lens_q") is not None:
-        return no_mask
+        return no_mask | _spans(kwargs, rows * length)
     position_ids = kwargs.get("position_ids")
     if position_ids is not None and position_ids.dim() == 3:  # M-RoPE: time, height and width, below the text's if four
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
@@ -149,10 +243,12 @@ def _where_documents_begin(
             return {}
         packed = documents(position_ids.expand(rows, -1))
         if packed is not None:
-            return no_mask | packed
+            return no_mask | packed | _spans(packed, rows * length)
     window = getattr(backbone.config, "sliding_window", None)
-    if (window is not None and window < length) or backbone.config._attn_implementation == CAPPED:
-        return no_mask | _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+    capped = backbone.config._attn_implementation == CAPPED
+    if (window is not None and window < length) or capped or (_varying_lengths and not on_compiler()):
+        found = _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+        return no_mask | found | _spans(found, rows * length)
     return no_mask
 
 
@@ -175,6 +271,14 @@ def documents(position_ids: Tensor) -> dict[str, Any] | None:
     return _lengths(bounds.to(torch.int32).to(position_ids.device, non_blocking=True), int(bounds.diff().max()))
 
 
+def _spans(places: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """What the repeatable backward reads, once a batch and not once a layer."""
+    bounds = places["cu_seq_lens_q"]
+    if on_compiler() or not _is_hopper(bounds.device):
+        return {}
+    return {"document_spans": spans(bounds, tokens)}
+
+
 def _lengths(bounds: Tensor, longest: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
@@ -191,6 +295,7 @@ def attend(
     softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    document_spans: Spans | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -202,24 +307,53 @@ def attend(
         sliding_window: tokens that a token sees, itself among them.
         softcap: scores become softcap · tanh(score / softcap).
         cu_seq_lens_q, max_length_q: as `documents` gives them.
+        document_spans: `ops.attention.spans` of them.
 
     Returns:
         [B, T, Hq, D], and None (no weights).
     """
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
-        inputs = query, key, value, attention_mask
-        if softcap is None:
-            return sdpa_attention_forward(module, *inputs, dropout=dropout, scaling=scaling, **kwargs)
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, *inputs, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs)
+        options = kwargs | {"dropout": dropout, "scaling": scaling}
+        return _transformers(module, query, key, value, attention_mask, softcap, options)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if softcap is not None and flash3() is None:
+        begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
+        reach = min(window or length, max_length_q or length)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return capped_attention(query, key, value, Scores(scale, softcap, reach), begins).transpose(1, 2), None
     plain = window is None and softcap is None
-    if cu_seq_lens_q is None or (plain and cu_seq_lens_q.numel() == rows + 1):  # as many as rows
+    whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
+    if cu_seq_lens_q is None or (whole and not _varying_lengths):
         return _causal(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap)
+    out = varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap, document_spans)
     return out.unflatten(0, (rows, length)), None
+
+
+def _transformers(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None, options: dict
+) -> tuple[Tensor, None]:
+    """What the model was loaded with."""
+    _may_differ(query, "transformers' attention")
+    if softcap is not None:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        return eager(module, query, key, value, mask, softcap=softcap, **options)
+    few_keys = query.shape[1] != key.shape[1] and query.shape[2] > 1
+    if mask is None and few_keys and not _flash_takes(query.device, query.dtype):
+        # torch's only other kernel for few keys builds scores of T × T
+        key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
+    """int64 [B, T]: where in its row the document of each token begins; None where every row is one document."""
+    if bounds.numel() == rows + 1:
+        return None
+    places = torch.arange(rows * length, device=bounds.device)
+    begins = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+    return begins.view(rows, length) - torch.arange(0, rows * length, length, device=bounds.device)[:, None]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -227,8 +361,41 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     grouped = query.shape[1] != key.shape[1]
     if on_compiler():
         return attention(query, key, value, enable_gqa=grouped)
+    if _is_hopper(query.device) and repeatable.takes_rows(query):
+        return repeatable.whole(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+    _may_differ(query, "cuDNN's attention of whole rows")
     with sdpa_kernel(BACKENDS, set_priority=True):
         return attention(query, key, value, enable_gqa=grouped)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Whether the repeatable backwards were measured on such a device: what they cost elsewhere is not known."""
+    found = capability(device)
+    return found is not None and found[0] == HOPPER and torch.version.hip is None
+
+
+def _may_differ(query: Tensor, what: str) -> None:
+    """Say once that two runs may not have equal bits, where that is so."""
+    if query.is_cuda and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled():
+        notice(DIFFERS, f"two runs with one seed may differ in last bits: the backward of {what} adds in any order")
+
+
+_varying_lengths = False  # of the process: layers that are computed again are so in autograd's own thread
+
+
+@contextlib.contextmanager
+def lengths_vary(they_do: bool = True) -> Iterator[None]:
+    """Inside, rows that are one document each take FlashAttention, too.
+
+    cuDNN plans for each length: on an H200 the first forward and backward of one takes 115 to 150 ms, FlashAttention's
+    1 ms; from then on it is 1.5 to 1.8 times as fast.
+    """
+    global _varying_lengths
+    before, _varying_lengths = _varying_lengths, they_do
+    try:
+        yield
+    finally:
+        _varying_lengths = before
 
 
 @functools.cache
@@ -263,6 +430,7 @@ def varying(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    documents: Spans | None = None,
 ) -> Tensor:
     """Causal attention within documents.
 
@@ -273,6 +441,7 @@ def varying(
         scale: of the scores; None: 1/√D.
         window: tokens that a token sees, itself among them.
         softcap: as in `attend`; with FlashAttention 3 only.
+        documents: `ops.attention.spans` of the bounds; None: worked out where it is needed.
 
     Returns:
         [B·T, Hq, D].
@@ -281,10 +450,16 @@ def varying(
     sides = (-1 if window is None else window - 1, 0)
     flash = flash3()
     if flash is not None and not on_compiler():
+        _may_differ(query, "FlashAttention 3")
         exact = torch.are_deterministic_algorithms_enabled()
         options = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0, "deterministic": exact}
         out = flash(query, key, value, *places, window_size=sides, **options)
         return out[0] if isinstance(out, tuple) else out  # earlier versions return the normalizers, too
+    if not on_compiler() and _is_hopper(query.device) and repeatable.takes_documents(query):
+        documents = documents or spans(bounds, query.shape[0])
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return repeatable.varying(query, key, value, bounds, longest, documents, scale, window)
+    _may_differ(query, "FlashAttention 2")
     varlen_attn, parameters = _varlen()
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in parameters else {}
     return varlen_attn(query, key, value, *places, window_size=sides, scale=scale, **grouped)

@@ -100,6 +100,7 @@ def memory(run: Run) -> str:
     plan = as_plan(run.memory)
     predicted = {name: plan.get(name) or 0 for name in MEMORY_PARTS}
     measured = measured_parts(run.memory.get("measured") or {})
+    predicted = {"base": measured["base"], **predicted}  # the process is in the peak, so it is in both bars
     scale = max(sum(predicted.values()), sum(measured.values()), 1)
     names = {part: shown.name for part, shown in (MEMORY_PARTS | MEASURED_PARTS).items()}
     html = bar("predicted", predicted, names, scale)
@@ -109,7 +110,7 @@ def memory(run: Run) -> str:
         html += missing("Nothing was measured.")
     words = [f"Device {text(run.memory.get('device'))}"]
     if plan.get("capacity_bytes"):
-        peak = run.peak_bytes or sum(predicted.values())
+        peak = (run.peak_bytes or sum(predicted.values())) - measured["base"]  # the process was there when it was free
         words[0] += (
             f" with {size(plan['capacity_bytes'])}, of which {peak / plan['capacity_bytes']:.0%} was in use at the peak"
         )
@@ -274,6 +275,7 @@ def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
     rows = []
     for merge in merges:
         written = (merge.get("targets") or {}).get(merge.get("written")) or {}
+        kept = ((merge.get("update_kept") or {}).get(merge.get("written")) or {}).get("share")
         stored = merge.get("quantize") or "16bit"
         rows.append(
             (
@@ -282,9 +284,12 @@ def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
                 size(merge.get("bytes")),
                 text(written.get("kl")),
                 text(written.get("max_logit_difference")),
+                text(kept),
+                text((written.get("loss") or {}).get("excess")),
             )
         )
-    head = ("Merge target", "onto the base", "weights", "KL divergence", "largest logit difference")
+    measures = ("KL divergence", "largest logit difference", "update kept", "loss above the 16-bit merge's")
+    head = ("Merge target", "onto the base", "weights", *measures)
     return table(head, rows)
 
 
