@@ -9,6 +9,8 @@ from halfbyte import notices
 from halfbyte.adapters import add_adapter, compute, no_input_casts
 from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
+from halfbyte.memory.estimate import estimate
+from halfbyte.memory.shapes import ModelShapes
 from halfbyte.models.head import causal_lm_loss
 
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
@@ -62,6 +64,15 @@ def test_all_linear_trains(family):
     assert adapted - {"experts", "base_layer"} == CONFIGS[family][1]  # PEFT's names of what wraps stacked experts
     step(model)
     assert ("all-linear-mamba" in notices.said()) == (family in ("FalconH1", "Mamba"))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_memory_plan_adapts_the_same_layers(family):
+    model = add_adapter(built(family), config())
+    made = getattr(transformers, f"{family}Config")(**CONFIGS[family][0])
+    plan = ModelShapes(config(), made, torch.device("cpu")).trainable()
+    assert plan.numel == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert estimate(config(), made, device=torch.device("cpu"), length=16).total > 0
 
 
 @pytest.mark.slow

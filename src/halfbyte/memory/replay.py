@@ -241,7 +241,8 @@ def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, dtype: torch.dty
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = causal_lm.get_output_embeddings()
     labels = torch.zeros_like(batch["input_ids"]).reshape(-1)
-    if type(head) is not nn.Linear or head.bias is not None:  # the loss then needs full logits
+    plain = type(head) is nn.Linear and head.bias is None and causal_lm.base_model is not causal_lm
+    if not plain:  # the loss then needs full logits, as `models.head` decides
         logits = model(**batch, use_cache=False).logits
         with ledger.tagged("logits"):
             return F.cross_entropy(logits.flatten(0, -2).float(), labels, reduction="sum")

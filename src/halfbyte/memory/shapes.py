@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from ..architectures import auto_class, beside_text
+from ..architectures import ALL_LINEAR, all_linear, auto_class, beside_text
 from ..config import RunConfig
 from ..errors import ModelError
 from ..formats.choice import qat_format, stored_formats
@@ -112,7 +112,7 @@ class ModelShapes:
             r=config.r,
             lora_dropout=config.lora_dropout,
             use_dora=config.use_dora,
-            target_modules=config.target_modules,
+            target_modules=all_linear(self.causal_lm) if config.target_modules == ALL_LINEAR else config.target_modules,
             modules_to_save=config.modules_to_save,
             rank_pattern=dict(config.rank_pattern),
         )
