@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Set
@@ -209,7 +210,7 @@ def load_adapter(model: Any, folder: Path, base: str, name: str = "default", *, 
     """
     lora = saved_adapter_config(folder)
     trained_on = lora.base_model_name_or_path
-    if trained_on and not _same_place(trained_on, base):
+    if trained_on and not _same_place(str(trained_on), base):
         notice(f"adapter_base {folder}", f"the adapter in {folder} was trained on {trained_on}, and is now on {base}")
     lora.inference_mode = not trainable
     peft_model = place_adapter(model, lora, folder, name, autocast=not trainable)
@@ -219,7 +220,7 @@ def load_adapter(model: Any, folder: Path, base: str, name: str = "default", *, 
 
 def _same_place(one: str, other: str) -> bool:
     """Whether two names are the same string, or lead to the same folder."""
-    return one == other or (Path(one).exists() and Path(other).exists() and Path(one).samefile(other))
+    return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
 def saved_adapter_config(folder: Path) -> PeftConfig:
@@ -250,7 +251,7 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
                 model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
             else:
                 model.add_adapter(name, lora, autocast_adapter_dtype=autocast)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{folder}: {error}", ANOTHER_MODEL) from error
     lora.base_model_name_or_path = trained_on
     return model

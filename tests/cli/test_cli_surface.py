@@ -145,6 +145,7 @@ def test_what_is_saved_names_the_newest_checkpoint(tmp_path):
     assert "no checkpoint" in _what_is_saved(tmp_path, "run.yaml")
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-12.set-aside-77").mkdir()
     assert f"{tmp_path}/checkpoint-10 is saved" in _what_is_saved(tmp_path, "run.yaml")
     assert "`halfbyte train run.yaml --resume`" in _what_is_saved(tmp_path, "run.yaml")
 

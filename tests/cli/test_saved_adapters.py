@@ -123,6 +123,8 @@ HARMS = {
     "removed": (lambda at: (at / WEIGHTS).unlink(), rf"cannot read the adapter in \S+{WEIGHTS}"),
     "a pickle": (pickled, rf"cannot read the adapter in \S+{WEIGHTS}[\s\S]*pickles are not read"),
     "other names": (configured(target_modules=["nothing"]), r"nothing"),
+    "a rank of words": (configured(r="much"), r"adapter"),
+    "patterns of no kind": (configured(rank_pattern=[1]), r"adapter"),
     "unknown kind": (configured(peft_type="NEW"), rf"cannot read \S+{CONFIG}: .*NEW"),
     "broken JSON": (lambda at: (at / CONFIG).write_text("{"), rf"cannot read \S+{CONFIG}"),
 }  # fmt: skip

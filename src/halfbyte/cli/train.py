@@ -21,7 +21,8 @@ def train_run(config: RunConfig, file: Path, resume: bool) -> None:
 
 
 def _what_is_saved(folder: Path, file: Path) -> str:
-    steps = [int(found[1]) for path in folder.glob("checkpoint-*") if (found := re.fullmatch(r".*-(\d+)", path.name))]
+    names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
+    steps = [int(found[1]) for found in names if found]
     if not steps:
         return "no checkpoint was saved yet (save_steps sets how often one is)"
     return f"{folder}/checkpoint-{max(steps)} is saved; continue with `halfbyte train {file} --resume`"
