@@ -100,7 +100,7 @@ def try_gradient(logits: Tensor, labels: Tensor, objective: Objective, stride: i
 def _gradient(
     logits: Tensor, labels: Tensor, objective: Objective, stride: int, losses: RowLosses, blocks: Blocks
 ) -> bool:
-    """True.
+    """Run `cuda/cross_entropy.cu`; True.
 
     Raises:
         BuildError: the kernel does not compile here.

@@ -17,6 +17,7 @@ from .float8 import casts_float8, e4m3
 from .launch import Launcher, power_of_2
 
 SLOTS = (64, 32, 16)  # of the cache that a program reads at a time: the most that fit, by `_slots`
+STAGES = 3  # steps whose keys and values are on their way at once
 COPIES = 4.5  # of so many slots' keys, in shared memory: compiled kernels take 4.3 to 4.4, on Turing 2.5
 
 
@@ -33,7 +34,7 @@ def _cached(pointers, mask):
 def _attend(
     q_ptr, keys_ptr, values_ptr, first_ptr, last_ptr, out_ptr, slots, size, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     g, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
@@ -47,7 +48,7 @@ def _attend(
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, SIZE), tl.float32)
-    for start in range(first // SLOTS * SLOTS, last + 1, SLOTS):
+    for start in tl.range(first // SLOTS * SLOTS, last + 1, SLOTS, num_stages=STAGES):
         slot = start + s
         used = (slot >= first) & (slot <= last)
         where = (program * slots + slot[:, None]) * size + d[None, :]
@@ -71,10 +72,11 @@ def _attend(
 _launcher = Launcher(_attend)
 
 
-def _slots(device: Device, size: int, element_size: int) -> int:
-    """For heads of `size` padded values: some three steps of keys and values are on their way at once."""
+def _slots(device: Device, size: int, element_size: int) -> tuple[int, int]:
+    """For heads of `size` padded values; and stages: one, where the fewest slots do not fit with more."""
     fitting = (slots for slots in SLOTS if COPIES * slots * size * element_size <= device.shared_bytes)
-    return next(fitting, SLOTS[-1])
+    slots = next(fitting, None)
+    return (SLOTS[-1], 1) if slots is None else (slots, STAGES)
 
 
 @decode_attention.twin("cuda", "xpu")
@@ -98,7 +100,7 @@ def attend(
         batch * keys.shape[1],
         (q, keys, values, first, last, out),
         (keys.shape[2], size, scale, softcap or 1.0),
-        (keys.shape[1], group, max(power_of_2(group), 16), padded, _slots(device_of(q), padded, q.element_size()),
+        (keys.shape[1], group, max(power_of_2(group), 16), padded, *_slots(device_of(q), padded, q.element_size()),
          window or 0, softcap is not None),
         warps=4,
     )  # fmt: skip

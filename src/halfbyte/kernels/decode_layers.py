@@ -274,7 +274,8 @@ _attempt = Attempts("decode-cuda", "a token's step runs as several kernels a lay
 
 
 def _compiled(hidden: Tensor, stacked: Stacked) -> Run:
-    """
+    """What runs the stack, its kernel built.
+
     Raises:
         BuildError: the kernel does not compile here, or not all its blocks run at once; adapters of many ranks in all
             take more shared memory than there is.

@@ -42,7 +42,7 @@ def _kernel(name: str, device: int, nested: bool, blocksize: int) -> Kernel:
 def _launch(
     name: str, nested: bool, blocksize: int, blocks: int, threads: int, arguments: Sequence, out: Tensor
 ) -> bool:
-    """True.
+    """Run a kernel of `cuda/float8.cu`; True.
 
     Raises:
         BuildError: the kernel does not compile here.

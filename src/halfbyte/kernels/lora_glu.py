@@ -217,9 +217,10 @@ def _tile(tiles: Tiles, x: Tensor, rank: int) -> Tile | None:
 
 
 def _tile_for(tiles: Tiles, gate: Tensor, factors: Factors) -> Tile:
-    """
+    """Likewise, for callers that have not asked `in_one_pass`.
+
     Raises:
-        Refused: there is none, though `in_one_pass` says so.
+        Refused: there is none.
     """
     rank = max(factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0])
     tile = _tile(tiles, gate, rank)
