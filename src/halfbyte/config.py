@@ -177,6 +177,11 @@ class TrainingSection(BaseModel):
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
     seed: int = Field(42, description="seeds data order, adapters and dropout")
+    deterministic: bool = Field(
+        False,
+        description="on a GPU too, runs with one seed have equal bytes, whatever it costs; false: where it costs"
+        " nearly nothing, and checks.json says whether",
+    )
 
 
 SECTIONS = (ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection)

@@ -101,6 +101,14 @@ def test_full_fine_tuning_and_optimizers():
     assert sizes == {"adamw_torch_fused": 8 * numel, "adamw_8bit": 2 * numel, "sgd": 0}
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("auto", 4), ("bfloat16", 2)])
+def test_full_fine_tuning_keeps_float32_weights_unless_a_dtype_is_asked_for(dtype, size):
+    numel = sum(p.numel() for p in transformers.LlamaForCausalLM(tiny_config("Llama")).parameters())
+    config = run_config(use_peft=False, load_in_4bit=False, dtype=dtype)
+    plan = estimate(config, tiny_config("Llama"), device="cuda", capacity_bytes=GIB)
+    assert (plan.adapters, plan.gradients, plan.optimizer) == (size * numel, size * numel, 2 * size * numel)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
     ("family", "dtype"),

@@ -22,6 +22,11 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     return batches_of_lengths(config, train, held_out, fused=fused_batches(config, device))
 
 
+def widths_of(config: RunConfig, data: PreparedData) -> set[int]:
+    """The widths that fused batches of unpacked training rows can have."""
+    return {width_of(int(length), config.max_length) for length in np.unique(_row_lengths(data.train))}
+
+
 def _row_lengths(rows: Dataset | None) -> np.ndarray:
     """Tokens of each row, from Arrow's offsets: no row is read."""
     if rows is None or not len(rows):

@@ -28,9 +28,7 @@ Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 LENGTHS, DOCUMENTS = 128, 32  # lengths of fused batches, and their numbers of documents, are multiples of these
 
 
-def make_collator(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, fused: bool = False
-) -> PaddedCollator | PackedCollator:
+def make_collator(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, fused: bool = False) -> Collator:
     """The collator that `config` asks for: flat for packing or padding_free, else padded."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if config.packing or config.padding_free:
@@ -114,6 +112,9 @@ class PackedCollator:
             "position_ids": _stack(positions, width, 0),
         }
         return batch | _bounds([length for parts in documents for length in parts]) if self.fused else batch
+
+
+Collator = PaddedCollator | PackedCollator
 
 
 def _bounds(lengths: list[int]) -> Batch:

@@ -14,23 +14,45 @@ ds = p·(dout·vᵀ − δ), dq = scale·ds·k, dk = scale·dsᵀ·q, dv = pᵀ�
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops.attention import Spans, attention_backward
+from .launch import Launcher, ceil_div, power_of_2
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+class Block(NamedTuple):
+    """A program's tile: rows that it owns, rows that it goes through at a time, warps."""
+
+    rows: int
+    others: int
+    warps: int
+
+
+QUERIES, KEYS = Block(64, 64, 4), Block(64, 64, 4)
+
+
 @triton.jit
-def _rows(base, rows, stride, limit, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """The rows [len(rows), PADDED] of a head, whose tokens are `stride` elements apart; 0 beyond `limit` and WIDTH."""
-    columns = tl.arange(0, PADDED)
-    places = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+def _rows(
+    base, start, stride, limit,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows from `start` on [ROWS, PADDED] of a head, tokens `stride` elements apart; 0 beyond `limit` and WIDTH.
+
+    Offsets within a tile are of 32 bits and the same for every tile: addresses of 64 would take registers.
+    """
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
+    places = base + tl.cast(start, tl.int64) * stride + (row * stride + column)
     if WIDTH != PADDED:
-        return tl.load(places, mask=(columns[None, :] < WIDTH) & (rows[:, None] < limit), other=0.0)
+        return tl.load(places, mask=(column < WIDTH) & (row < limit - start), other=0.0)
     if MASKED:
-        return tl.load(places, mask=rows[:, None] < limit, other=0.0)
+        return tl.load(places, mask=row < limit - start, other=0.0)
     return tl.load(places)
 
 
@@ -41,8 +63,8 @@ def _dq_blocks(
 ):  # fmt: skip
     for start in range(low, high, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        k_tile = _rows(k, keys, k_stride, total, WIDTH, PADDED, MASKED)
-        v_tile = _rows(v, keys, v_stride, total, WIDTH, PADDED, MASKED)
+        k_tile = _rows(k, start, k_stride, total, BLOCK_K, WIDTH, PADDED, MASKED)
+        v_tile = _rows(v, start, v_stride, total, BLOCK_K, WIDTH, PADDED, MASKED)
         p = tl.exp2(tl.dot(q, tl.trans(k_tile)) * score_scale - lse[:, None])
         if MASKED:
             seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= first[:, None])
@@ -52,37 +74,34 @@ def _dq_blocks(
     return dq
 
 
-@triton.jit(do_not_specialize=["total", "length", "batch"])
+@triton.jit(do_not_specialize=["total"])
 def _dq(
     dq, delta, dout, q, k, v, out, lse, begins,
     q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, out_head, dout_stride, dout_head,
-    total, length, batch, scale,
+    total, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dq [total, HEADS, WIDTH] and delta fp32 [HEADS, total]; a program makes BLOCK_Q rows of one head."""
     program = tl.program_id(0)
     head = program % HEADS
-    place = program // HEADS
-    tiles = tl.cdiv(total, BLOCK_Q) // batch  # of a row; the longest work first: the last tiles of all rows
-    tile = (place % batch) * tiles + tiles - 1 - place // batch
-    start = tile * BLOCK_Q
+    start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in one long document, the most work first
     rows = start + tl.arange(0, BLOCK_Q)
     inside = rows < total
     last = tl.minimum(start + BLOCK_Q, total) - 1
     first = tl.load(begins + rows, mask=inside, other=0)  # the first key that a query sees
-    low, common = tl.load(begins + start), tl.load(begins + last)
+    low, common = tl.load(begins + start), tl.load(begins + last)  # the first of all; from which on all see them
     if WINDOW:
         first = tl.maximum(first, rows - WINDOW + 1)
         low = tl.maximum(low, start - WINDOW + 1)
         common = tl.maximum(common, last - WINDOW + 1)
-    q_tile = _rows(q + head * q_head, rows, q_stride, total, WIDTH, PADDED, True)
-    dout_tile = _rows(dout + head * dout_head, rows, dout_stride, total, WIDTH, PADDED, True)
-    out_tile = _rows(out + head * out_head, rows, out_stride, total, WIDTH, PADDED, True)
+    q_tile = _rows(q + head * q_head, start, q_stride, total, BLOCK_Q, WIDTH, PADDED, True)
+    dout_tile = _rows(dout + head * dout_head, start, dout_stride, total, BLOCK_Q, WIDTH, PADDED, True)
+    out_tile = _rows(out + head * out_head, start, out_stride, total, BLOCK_Q, WIDTH, PADDED, True)
     delta_tile = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
-    tl.store(delta + head.to(tl.int64) * total + rows, delta_tile, mask=inside)
-    lse_places = lse + (rows // length).to(tl.int64) * (HEADS * length) + head * length + rows % length
-    lse_tile = tl.load(lse_places, mask=inside, other=0.0) * LOG2E
+    numbers = head.to(tl.int64) * total + rows
+    tl.store(delta + numbers, delta_tile, mask=inside)
+    lse_tile = tl.load(lse + numbers, mask=inside, other=0.0) * LOG2E
     k += (head // GROUP) * k_head
     v += (head // GROUP) * v_head
     low = low // BLOCK_K * BLOCK_K
@@ -109,16 +128,15 @@ def _dq(
 
 @triton.jit
 def _dkdv_blocks(
-    dk, dv, k, v, keys, last, q, dout, lse, delta, q_stride, dout_stride, low, high, total, length, lse_row,
-    score_scale, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr,
+    dk, dv, k, v, keys, last, q, dout, lse, delta, q_stride, dout_stride, low, high, total, score_scale,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     for start in range(low, high, BLOCK_Q):
         rows = start + tl.arange(0, BLOCK_Q)
-        q_tile = _rows(q, rows, q_stride, total, WIDTH, PADDED, MASKED)
-        dout_tile = _rows(dout, rows, dout_stride, total, WIDTH, PADDED, MASKED)
-        lse_places = lse + (rows // length).to(tl.int64) * lse_row + rows % length
-        lse_tile = tl.load(lse_places, mask=rows < total, other=0.0) * LOG2E
+        q_tile = _rows(q, start, q_stride, total, BLOCK_Q, WIDTH, PADDED, MASKED)
+        dout_tile = _rows(dout, start, dout_stride, total, BLOCK_Q, WIDTH, PADDED, MASKED)
+        lse_tile = tl.load(lse + rows, mask=rows < total, other=0.0) * LOG2E
         delta_tile = tl.load(delta + rows, mask=rows < total, other=0.0)
         p = tl.exp2(tl.dot(k, tl.trans(q_tile)) * score_scale - lse_tile[None, :])
         if MASKED:
@@ -129,31 +147,29 @@ def _dkdv_blocks(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["total", "length", "batch"])
+@triton.jit(do_not_specialize=["total"])
 def _dkdv(
     dk, dv, delta, dout, q, k, v, lse, ends,
     q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head,
-    total, length, batch, scale,
+    total, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [total, HEADS / GROUP, WIDTH]; a program makes BLOCK_K rows of one key head, for all its queries."""
     program = tl.program_id(0)
     head = program % (HEADS // GROUP)
-    place = program // (HEADS // GROUP)
-    tiles = tl.cdiv(total, BLOCK_K) // batch  # of a row; the longest work first: the first tiles of all rows
-    start = ((place % batch) * tiles + place // batch) * BLOCK_K
+    start = program // (HEADS // GROUP) * BLOCK_K
     keys = start + tl.arange(0, BLOCK_K)
     inside = keys < total
     final = tl.minimum(start + BLOCK_K, total) - 1
     last = tl.load(ends + keys, mask=inside, other=0)  # behind the last query that sees a key
-    common, high = tl.load(ends + start), tl.load(ends + final)
+    common, high = tl.load(ends + start), tl.load(ends + final)  # up to which all are seen; behind the last of all
     if WINDOW:
         last = tl.minimum(last, keys + WINDOW)
         common = tl.minimum(common, start + WINDOW)
         high = tl.minimum(high, final + WINDOW)
-    k_tile = _rows(k + head * k_head, keys, k_stride, total, WIDTH, PADDED, True)
-    v_tile = _rows(v + head * v_head, keys, v_stride, total, WIDTH, PADDED, True)
+    k_tile = _rows(k + head * k_head, start, k_stride, total, BLOCK_K, WIDTH, PADDED, True)
+    v_tile = _rows(v + head * v_head, start, v_stride, total, BLOCK_K, WIDTH, PADDED, True)
     whole = tl.minimum(start + BLOCK_K, high)  # up to here queries may be earlier than keys
     whole = start + tl.cdiv(whole - start, BLOCK_Q) * BLOCK_Q
     common = tl.maximum(whole, start + (common - start) // BLOCK_Q * BLOCK_Q)  # up to here every key's document
@@ -162,20 +178,21 @@ def _dkdv(
     for member in range(GROUP):
         query = head * GROUP + member
         q_head_, dout_head_ = q + query * q_head, dout + query * dout_head
-        lse_head, delta_head = lse + query * length, delta + query.to(tl.int64) * total
+        numbers = query.to(tl.int64) * total
+        lse_head, delta_head = lse + numbers, delta + numbers
         dk_tile, dv_tile = _dkdv_blocks(
             dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, start, whole, total, length, HEADS * length, scale * LOG2E,
+            dout_stride, start, whole, total, scale * LOG2E,
             WIDTH, PADDED, WINDOW, BLOCK_Q, True,
         )  # fmt: skip
         dk_tile, dv_tile = _dkdv_blocks(
             dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, whole, common, total, length, HEADS * length, scale * LOG2E,
+            dout_stride, whole, common, total, scale * LOG2E,
             WIDTH, PADDED, WINDOW, BLOCK_Q, False,
         )  # fmt: skip
         dk_tile, dv_tile = _dkdv_blocks(
             dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, common, high, total, length, HEADS * length, scale * LOG2E,
+            dout_stride, common, high, total, scale * LOG2E,
             WIDTH, PADDED, WINDOW, BLOCK_Q, True,
         )  # fmt: skip
     columns = tl.arange(0, PADDED)
@@ -185,31 +202,31 @@ def _dkdv(
     tl.store(dv + offsets, dv_tile.to(dv.dtype.element_ty), mask=stored)
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, ends: Tensor,
-    scale: float, window: int | None, tiles: tuple,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    total, heads, width = q.shape
-    group = heads // k.shape[1]
-    length = lse.shape[2] if lse.dim() >= 3 else total
-    padded = max(16, triton.next_power_of_2(width))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty(heads, total, dtype=torch.float32, device=q.device)
-    (q_m, q_n, q_warps, q_stages), (k_m, k_n, k_warps, k_stages) = tiles
+_dq_launcher, _dkdv_launcher = Launcher(_dq, num_stages=2), Launcher(_dkdv, num_stages=2)
 
-    def strides(*tensors):
+
+@attention_backward.twin("cuda")
+def backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, documents: Spans,
+    scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tokens, heads, width = query.shape
+    group, (begins, ends) = heads // key.shape[1], documents
+    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
+    delta = torch.empty_like(logsumexp)
+
+    def strides(*tensors: Tensor) -> list[int]:
         return [number for x in tensors for number in x.stride()[:2]]
 
-    def rows(block):
-        return total // length if length % block == 0 else 1
-
-    constants = heads, group, width, padded, window or 0
-    _dq[(triton.cdiv(total, q_m) * heads,)](
-        dq, delta, dout, q, k, v, out, lse, begins, *strides(q, k, v, out, dout), total, length, rows(q_m), scale,
-        *constants, q_m, q_n, num_warps=q_warps, num_stages=q_stages,
+    constants = heads, group, width, max(16, power_of_2(width)), window or 0
+    block = QUERIES
+    _dq_launcher(
+        ceil_div(tokens, block.rows) * heads, (dq, delta, dout, query, key, value, out, logsumexp, begins),
+        (*strides(query, key, value, out, dout), tokens, scale), (*constants, block.rows, block.others), block.warps,
     )  # fmt: skip
-    _dkdv[(triton.cdiv(total, k_n) * (heads // group),)](
-        dk, dv, delta, dout, q, k, v, lse, ends, *strides(q, k, v, dout), total, length, rows(k_n), scale,
-        *constants, k_m, k_n, num_warps=k_warps, num_stages=k_stages,
+    block = KEYS
+    _dkdv_launcher(
+        ceil_div(tokens, block.rows) * (heads // group), (dk, dv, delta, dout, query, key, value, logsumexp, ends),
+        (*strides(query, key, value, dout), tokens, scale), (*constants, block.others, block.rows), block.warps,
     )  # fmt: skip
     return dq, dk, dv

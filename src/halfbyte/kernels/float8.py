@@ -16,12 +16,21 @@ from torch import Tensor
 from ..ops import float8 as reference
 from ..ops.float8 import FP8_MAX, TILE, Scaling
 from . import float8_cuda
+from .device import device_of
 from .launch import Launcher, ceil_div, evenly_spaced, power_of_2
 
 BLOCK = 4096  # values of a row that a program takes
 WARPS = 8
 SIDE = 64  # of the square that a program transposes
 SMALLEST_AMAX = tl.constexpr(reference.SMALLEST_AMAX)
+
+
+@triton.jit
+def e4m3(codes):
+    """fp32 values of E4M3 bytes, by integers; NaN becomes 480."""
+    bits = codes.to(tl.int16)
+    half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 256.0
 
 
 @triton.jit
@@ -33,8 +42,7 @@ def _dequantize(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = col < width
-    bits = tl.load(codes_ptr + row * width + col, mask=mask, other=0).to(tl.int16)
-    half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
+    values = e4m3(tl.load(codes_ptr + row * width + col, mask=mask, other=0))
     if SCALING == "tensor":
         scale = tl.load(scale_ptr)
     elif SCALING == "row":
@@ -42,8 +50,9 @@ def _dequantize(
     else:
         tile_row = (row // rows) * tl.cdiv(rows, TILE) + (row % rows) // TILE
         scale = tl.load(scale_ptr + tile_row * tl.cdiv(width, TILE) + col // TILE, mask=mask, other=0.0)
-    values = half.to(tl.float32) * 256.0 * scale
-    tl.store(out_ptr + row * width + col, values.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    tl.store(
+        out_ptr + row * width + col, (values * scale).to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs"
+    )
 
 
 _dequantize_launcher = Launcher(_dequantize)
@@ -128,11 +137,10 @@ _amax_launcher = Launcher(_amax)
 _cast_launcher = Launcher(_cast, enable_fp_fusion=False)
 
 
-def casts_float8(device: torch.device) -> bool:
-    """Whether Triton converts to E4M3 there: NVIDIA from compute capability 8.9, and its interpreter."""
-    return device.type == "cpu" or (
-        device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+def casts_float8(tensor: Tensor) -> bool:
+    """Whether Triton converts to E4M3 where it is: NVIDIA from compute capability 8.9, and Triton's interpreter."""
+    device = device_of(tensor)
+    return device.kind == "cpu" or device.at_least((8, 9))
 
 
 @reference.cast_float8.twin("cuda", "xpu")
@@ -146,7 +154,7 @@ def cast_float8(
     settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
-    if not casts_float8(scale.device) or not rows * min(widths):
+    if not casts_float8(scale) or not rows * min(widths):
         return reference.cast_float8.reference(scale, parts, factors, target, newest, dtype, settled)
     codes = torch.empty(rows, sum(widths), dtype=dtype, device=scale.device)
     inverse = torch.empty_like(scale)

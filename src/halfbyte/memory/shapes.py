@@ -44,11 +44,17 @@ class Trainable:
 
 
 def planned_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The dtype of computation and of unquantized weights on `device`, which need not be in this machine."""
+    """The dtype of computation on `device`, which need not be in this machine."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     absent = device.type == "cuda" and not torch.cuda.is_available()
     return torch.bfloat16 if absent else compute_dtype(device).dtype
+
+
+def weights_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
+    """The dtype of unquantized weights. Full fine-tuning keeps float32 ones (an update of 1e-4 of a weight is lost in
+    bfloat16's 8 bits), unless a dtype is asked for."""
+    return torch.float32 if not config.use_peft and config.dtype == "auto" else computed
 
 
 class ModelShapes:
@@ -76,7 +82,8 @@ class ModelShapes:
         self.model = self._adapted() if config.use_peft else self.causal_lm.train()
 
     def _build(self, model_config: Any) -> Any:
-        options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, "dtype": self.dtype}
+        stored = weights_dtype(self.config, self.dtype)
+        options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, "dtype": stored}
         attention = self.config.attn_implementation
         if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
             attention = "eager"  # as `models.load` does

@@ -19,11 +19,12 @@ lengths 3.8 ms, SDPA with a dense mask 50 ms (docs/design.md).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,15 +37,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..autograd import attention as repeatable
 from ..autograd.capped_attention import Scores, capped_attention
 from ..dispatch import on_compiler
 from ..notices import notice
-from .copies import refresh_copies
+from ..ops.attention import Spans, spans
+from .copies import fresh_copies
 
 NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
 PREVIOUS = "_halfbyte_attention"  # the attribute of a backbone that holds the implementation it had
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
+DIFFERS = "reproducible"  # the key of the notice that two runs may differ
+HOPPER = 9
 AMPERE = 8, 0  # the compute capability from which on FlashAttention runs
 DTYPES = (torch.float16, torch.bfloat16)  # that the kernels know
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -135,7 +140,7 @@ def _unbound(config: Any, device: torch.device) -> str:
 
 def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: bool = True) -> str:
     """Why attention of a bound model needs transformers' masks; "" where it does not."""
-    if training and getattr(config, "attention_dropout", 0.0):
+    if training and getattr(config, "attention_dropout", None):
         return "attention_dropout is set"
     if dtype not in DTYPES:
         return f"it is computed in {dtype}"
@@ -179,8 +184,8 @@ def unbind_attention(backbone: Any) -> None:
 
 def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A backbone's forward; first the attention's metadata of this batch, and the adapters in the compute dtype."""
-    refresh_copies(self)
-    return _with_metadata(self, self, args, kwargs)
+    with contextlib.nullcontext() if on_compiler() else fresh_copies(self):
+        return _with_metadata(self, self, args, kwargs)
 
 
 def multimodal_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +234,7 @@ def _where_documents_begin(
 ) -> dict[str, Any]:
     no_mask = {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=device)}
     if kwargs.get("cu_seq_lens_q") is not None:
-        return no_mask
+        return no_mask | _spans(kwargs, rows * length)
     position_ids = kwargs.get("position_ids")
     if position_ids is not None and position_ids.dim() == 3:  # M-RoPE: time, height and width, below the text's if four
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
@@ -238,10 +243,12 @@ def _where_documents_begin(
             return {}
         packed = documents(position_ids.expand(rows, -1))
         if packed is not None:
-            return no_mask | packed
+            return no_mask | packed | _spans(packed, rows * length)
     window = getattr(backbone.config, "sliding_window", None)
-    if (window is not None and window < length) or backbone.config._attn_implementation == CAPPED:
-        return no_mask | _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+    capped = backbone.config._attn_implementation == CAPPED
+    if (window is not None and window < length) or capped or (_varying_lengths and not on_compiler()):
+        found = _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+        return no_mask | found | _spans(found, rows * length)
     return no_mask
 
 
@@ -264,6 +271,14 @@ def documents(position_ids: Tensor) -> dict[str, Any] | None:
     return _lengths(bounds.to(torch.int32).to(position_ids.device, non_blocking=True), int(bounds.diff().max()))
 
 
+def _spans(places: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """What the repeatable backward reads, once a batch and not once a layer."""
+    bounds = places["cu_seq_lens_q"]
+    if on_compiler() or not _is_hopper(bounds.device):
+        return {}
+    return {"document_spans": spans(bounds, tokens)}
+
+
 def _lengths(bounds: Tensor, longest: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
@@ -280,6 +295,7 @@ def attend(
     softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    document_spans: Spans | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -291,21 +307,14 @@ def attend(
         sliding_window: tokens that a token sees, itself among them.
         softcap: scores become softcap · tanh(score / softcap).
         cu_seq_lens_q, max_length_q: as `documents` gives them.
+        document_spans: `ops.attention.spans` of them.
 
     Returns:
         [B, T, Hq, D], and None (no weights).
     """
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
-        inputs = query, key, value, attention_mask
-        if softcap is None:
-            few_keys = query.shape[1] != key.shape[1] and query.shape[2] > 1
-            if attention_mask is None and few_keys and not _flash_takes(query.device, query.dtype):
-                # torch's only other kernel for few keys builds scores of T × T
-                inputs = query, *(repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value)), None
-                module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-            return sdpa_attention_forward(module, *inputs, dropout=dropout, scaling=scaling, **kwargs)
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, *inputs, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs)
+        options = kwargs | {"dropout": dropout, "scaling": scaling}
+        return _transformers(module, query, key, value, attention_mask, softcap, options)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if softcap is not None and flash3() is None:
@@ -314,11 +323,28 @@ def attend(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return capped_attention(query, key, value, Scores(scale, softcap, reach), begins).transpose(1, 2), None
     plain = window is None and softcap is None
-    if cu_seq_lens_q is None or (plain and cu_seq_lens_q.numel() == rows + 1):  # as many as rows
+    whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
+    if cu_seq_lens_q is None or (whole and not _varying_lengths):
         return _causal(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap)
+    out = varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap, document_spans)
     return out.unflatten(0, (rows, length)), None
+
+
+def _transformers(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None, options: dict
+) -> tuple[Tensor, None]:
+    """What the model was loaded with."""
+    _may_differ(query, "transformers' attention")
+    if softcap is not None:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        return eager(module, query, key, value, mask, softcap=softcap, **options)
+    few_keys = query.shape[1] != key.shape[1] and query.shape[2] > 1
+    if mask is None and few_keys and not _flash_takes(query.device, query.dtype):
+        # torch's only other kernel for few keys builds scores of T × T
+        key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
@@ -335,8 +361,41 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     grouped = query.shape[1] != key.shape[1]
     if on_compiler():
         return attention(query, key, value, enable_gqa=grouped)
+    if _is_hopper(query.device) and repeatable.takes_rows(query):
+        return repeatable.whole(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+    _may_differ(query, "cuDNN's attention of whole rows")
     with sdpa_kernel(BACKENDS, set_priority=True):
         return attention(query, key, value, enable_gqa=grouped)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Whether the repeatable backwards were measured on such a device: what they cost elsewhere is not known."""
+    found = capability(device)
+    return found is not None and found[0] == HOPPER and torch.version.hip is None
+
+
+def _may_differ(query: Tensor, what: str) -> None:
+    """Say once that two runs may not have equal bits, where that is so."""
+    if query.is_cuda and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled():
+        notice(DIFFERS, f"two runs with one seed may differ in last bits: the backward of {what} adds in any order")
+
+
+_varying_lengths = False  # of the process: layers that are computed again are so in autograd's own thread
+
+
+@contextlib.contextmanager
+def lengths_vary(they_do: bool = True) -> Iterator[None]:
+    """Inside, rows that are one document each take FlashAttention, too.
+
+    cuDNN plans for each length: on an H200 the first forward and backward of one takes 115 to 150 ms, FlashAttention's
+    1 ms; from then on it is 1.5 to 1.8 times as fast.
+    """
+    global _varying_lengths
+    before, _varying_lengths = _varying_lengths, they_do
+    try:
+        yield
+    finally:
+        _varying_lengths = before
 
 
 @functools.cache
@@ -371,6 +430,7 @@ def varying(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    documents: Spans | None = None,
 ) -> Tensor:
     """Causal attention within documents.
 
@@ -381,6 +441,7 @@ def varying(
         scale: of the scores; None: 1/√D.
         window: tokens that a token sees, itself among them.
         softcap: as in `attend`; with FlashAttention 3 only.
+        documents: `ops.attention.spans` of the bounds; None: worked out where it is needed.
 
     Returns:
         [B·T, Hq, D].
@@ -389,10 +450,16 @@ def varying(
     sides = (-1 if window is None else window - 1, 0)
     flash = flash3()
     if flash is not None and not on_compiler():
+        _may_differ(query, "FlashAttention 3")
         exact = torch.are_deterministic_algorithms_enabled()
         options = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0, "deterministic": exact}
         out = flash(query, key, value, *places, window_size=sides, **options)
         return out[0] if isinstance(out, tuple) else out  # earlier versions return the normalizers, too
+    if not on_compiler() and _is_hopper(query.device) and repeatable.takes_documents(query):
+        documents = documents or spans(bounds, query.shape[0])
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return repeatable.varying(query, key, value, bounds, longest, documents, scale, window)
+    _may_differ(query, "FlashAttention 2")
     varlen_attn, parameters = _varlen()
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in parameters else {}
     return varlen_attn(query, key, value, *places, window_size=sides, scale=scale, **grouped)

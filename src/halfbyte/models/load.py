@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from ..architectures import auto_class, beside_text
-from ..errors import CheckpointError, HalfbyteError, ModelError
+from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..formats.choice import qat_format
@@ -19,6 +20,9 @@ from ..notices import notice
 from .checkpoint_files import check_checkpoint
 from .families import FAMILIES
 from .gguf.cache import checkpoint_folder, in_words
+
+FLEX = "flex_attention"
+FLEX_HEAD = 16  # torch's kernels take no smaller head
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -53,10 +57,23 @@ def read_model_config(
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if refused := untrusted(error, name_or_path):
+            raise refused from error
         raise ModelError(
             f"cannot read the model config of {name_or_path!r}: {error}",
             "give a folder with config.json, or a hub id you can reach",
         ) from error
+
+
+def untrusted(error: Exception, name: str) -> ModelError | None:
+    """What to say where transformers will not run the Python code in `name`; None for any other error."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return ModelError(
+        f"{name} brings Python code of its own, which is run only where you say so",
+        "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the command"
+        " (trust_remote_code=True in Python)",
+    )
 
 
 def load_model_config(
@@ -90,6 +107,35 @@ def load_model_config(
             "give one of those, or a decoder-only language model",
         )
     return config
+
+
+def check_attention(config: Any, name: str | None, device: torch.device, *, trains: bool = False) -> None:
+    """Whether the attention that a run asks for is there, for a model of `config`; builds one without weights.
+
+    Args:
+        name: `attn_implementation`; None for transformers' choice.
+        trains: whether gradients are wanted.
+
+    Raises:
+        ConfigError: it is not, and why.
+    """
+    if name is None:
+        return
+    fix = "leave attn_implementation out (sdpa)"
+    try:
+        with torch.device("meta"):
+            auto_class(config).from_config(copy.deepcopy(config), attn_implementation=name)
+    except (ImportError, ValueError) as error:  # transformers says which package is missing, or which names it knows
+        raise ConfigError(f"attn_implementation: {name}: {str(error).splitlines()[0]}", fix) from error
+    if name == FLEX and trains:
+        text = config.get_text_config()
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if device.type == "cpu":
+            raise ConfigError(f"attn_implementation: {name} computes no gradients on a CPU", fix)
+        if size < FLEX_HEAD:
+            raise ConfigError(f"attn_implementation: {name} takes heads of {FLEX_HEAD} and more, not of {size}", fix)
+    if "flash" in name and device.type == "cpu":
+        raise ConfigError(f"attn_implementation: {name} runs on GPUs only", fix)
 
 
 def load_model(
@@ -130,7 +176,7 @@ def load_model(
     Raises:
         ModelError: no such model or format, or nothing in it can be quantized.
         CheckpointError: a file or tensor is missing, truncated or misshapen.
-        ConfigError: there is nothing to keep.
+        ConfigError: there is nothing to keep, or no such attention here.
     """
     from .qat import fake_quantize_linears
     from .quantizer import HalfbyteConfig
@@ -138,6 +184,7 @@ def load_model(
     given, name_or_path = name_or_path, checkpoint_folder(name_or_path, quantization)
     target = chosen_device(device)
     config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    check_attention(config, attn_implementation, target)
     check_checkpoint(Path(name_or_path))
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     usual: dict[str, Any] = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_blocksize": blocksize}
@@ -176,6 +223,8 @@ def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
     except HalfbyteError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
+        if refused := untrusted(error, name_or_path):
+            raise refused from error
         raise CheckpointError(f"cannot load {name_or_path!r}: {error}", "check the checkpoint's files") from error
     model, info = loaded
     _check_loaded(info, name_or_path)
@@ -198,9 +247,8 @@ def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
     format_ = next(filter(None, found), None)
     if format_ is None:
         raise ModelError(
-            f"{name} is stored as {entry.get('quant_method')}{' 8-bit' if entry.get('load_in_8bit') else ''}, "
-            "which halfbyte does not load yet",
-            "use the 16-bit model, or a bitsandbytes 4-bit one",
+            f"{name} is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
+            "use the 16-bit model, or a bitsandbytes one",
         )
     notice("prequantized", f"{name} is already quantized ({format_.spec}); its bytes are kept")
     skip = entry.get("llm_int8_skip_modules") or entry.get("modules_to_not_convert")
@@ -256,6 +304,8 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if refused := untrusted(error, name_or_path):
+            raise refused from error
         raise ModelError(
             f"cannot load the tokenizer of {name_or_path!r}: {error}", "put tokenizer.json beside the weights"
         ) from error

@@ -6,7 +6,10 @@ with the input is found by `prepare_job`, before any weight is loaded.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,17 @@ from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
-from halfbyte.data.collate import fused_batches, make_collator
+from halfbyte.data.collate import Collator, fused_batches, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
+from halfbyte.hardware import is_out_of_memory
 from halfbyte.memory.estimate import GIB
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
+from halfbyte.models.attention import lengths_vary
+from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
-from halfbyte.models.patch import patch, unpatch
+from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.notices import forget
 from halfbyte.saved import model_keys
@@ -32,8 +38,10 @@ from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
 from . import checks, samples
 from .arguments import training_arguments
+from .lock import run_lock
 from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
-from .setup import Job, prepare_job, write_environment, write_memory
+from .reproducible import repeatable, verdict
+from .setup import Job, lengths_differ, prepare_job, write_environment, write_memory
 from .trainer import HalfbyteTrainer
 
 
@@ -73,49 +81,55 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
     """
     console = console or Console(quiet=True)
-    job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
-    limit = None if config.memory_limit_gib is None else int(config.memory_limit_gib * GIB)
-    try:
-        with held_to(job.device, limit):
-            return _run(job, console)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+    with run_lock(config.output_path):
+        job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
+        try:
+            with _settings(job):
+                return _run(job, console)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+        finally:
+            _release(job.device)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return typed or "can't allocate memory" in str(error)  # torch's CPU allocator raises a RuntimeError
+@contextlib.contextmanager
+def _settings(job: Job) -> Iterator[None]:
+    """What holds for the whole process while a run trains: its share of memory, its algorithms."""
+    limit = job.config.memory_limit_gib
+    share = held_to(job.device, None if limit is None else int(limit * GIB))
+    with share, repeatable(job.config, job.device), lengths_vary(lengths_differ(job)):
+        yield
+
+
+def _release(device: torch.device) -> None:
+    """Give a finished run's memory back now: trainer and model refer to each other, which waits for a collection."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
     model = _trainable_model(job, measured)
-    trainer = _trainer(job, model)
+    collate = make_collator(job.config, job.tokenizer, fused=fused_batches(job.config, job.device))
+    trainer = _trainer(job, model, collate)
     rows = job.data.train if job.data.eval is None else job.data.eval
     ids = torch.tensor([job.data.train[0]["input_ids"][: checks.TOKENS]], device=job.device)
     templated = job.data.report["template"] is not None
     prompts = samples.pick_prompts(job.config, job.tokenizer, rows, templated=templated)
     with no_input_casts(model, job.compute_dtype):
-        results = {"first_step": checks.loss_check(model, ids, job.compute_dtype)}
-        if job.config.use_kernels and job.device.type != "cpu":
-            report = patch(model, job.plan.levels or None)
-            console.print(str(report), highlight=False)
-            loss = results["first_step"]["loss"]
-            results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
-            if job.plan.use_graphs:
-                trainer.use_graphs()
-        if job.config.recipe != "bf16":  # a CPU computes in it, too
-            trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
+        results, report = _make_ready(job, model, trainer, ids, collate, console)
         before = _answers(job, model, prompts)
         _train(job, trainer, console)
         after = _answers(job, model, prompts)
-        measured["peak_bytes"] = peak_memory(job.device)
-        measured["run_bytes"] = measured["peak_bytes"] - measured["base_bytes"]  # what `predicted` is of
-        measured |= reserved_memory(job.device)
+        measured |= _peaks(job, trainer, measured["base_bytes"])
+        release(model)
         unpatch(model)
         results |= _save(job, model, ids)
+    found = results["reproducible"] = job.environment["reproducible"] = verdict(job.config, job.device, report)
+    console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
     write_memory(job, measured)
     write_json(job.output / "checks.json", results)
     pairs = zip(prompts, before, after, strict=True)
@@ -127,6 +141,34 @@ def _run(job: Job, console: Console) -> RunResult:
     print_memory(console, job.plan, measured)
     _report(job, console)
     return RunResult(job.output, _summary(job, measured))
+
+
+def _make_ready(
+    job: Job, model: Any, trainer: HalfbyteTrainer, ids: torch.Tensor, collate: Collator, console: Console
+) -> tuple[dict[str, Any], PatchReport | None]:
+    """Patch the model, keep packed documents apart, and check each against what the model computed before."""
+    report = None
+    results = {"first_step": checks.loss_check(model, ids, job.compute_dtype)}
+    if job.config.use_kernels and job.device.type != "cpu":
+        report = patch(model, job.plan.levels or None)
+        console.print(str(report), highlight=False)
+        loss = results["first_step"]["loss"]
+        results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
+    isolation = isolate_run(model, job.config, collate, job.data.train, job.compute_dtype)
+    if isolation is not None:
+        results["isolation"] = isolation.document()
+    if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+        trainer.use_graphs()
+    if job.config.recipe != "bf16":  # a CPU computes in it, too
+        trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
+    return results, report
+
+
+def _peaks(job: Job, trainer: HalfbyteTrainer, base_bytes: int) -> dict[str, int]:
+    """What the run took; `run_bytes` is what the plan's prediction is of."""
+    peak = peak_memory(job.device)
+    graphs = {"graph_pool_bytes": trainer.graph_pool_bytes} if trainer.graph_pool_bytes else {}
+    return {"peak_bytes": peak, "run_bytes": peak - base_bytes} | graphs | reserved_memory(job.device)
 
 
 def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
@@ -152,7 +194,7 @@ def _recompute_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
+def _trainer(job: Job, model: Any, collate: Collator) -> HalfbyteTrainer:
     evaluate = job.data.eval is not None
     rows = len(job.data.train)
     return HalfbyteTrainer(
@@ -164,7 +206,7 @@ def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
         args=training_arguments(job.config, job.device, job.compute_dtype, rows=rows, evaluate=evaluate),
         train_dataset=job.data.train,
         eval_dataset=job.data.eval,
-        data_collator=make_collator(job.config, job.tokenizer, fused=fused_batches(job.config, job.device)),
+        data_collator=collate,
     )
 
 

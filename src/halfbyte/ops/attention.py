@@ -1,0 +1,108 @@
+"""The backward of causal attention within documents, as sums of one order: equal runs give equal bits.
+
+p = exp(scale·q·kᵀ − logsumexp) where a query sees a key, else 0; δ = Σ dout·out over a head; ds = p·(dout·vᵀ − δ);
+dq = scale·ds·k, dk = scale·dsᵀ·q, dv = pᵀ·dout (Dao 2023, arXiv:2307.08691, algorithm 2).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+from ..notices import notice
+
+Spans = tuple[Tensor, Tensor]  # int32 [N] each: where the document of a token begins, and where it ends
+
+
+@functools.cache
+def cudnn() -> Any:
+    """NVIDIA's package nvidia-cudnn-frontend; None where it is not installed, or does not load."""
+    if importlib.util.find_spec("cudnn") is None:
+        return None
+    try:
+        import cudnn as package
+    except (ImportError, OSError, RuntimeError) as error:
+        notice("cudnn-package", f"nvidia-cudnn-frontend is installed and not used: {error}")
+        return None
+    return package
+
+
+def spans(bounds: Tensor, tokens: int) -> Spans:
+    """Where each token's document begins and ends, as row numbers; waits for nothing on the device.
+
+    Args:
+        bounds: int32 [documents + 1], where each document begins, then `tokens`; those of no tokens are passed over.
+        tokens: N, of all documents.
+    """
+    index = torch.searchsorted(bounds, torch.arange(tokens, dtype=bounds.dtype, device=bounds.device), right=True)
+    return bounds[index - 1], bounds[index]
+
+
+@op(twins="attention")
+def attention_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    documents: Spans,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention in which a token sees itself and those before it in its document.
+
+    Args:
+        dout, query, out: [N, Hq, D] of one dtype, the last dimension contiguous.
+        key, value: [N, Hk, D], likewise, Hk dividing Hq.
+        logsumexp: fp32 [Hq, N], contiguous, of scale·q·kᵀ.
+        documents: as `spans` gives them.
+        scale: of the scores.
+        window: tokens that a token sees, itself among them; None: all.
+
+    Returns:
+        Those of query, key and value, contiguous.
+    """
+    tokens, heads, _ = query.shape
+    group, first = heads // key.shape[1], documents[0]
+    rows = torch.arange(tokens, device=query.device)
+    if window is not None:
+        first = torch.maximum(first, rows - window + 1)
+    seen = (rows[None, :] <= rows[:, None]) & (rows[None, :] >= first[:, None])
+    q, do, o = (x.transpose(0, 1).float() for x in (query, dout, out))
+    k, v = (x.transpose(0, 1).float().repeat_interleave(group, 0) for x in (key, value))
+    p = torch.where(seen, torch.exp(scale * (q @ k.mT) - logsumexp.unsqueeze(-1)), 0.0)
+    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+    dq, dk, dv = scale * (ds @ k), scale * (ds.mT @ q), p.mT @ do
+    dk, dv = (x.unflatten(0, (-1, group)).sum(1) for x in (dk, dv))
+    dq, dk, dv = (x.transpose(0, 1).to(query.dtype).contiguous() for x in (dq, dk, dv))
+    return dq, dk, dv
+
+
+@op(twins="attention_rows")
+def rows_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where every row is one document.
+
+    Args:
+        dout, query, out: [B, Hq, T, D] of one dtype, the last dimension contiguous.
+        key, value: [B, Hk, T, D], likewise.
+        logsumexp: fp32 [B, Hq, T, 1], contiguous.
+        scale: of the scores.
+
+    Returns:
+        Those of query, key and value.
+    """
+    rows, heads, length, _ = query.shape
+    bounds = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (dout, query, key, value, out))
+    log = logsumexp.view(rows, heads, length).transpose(0, 1).reshape(heads, -1)
+    gradients = attention_backward(*flat, log, spans(bounds, rows * length), scale, None)
+    dq, dk, dv = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in gradients)
+    return dq, dk, dv

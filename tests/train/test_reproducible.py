@@ -1,0 +1,212 @@
+"""What a run says about its bits, what `deterministic` asks of torch, and, on a GPU, that two runs are equal."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from halfbyte.config import RunConfig
+from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.files import write_json
+from halfbyte.models.attention import DIFFERS
+from halfbyte.models.patch import PatchReport
+from halfbyte.notices import forget, notice
+from halfbyte.train.checkpoint import STATE, check_same_run
+from halfbyte.train.reproducible import repeatable, verdict
+from halfbyte.train.setup import lengths_differ
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FUSED = PatchReport("qwen3", Counter({"RoPE": 2}))
+
+
+def config(**keys):
+    return RunConfig(model_name_or_path="m", dataset="d", **keys)
+
+
+@pytest.fixture(autouse=True)
+def silence():
+    forget()
+    yield
+    forget()
+
+
+def test_verdict():
+    assert verdict(config(), CPU, None)["equal"]
+    assert verdict(config(), CUDA, FUSED) == {"equal": True, "why": "every sum of this run has one order"}
+    assert "own forwards" in verdict(config(), CUDA, None)["why"]
+    with_experts = PatchReport("qwen3", FUSED.fused, Counter({("experts", "no fused function"): 2}))
+    assert not verdict(config(), CUDA, with_experts)["equal"]
+    notice(DIFFERS, "two runs may differ: cuDNN")
+    assert verdict(config(), CUDA, FUSED)["why"].startswith("two runs may differ: cuDNN; deterministic: true")
+    assert verdict(config(deterministic=True), CUDA, FUSED) == {"equal": True, "why": "deterministic: true"}
+
+
+def test_deterministic_is_torchs_and_ends_with_the_run(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    with repeatable(config(), CUDA), repeatable(config(deterministic=True), CPU):
+        assert not torch.are_deterministic_algorithms_enabled()
+    with repeatable(config(deterministic=True), CUDA):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == filled
+
+
+def test_an_operation_that_does_not_repeat_is_an_error_that_names_it():
+    with pytest.raises(TrainingError, match="put_") as caught, repeatable(config(deterministic=True), CUDA):
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    assert "deterministic: false" in str(caught.value)
+    with pytest.raises(RuntimeError, match="size"), repeatable(config(deterministic=True), CUDA):
+        torch.zeros(3) + torch.zeros(4)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_checkpoint_from_before_the_key_is_resumed_as_what_it_was(tmp_path):
+    saved = config().model_dump()
+    del saved["deterministic"]
+    write_json(tmp_path / STATE, {"config": saved})
+    check_same_run(config(), tmp_path)
+    with pytest.raises(ConfigError, match="deterministic: False then, True now"):
+        check_same_run(config(deterministic=True), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps", "keys", "differ"),
+    [
+        ([300, 380, 384], 10, {}, False),  # all are rounded to 384
+        ([100, 300], 99, {}, True),
+        ([100, 300], 100, {}, False),
+        ([100, 300], 10, {"packing": True}, False),
+        ([100, 300], 10, {"padding_free": True}, False),
+    ],
+)
+def test_lengths_that_differ(lengths, steps, keys, differ):
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"input_ids": [[1] * length for length in lengths]})
+    job = SimpleNamespace(config=config(**keys), data=SimpleNamespace(train=rows), total_steps=steps)
+    assert lengths_differ(job) == differ
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+WORDS = [f"w{index}" for index in range(250)]
+RUN = """
+    import json, sys
+    from halfbyte.config import load_config
+    from halfbyte.train.sft import train
+    keys = json.loads(sys.argv[1])
+    train(load_config(None, keys), resume=True if sys.argv[2] == "resume" else None)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A small Qwen3 with random weights and 400 documents of 8 to 300 tokens."""
+    folder = tmp_path_factory.mktemp("place")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=1024, pad_token_id=1))
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    vocabulary = {"<eos>": 0, "<pad>": 1, "<unk>": 2} | {word: index + 3 for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    fast.save_pretrained(folder / "model")
+    drawn = random.Random(1)
+    rows = [" ".join(drawn.choices(WORDS, k=drawn.randint(8, 300))) for _ in range(400)]
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows) + "\n")
+    return folder
+
+
+def keys_of(place, output, **keys):
+    common = {
+        "max_length": 512,
+        "per_device_train_batch_size": 2,
+        "max_steps": 40,
+        "save_steps": 8,
+        "learning_rate": 1e-3,
+    }
+    paths = {
+        "model_name_or_path": str(place / "model"),
+        "dataset": str(place / "data.jsonl"),
+        "output_dir": str(output),
+    }
+    return paths | common | {"sample_prompts": 0} | keys
+
+
+def start(keys, resume=False):
+    arguments = [json.dumps(keys), "resume" if resume else "start"]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    command = [sys.executable, "-c", textwrap.dedent(RUN), *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process):
+    said = process.communicate(timeout=250)[0]
+    assert process.returncode == 0, said[-3000:]
+
+
+def results(output):
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
+    return losses, (output / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+ALWAYS = {"packed": {"packing": True}, "packed, dropout": {"packing": True, "lora_dropout": 0.05}}
+WHEN_ASKED = {
+    "unpacked": {"lora_dropout": 0.05},
+    "recomputed": {"packing": True, "lora_dropout": 0.05, "activation_checkpointing": "checkpoint"},
+    "offloaded": {"packing": True, "activation_checkpointing": "offload"},
+    "several micro-batches": {"packing": True, "gradient_accumulation_steps": 2, "max_steps": 20, "save_steps": 4},
+}
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*ALWAYS, *WHEN_ASKED])
+def test_two_runs_and_one_killed_and_resumed_have_equal_bytes(place, tmp_path, name):
+    asked = name in WHEN_ASKED or not HOPPER
+    keys = (ALWAYS | WHEN_ASKED)[name] | {"deterministic": asked}
+    outputs = [tmp_path / folder for folder in ("one", "two", "killed")]
+    processes = [start(keys_of(place, output, **keys)) for output in outputs]
+    moment = random.Random(name).randint(9, keys.get("max_steps", 40) - 2)
+    for at in (moment // 2 + 4, moment):  # once while the first and then while the second process runs
+        _kill_after(processes[2], outputs[2] / "metrics.jsonl", at)
+        processes[2] = start(keys_of(place, outputs[2], **keys), resume=True)
+    for process in processes:
+        finish(process)
+    expected = results(outputs[0])
+    assert len(expected[0]) == keys.get("max_steps", 40)
+    for output in outputs[1:]:
+        losses, weights = results(output)
+        assert losses == expected[0]
+        assert weights == expected[1]
+    assert json.loads((outputs[0] / "checks.json").read_text())["reproducible"]["equal"]
+
+
+def _kill_after(process, metrics, step):
+    """SIGKILL as soon as the step is recorded."""
+    while process.poll() is None:
+        if metrics.exists() and metrics.read_text().count('"train"') >= step:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            return
+        time.sleep(0.01)
+    raise AssertionError(process.communicate()[0][-3000:])
