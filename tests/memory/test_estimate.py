@@ -311,7 +311,7 @@ def test_a_plan_is_for_the_batches_of_the_data():
     varied = Batches(Shape(4, 4096), Shape(4, 3300), second=Shape(4, 3584))
     free = estimate(run_config(**keys), qwen, batches=varied, **options)
     assert free.use_graphs
-    assert (free.total - free.graphs) / GIB == pytest.approx(17.67, rel=0.02)  # allocated on an H200
+    assert (free.total - free.graphs) / GIB == pytest.approx(17.72, rel=0.02)  # allocated on an H200
     assert free.total / GIB == pytest.approx(32.7, rel=0.03)  # reserved
     alone = estimate(run_config(**keys), qwen, batches=Batches.alike(4, 4096), **options)
     assert alone.use_graphs
@@ -322,3 +322,6 @@ def test_a_plan_is_for_the_batches_of_the_data():
     asked = run_config(**keys | {"per_device_train_batch_size": 64, "activation_checkpointing": True})
     rows = [estimate(asked, qwen, batches=Batches.alike(n, 4096), **options).total for n in (26, 64)]
     assert rows[0] < 0.5 * rows[1]
+    least = asked.model_copy(update={"activation_checkpointing": "tiled"})
+    # attention's backward asked for the last 1.63 of 6.54 GiB there
+    assert 6.54 <= estimate(least, qwen, batches=Batches.alike(26, 4096), **options).total / GIB <= 1.07 * 6.54

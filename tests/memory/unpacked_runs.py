@@ -34,6 +34,7 @@ from halfbyte.train import setup, sft, trainer
 GIB = 2**30
 SHAPES = {
     **MODELS,
+    "llama-8b-4": ("Llama", MODELS["llama-3.1-8b"][1] | {"num_hidden_layers": 4}),
     "gemma2-2b-4": ("Gemma2", dict(
         hidden_size=2304, intermediate_size=9216, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         head_dim=256, vocab_size=256000, query_pre_attn_scalar=256, sliding_window=4096, max_position_embeddings=8192,
@@ -43,11 +44,13 @@ SHAPES = {
 RUNS: dict[str, dict[str, Any]] = {
     "free": {"model": "qwen3-0.6b", "lengths": (64, 4096), "rows": 4, "steps": 120},
     "limit6": {"model": "qwen3-0.6b", "lengths": (64, 4096), "rows": 4, "steps": 120, "memory_limit_gib": 6.0},
-    "rows26": {"model": "qwen3-0.6b", "lengths": (4096, 4096), "rows": 64, "steps": 6, "memory_limit_gib": 5.2,
+    "rows26": {"model": "qwen3-0.6b", "lengths": (4096, 4096), "rows": 64, "steps": 6, "memory_limit_gib": 7.5,
                "of": 26},
     "gemma2": {"model": "gemma2-2b-4", "lengths": (4096, 4096), "rows": 2, "steps": 6},
     "gemma2-kept": {"model": "gemma2-2b-4", "lengths": (4096, 4096), "rows": 2, "steps": 6,
                     "activation_checkpointing": "keep"},
+    "layers4": {"model": "llama-8b-4", "lengths": (64, 8192), "rows": 1, "steps": 60,
+                "activation_checkpointing": "offload_attention"},
     "8b": {"model": "llama-3.1-8b", "lengths": (64, 8192), "rows": 1, "steps": 100, "memory_limit_gib": 16.0},
 }  # fmt: skip
 WORDS = [f"w{i}" for i in range(1000)]
@@ -96,11 +99,13 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
     notices.forget()
     widths: list[tuple[int, ...]] = []
     stores: list[Offload] = []
+    pinned: list[int] = []
     count, init = trainer._Counting.__call__, Offload.__init__
 
     def counting(self, batch):
         made = count(self, batch)
         widths.append(tuple(made["input_ids"].shape))
+        pinned.append(sum(store.pinned_bytes for store in stores))
         return made
 
     def noted(self, device):
@@ -122,15 +127,18 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
         try:
             for (owner, name), value in patched.items():
                 setattr(owner, name, value)
+            torch.cuda.empty_cache()
+            others = torch.cuda.memory_reserved()
             sft.train(config)
-            pinned = sum(store.pinned_bytes for store in stores)
         finally:
             for (owner, name), value in before.items():
                 setattr(owner, name, value)
             stores.clear()
         memory = json.loads((place / "out/memory.json").read_text())
         records = [json.loads(line) for line in (place / "out/metrics.jsonl").read_text().splitlines()]
-    return _numbers(memory, [r for r in records if r["kind"] == "train"], widths) | {"pinned": pinned / GIB}
+    numbers = _numbers(memory, [r for r in records if r["kind"] == "train"], widths)
+    numbers["reserved"] -= others / GIB
+    return numbers | {"pinned_at_half": pinned[len(pinned) // 2] / GIB, "pinned": pinned[-1] / GIB}
 
 
 def _numbers(memory: dict[str, Any], records: list[dict[str, Any]], widths: list[tuple[int, ...]]) -> dict[str, Any]:

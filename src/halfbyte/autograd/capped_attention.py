@@ -61,7 +61,8 @@ class _CappedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, scores, begins):
         groups = key.shape[1]
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        rows, heads, length, width = query.shape
+        out = query.new_empty(rows, length, heads, width).transpose(1, 2)  # as the next product saves it, too
         sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         for tile in _tiles(query, scores):
             capped, hidden = _capped(query, key, tile, scores, begins)

@@ -248,7 +248,7 @@ class _Fused:
         moving, evaluated = self._moving(self.batches.largest, choice), self._evaluated()
         graphs = 0
         if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
-            graphs = GRAPH_RUNTIME + max(evaluated, self._moving(self.batches.second, choice))
+            graphs = max(evaluated, self._moving(self.batches.second, choice))
         moving = max(moving, evaluated, _step_scratch(self.config.optim, self.trained, self.shapes.device.type))
         logits = min(self.loss, moving)
         return replace(
@@ -257,6 +257,7 @@ class _Fused:
             logits=logits,
             activation_checkpointing=set(choice.levels) != {"keep"},
             levels=choice.levels,
+            runtime=CUDA_RUNTIME + GRAPH_RUNTIME * choice.graphs,
             graphs=graphs,
             use_graphs=choice.graphs,
         )
@@ -327,7 +328,7 @@ def _plan(shapes: ModelShapes, checkpointed: bool, batches: Batches, capacity: i
     if not may_capture(config, shapes.device, shapes.dtype):
         return plan
     beside = whole.total if batches.second.tokens or batches.evaluation.tokens else 0
-    captured = replace(plan, graphs=GRAPH_RUNTIME + beside, use_graphs=True)
+    captured = replace(plan, graphs=beside, runtime=plan.runtime + GRAPH_RUNTIME, use_graphs=True)
     return captured if captured.fits else plan
 
 

@@ -192,19 +192,23 @@ class LayerShape:
     def backward(self, level: Level) -> int:
         """Bytes beyond what is saved and what is on its way back, at the highest moment of a backward."""
         stream, inner = self.stream, self.tokens * self.inner * self.itemsize
-        flowing = (
-            max(inner, self.scores.scratch) + 3 * stream + self._scratch
-        )  # dh, the gradient that came and the one that goes
-        if level == "tiled":  # its input; then the MLP's tiles, or attention with fp32 sums of dq
-            gradients = self.tokens * (4 * self.queries + 2 * self.keys) * self.itemsize
-            return self._attention() + max(3 * stream + self._tile(), stream + gradients) + self._scratch
+        # dh or scores, the gradient that came and the one that goes
+        flowing = max(inner, self.scores.scratch) + 3 * stream + self._scratch
+        attention = 3 * stream + self._attention_gradients() + self._scratch
+        if level == "tiled":  # its input; then the MLP's tiles, or attention
+            return self._attention() + max(4 * stream + self._tile() + self._scratch, attention)
         if level in OFFLOADED:
             return self.backward(OFFLOADED[level]) + self._in_hand(level)
         if level in ("keep", "recompute"):
             return flowing + (stream if level == "recompute" else 0)
         if level == "recompute_mlp":  # with a last product that is left out, not its place
-            return flowing + self._mlp(self.tokens)
-        return flowing + self._attention() + self._mlp(self.tokens)
+            return max(flowing + self._mlp(self.tokens), attention)
+        return self._attention() + max(flowing + self._mlp(self.tokens), attention)
+
+    def _attention_gradients(self) -> int:
+        """dout, fp32 sums of dq, dq, dk and dv; and dk and dv of every query head, where several share a key."""
+        shared = 2 * self.queries if self.keys < self.queries else 0
+        return self.tokens * (4 * self.queries + shared + 2 * self.keys) * self.itemsize
 
     def _tile(self) -> int:
         tokens = min(TILE_ROWS, self.tokens)

@@ -1,0 +1,17 @@
+"""Runs on rows of many lengths keep within their plan and their limit; their speed is in `unpacked_runs`."""
+
+import pytest
+from unpacked_runs import RUNS, measured
+
+STEPS = {"limit6": 40, "rows26": 3, "gemma2": 4, "layers4": 60}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_a_run_stays_within_its_plan(name):
+    numbers = measured(**RUNS[name] | {"steps": STEPS[name]})
+    assert numbers["allocated"] <= 1.07 * numbers["planned"], numbers
+    if limit := RUNS[name].get("memory_limit_gib"):
+        assert numbers["reserved"] <= limit, numbers
+    assert numbers["pinned"] == numbers["pinned_at_half"], numbers
