@@ -14,12 +14,14 @@ import importlib.util
 import inspect
 import itertools
 import json
+import multiprocessing
+import os
 import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from halfbyte.kernels import cuda, lora_glu
 from halfbyte.kernels.device import Device, assumed
 from halfbyte.kernels.launch import Launcher
 
-from .kernel_cases import BF16, FP32, Case, all_cases, attend_call, empty
+from .kernel_cases import BF16, FP32, MAKERS, Case, attend_call, empty
 
 KIB = 1024
 ROOT = Path(__file__).parents[1]
@@ -116,6 +118,7 @@ def kernel_name(launcher: Launcher) -> str:
     return f"{module}.{launcher.function.__name__.lstrip('_')}"
 
 
+@functools.cache
 def modules() -> list[Any]:
     """The modules of halfbyte.kernels that are not for CPUs."""
     names = [each.name for each in pkgutil.iter_modules(kernels.__path__) if not each.ispkg]
@@ -288,16 +291,22 @@ def compile_cuda(launch: CudaLaunch) -> Taken:
     return Taken(static + launch.shared_bytes, registers, spilled)
 
 
+_nvrtc_of_torch = cuda._nvrtc
+
+
 @functools.cache
-def wheel_nvrtc() -> ctypes.CDLL | None:
-    """NVRTC of the wheel nvidia-cuda-nvrtc, which needs no GPU; None where it is not installed."""
+def any_nvrtc() -> ctypes.CDLL | None:
+    """NVRTC of the wheel nvidia-cuda-nvrtc, which needs no GPU, or of a torch with CUDA; None where there is none."""
     found = importlib.util.find_spec("nvidia")
     for folder in found.submodule_search_locations or () if found else ():
         for path in Path(folder).glob("cu*/lib/libnvrtc.so.*"):
             for builtins in path.parent.glob("libnvrtc-builtins.so.*"):  # which it finds by name alone
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(path))
-    return None
+    try:
+        return _nvrtc_of_torch()
+    except cuda.BuildError:
+        return None
 
 
 @dataclass
@@ -317,6 +326,15 @@ class Row:
         self.spilled_bytes = max(self.spilled_bytes, taken.spilled_bytes)
         if obstacle := taken.obstacle(device):
             self.refuse(obstacle, case)
+
+    def join(self, other: Row) -> None:
+        self.forms += other.forms
+        self.shared_bytes = max(self.shared_bytes, other.shared_bytes)
+        self.registers = max(self.registers, other.registers)
+        self.spilled_bytes = max(self.spilled_bytes, other.spilled_bytes)
+        for reason, cases in other.refused.items():
+            for case in cases:
+                self.refuse(reason, case)
 
     def refuse(self, reason: str, case: str) -> None:
         cases = self.refused.setdefault(reason, [])
@@ -428,16 +446,39 @@ def slots_of(target: Target, dtype: torch.dtype, size: int) -> int:
     return found.triton[0].constants[4]
 
 
+def measure_part(part: tuple[str, int]) -> tuple[str, dict[str, Row]]:
+    """The rows of one kind of cases (an index of `MAKERS`) on the target of that name."""
+    name, maker = part
+    target = next(target for target in TARGETS if target.name == name)
+    with mock.patch.object(cuda, "_nvrtc", any_nvrtc):
+        return name, measure(target, MAKERS[maker]())
+
+
+def measure_all(names: Sequence[str], processes: int) -> dict[str, dict[str, dict]]:
+    """All rows of the targets of these names, as they are written."""
+    parts = [(name, maker) for maker in range(len(MAKERS)) for name in names]  # those that take longest first
+    joined: dict[str, dict[str, Row]] = {name: {} for name in names}
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for name, rows in pool.imap_unordered(measure_part, parts):
+            for kernel, row in rows.items():
+                joined[name].setdefault(kernel, Row()).join(row)
+    return {
+        name: {kernel: asdict(row) | {"refused": _sorted(row.refused)} for kernel, row in sorted(rows.items())}
+        for name, rows in joined.items()
+    }
+
+
+def _sorted(refused: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {reason: sorted(refused[reason]) for reason in sorted(refused)}
+
+
 def main() -> None:
     """Measure the targets named on the command line, or all, and write the page anew."""
-    if wheel_nvrtc() is None:
+    if any_nvrtc() is None:
         raise SystemExit("install nvidia-cuda-nvrtc first: CUDA kernels would have no rows")
-    with mock.patch.object(cuda, "_nvrtc", wheel_nvrtc):
-        for target in TARGETS:
-            if target.name in sys.argv[1:] or not sys.argv[1:]:
-                results = read_results()
-                results[target.name] = {name: asdict(row) for name, row in sorted(measure(target, all_cases()).items())}
-                files.write_text(RESULTS, json.dumps(results, indent=1) + "\n")
+    names = sys.argv[1:] or [target.name for target in TARGETS]
+    results = read_results() | measure_all(names, os.cpu_count() or 1)
+    files.write_text(RESULTS, json.dumps({key: results[key] for key in sorted(results)}, indent=1) + "\n")
     files.write_text(PAGE, rendered(read_results()))
 
 

@@ -1,10 +1,13 @@
 """What is prepared before torch is there."""
 
 import os
+import subprocess
+import sys
 
 import pytest
+import torch
 
-from halfbyte.hardware import GROWING, let_segments_grow, segments_grow
+from halfbyte.hardware import GROWING, bound_cpu_primitives, compute_dtype, let_segments_grow, segments_grow
 
 
 @pytest.mark.parametrize(
@@ -22,3 +25,56 @@ def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expecte
     let_segments_grow()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
     assert segments_grow() == (expected == GROWING)
+
+
+def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
+    """A T4 beside an A100, the second of which is the current one."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device=1: [(7, 5), (8, 0)][torch.device(device).index]
+    )
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    found = [compute_dtype(torch.device("cuda", index)) for index in (0, 1)]
+    assert [each.dtype for each in found] == [torch.float16, torch.bfloat16]
+    assert found[0].reason == "cuda:0 has no bf16 units"
+
+
+LENGTHS = """
+import os, sys, psutil, torch
+import torch.nn.functional as F
+from halfbyte.hardware import bound_cpu_primitives
+
+torch.set_num_threads(1)
+if sys.argv[1] == "bound":
+    bound_cpu_primitives()
+
+def products(length):
+    q = torch.randn(2, 4, length, 64, dtype=torch.bfloat16, requires_grad=True)
+    F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+for length in range(64, 224, 4):
+    products(length)
+before = psutil.Process().memory_info().rss
+for length in range(224, 304, 4):
+    products(length)
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.skipif(
+    compute_dtype(torch.device("cpu")).dtype != torch.bfloat16, reason="oneDNN compiles 16-bit products, here are none"
+)
+def test_products_of_many_lengths_do_not_pile_up():
+    """Of one attention, 4.4 MiB a length where all are kept; set after torch is there, as in Python."""
+    grown = [
+        int(subprocess.run([sys.executable, "-c", LENGTHS, how], check=True, capture_output=True, text=True).stdout)
+        for how in ("bound", "default")
+    ]
+    assert grown[0] <= 32 * 2**20
+    assert grown[1] >= 48 * 2**20
+
+
+def test_what_the_user_set_stays(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"LRU_CACHE_CAPACITY": "7"})
+    bound_cpu_primitives()
+    assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from halfbyte.config import RunConfig
 
 ALL_LINEAR = "all-linear"
+READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # of a Mamba layer
 WEIGHTS = "adapter_model.safetensors"
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
@@ -129,7 +130,8 @@ def _say_what_differs(lora: PeftConfig, config: RunConfig) -> None:
 
 def all_linear(model: nn.Module) -> list[str]:
     """Names of every `nn.Linear` but the output head: short ones (q_proj, ...) where they mean nothing else. Of a model
-    with a vision tower, those of its language model.
+    with a vision tower, those of its language model. Left out are linears that return something else than x·Wᵀ
+    (routers), and those of Mamba layers whose weights are read past their forward, and so past an adapter.
 
     PEFT's own all-linear lists every full name, which ties the saved adapter to the number of layers.
     """
@@ -137,11 +139,38 @@ def all_linear(model: nn.Module) -> list[str]:
     modules = {name: module for name, module in model.named_modules() if name}
     linears = {name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
     linears -= {"lm_head", *(name for name in linears if name.startswith(tuple(beside_text(model))))}
+    linears -= {name for name in linears if not _is_linear(modules[name])}
+    past = {name for name in linears if name.rpartition(".")[2] in READ_BY_SCAN and _scans(modules, name)}
+    if past:
+        said = ", ".join(sorted({name.rpartition(".")[2] for name in past}))
+        notice("all-linear-mamba", f"all-linear leaves out {said} of Mamba layers: their kernels read only the weights")
+    linears -= past
     if not linears:
         raise ModelError("target_modules: all-linear finds no nn.Linear in this model", "name the modules to adapt")
     leaves = {name.rpartition(".")[2] for name in linears}
     ambiguous = any(name.rpartition(".")[2] in leaves for name in modules.keys() - linears)
     return sorted(linears if ambiguous else leaves)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a linear, of a class of its own too, gives x·Wᵀ for rows x: routers may choose, others work by groups."""
+    own = type(module)
+    if not isinstance(module, nn.Linear) or own.forward is nn.Linear.forward:
+        return True
+    if not own.__module__.startswith("transformers"):  # its models' own code and that of the hub
+        return True
+    try:
+        with torch.no_grad():
+            found = module(module.weight.new_zeros(2, module.in_features))
+    except RuntimeError:  # it takes no rows
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == (2, module.out_features)
+
+
+def _scans(modules: dict[str, nn.Module], name: str) -> bool:
+    """Whether a linear is a part of a Mamba layer, which has A and a skip D; a gated delta net has no D."""
+    parent = modules.get(name.rpartition(".")[0])
+    return hasattr(parent, "A_log") and hasattr(parent, "D")
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -155,11 +184,25 @@ def _check_targets(model: nn.Module, targets: str | list[str]) -> None:
         pattern = _compiled("target_modules", targets)
         if not any(pattern.fullmatch(name) for name, _ in model.named_modules()):
             raise ModelError(*_unknown("target_modules", targets, linears))
+    if targets == ALL_LINEAR:
+        return
+    for name, module in model.named_modules():
+        wanted = pattern.fullmatch(name) if isinstance(targets, str) else any(_names(name, each) for each in targets)
+        if wanted and not _is_linear(module):
+            raise ModelError(
+                f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to",
+                "leave it out, or use all-linear",
+            )
+
+
+def _names(module: str, target: str) -> bool:
+    """PEFT's rule: the whole name, or its end after a dot."""
+    return module == target or module.endswith(f".{target}")
 
 
 def _check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest: Collection[str] = ()) -> None:
-    for name in wanted:  # PEFT's rule: the whole name, or its end after a dot
-        if name not in names and not any(known.endswith(f".{name}") for known in names):
+    for name in wanted:
+        if not any(_names(known, name) for known in names):
             raise ModelError(*_unknown(key, name, suggest or names))
 
 

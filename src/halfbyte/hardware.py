@@ -38,6 +38,16 @@ def segments_grow() -> bool:
     return any(GROWING in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
 
+KEPT_PRIMITIVES = 128  # several times what one shape of batch needs
+
+
+def bound_cpu_primitives() -> None:
+    """Let oneDNN and ideep keep few compiled products, unless the user has set it up: each of their caches takes 1,024,
+    0.9 MiB a piece, and a batch of another length needs 23 more (docs/log.md). It counts before torch multiplies."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KEPT_PRIMITIVES))
+
+
 def best_device() -> torch.device:
     """The first accelerator torch sees (CUDA or ROCm, then XPU), else the CPU."""
     import torch
@@ -116,7 +126,8 @@ def compute_dtype(device: torch.device) -> ComputeDtype:
     import torch
 
     if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
+        # Not torch.cuda.is_bf16_supported, which asks the current device.
+        if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):
             return ComputeDtype(torch.bfloat16, f"{torch.cuda.get_device_name(device)} multiplies bf16 natively")
         return ComputeDtype(torch.float16, f"{torch.cuda.get_device_name(device)} has no bf16 units")
     if device.type == "xpu":

@@ -174,6 +174,25 @@ def measured_parts(measured: Mapping[str, Any]) -> dict[str, float]:
     return {"base": base, "loading": loaded - base, "training": peak - loaded}
 
 
+def compared(flat: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[float, float]:
+    """Predicted and measured bytes of what a run adds to its process, as they are to be compared.
+
+    On a CPU the process, its libraries, was there before the model. What the plan leaves for shapes beside the pool of
+    CUDA graphs is no part of the peak that torch's allocator counts.
+
+    Args:
+        flat: as `as_plan` gives it.
+    """
+    predicted = flat.get("total") or sum(flat.get(name) or 0 for name in MEMORY_PARTS)
+    shown = measured_parts(measured)
+    return predicted - (flat.get("graphs") or 0), shown["loading"] + shown["training"]
+
+
+def off_by(predicted: float, measured: float) -> str:
+    """Such as "4.2% above"."""
+    return f"{abs(measured - predicted) / predicted:.1%} {'above' if measured > predicted else 'below'}"
+
+
 def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None = None) -> None:
     """One stacked bar of the predicted parts and what stays free; with `measured`, a second bar to the same scale.
 
@@ -185,13 +204,13 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
     parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
     total = flat.get("total") or sum(parts.values())
     shown = measured_parts(measured) if measured else {}
-    scale = max(flat.get("capacity_bytes") or 0, total, sum(shown.values()))
+    both = {"base": shown.get("base", 0), **parts}  # the process is in the peak, so it is in both bars
+    scale = max((flat.get("capacity_bytes") or 0) + both["base"], sum(both.values()), sum(shown.values()))
     known = bool(flat.get("capacity_bytes"))
-    lines: dict[str, RenderableType] = {"memory": _stack(console, parts, MEMORY_PARTS, scale, known)}
+    lines: dict[str, RenderableType] = {"memory": _stack(console, both, MEASURED_PARTS | MEMORY_PARTS, scale, known)}
     if measured:
         lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
-    # The plan is of what the run adds; on a CPU the process itself, its libraries, was there before.
-    lines["total"] = _totals(total, sum(shown.values()) - shown.get("base", 0), flat)
+    lines["total"] = _totals(total, measured or {}, flat)
     console.print(_facts(lines))
 
 
@@ -214,11 +233,13 @@ def _stack(
     return Group(bar, Columns(legend, padding=(0, 2)))
 
 
-def _totals(total: float, peak: float, flat: Mapping[str, Any]) -> str:
+def _totals(total: float, measured: Mapping[str, Any], flat: Mapping[str, Any]) -> str:
     capacity = flat.get("capacity_bytes")
-    words = [f"predicted {size(total)}"]
+    predicted, peak = compared(flat, measured)
+    words = [f"predicted {size(predicted if peak else total)}"]
     if peak:
-        words.append(f"measured {size(peak)}, {abs(peak - total) / total:.1%} {'above' if peak > total else 'below'}")
+        beside = f" beside the process's {size(measured['base_bytes'])}" if measured.get("base_bytes") else ""
+        words.append(f"measured {size(peak)}{beside}, {off_by(predicted, peak)}")
     if capacity:
         words.append(f"device {size(capacity)}")
     if flat.get("activation_checkpointing") is not None:

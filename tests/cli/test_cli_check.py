@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import transformers
 
 from halfbyte.cli import check
-from halfbyte.cli.init import SHOWN, starting_config
+from halfbyte.cli.init import SHOWN, _packed, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
 from halfbyte.errors import ModelError
 from halfbyte.memory.batches import Batches
@@ -70,6 +71,22 @@ def test_a_wrong_target_module_shows_without_weights(shared):
         check.check_modules(config, check.read_model_config(config))
     config.target_modules = ["q_proj"]
     check.check_modules(config, check.read_model_config(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "packing", "comment"),
+    [("Llama", True, ""), ("Lfm2", True, "conv, a Lfm2ShortConv"), ("XLNet", False, "cannot be kept apart"),
+     ("Blt", False, "could not be asked")],
+)  # fmt: skip
+def test_init_asks_whether_packed_documents_see_each_other(family, packing, comment, tmp_path):
+    keys = {"layer_types": ["conv", "full_attention"] * 8, "num_hidden_layers": 16} if family == "Lfm2" else {}
+    getattr(transformers, f"{family}Config")(**keys).save_pretrained(tmp_path)
+    base = load_config(None, {"model_name_or_path": str(tmp_path), "dataset": "d"})
+    config, lines = _packed(base, check.read_model_config(base))
+    assert config.packing is packing
+    assert bool(lines) is bool(comment)
+    assert comment in " ".join(lines)
+    assert all(line.startswith("# ") and "\n" not in line for line in lines)
 
 
 def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path):

@@ -73,6 +73,20 @@ def test_prompt_completion(names):
     assert bool(said()) == (names != ("prompt", "completion"))
 
 
+def test_prompt_and_completion_may_be_turns():
+    earlier = [{"role": "system", "content": "s"}, *TURNS, {"from": "human", "value": "bye"}]
+    layout, found = read(
+        {"prompt": earlier, "completion": [TURNS[1]], "tools": [TOOL]}, {"prompt": "q", "completion": "a"}
+    )
+    assert layout.format == "prompt-completion"
+    assert found[0]["messages"] == [earlier[0], *TURNS, {"role": "user", "content": "bye"}, TURNS[1]]
+    assert (found[0]["given"], found[0]["tools"][0]["function"]) == (1, TOOL)
+    assert found[1] == {"prompt": "q", "completion": "a"}
+    assert read({"prompt": TURNS[:1], "completion": TURNS[1:], "system": "s"})[1] == [
+        {"messages": [{"role": "system", "content": "s"}, *TURNS], "given": 0}
+    ]
+
+
 def test_alpaca_joins_a_nonempty_input():
     rows = [{"instruction": "i", "input": x, "output": "o", "system": "s"} for x in ("", "x", None)]
     layout, found = read(*rows)
@@ -126,6 +140,16 @@ def test_unknown_columns(row, keys, message):
         ({"text": "t"}, {"text": 5}, r"data\.jsonl:2: column 'text' holds int 5, not text"),
         ({"text": "t"}, {"test": "t"}, r"data\.jsonl:2: the row has no column 'text'; did you mean 'test'"),
         ({"prompt": "", "completion": ""}, {"prompt": "", "completion": None}, r":2: column 'completion' holds None"),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, {"prompt": TURNS[:1], "completion": "a"},
+         r":2: column 'completion' holds str \"a\", not a list of turns, as column 'prompt' does"),
+        ({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": TURNS[1:]},
+         r":2: column 'prompt' holds str \"q\", not a list of turns, as column 'completion' does"),
+        ({"prompt": "q", "completion": "a"}, {"prompt": TURNS[:1], "completion": TURNS[:1]},
+         r":2: column 'completion' has no assistant turn"),
+        ({"prompt": "q", "completion": "a"}, {"prompt": TURNS[:1], "completion": [TURNS[1], {"role": "asistant"}]},
+         r":2, completion, turn 2: unknown role 'asistant'; did you mean 'assistant'"),
+        ({"prompt": "q", "completion": "a"}, {"prompt": [{"role": "user", "content": 3}], "completion": TURNS[1:]},
+         r":2, prompt, turn 1: the content is int 3"),
         ({"messages": TURNS}, {"messages": "hi"}, r":2: column 'messages' holds str \"hi\", not a list of turns"),
         ({"messages": TURNS}, {"messages": []}, r":2: column 'messages' holds list"),
         ({"messages": TURNS}, {}, r":2: column 'messages' holds nothing"),

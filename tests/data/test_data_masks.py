@@ -1,17 +1,22 @@
 """Masks, token by token: what is trained is what the assistant wrote and the token that ends its turn, nothing else."""
 
+import copy
 import json
+import re
 import types
 from itertools import groupby
 
+import datasets
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from halfbyte.data.chat import ChatTemplate, common_prefix
 from halfbyte.data.encode import CUT_AWAY, IGNORED, TOO_LONG, UNTRAINED, Encoder
 from halfbyte.data.formats import documents, recognise
-from halfbyte.data.sources import read_sources
+from halfbyte.data.sources import Source, read_sources
 from halfbyte.errors import DataError, ModelError
 from halfbyte.notices import said
 
@@ -62,6 +67,17 @@ def test_every_token_of_a_real_conversation(real_tokenizer):
         "<|im_start|>assistant\n[See][ you][<|im_end|>]\n"
     )
     assert row["ends"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")] * 2
+
+
+def test_token_ids_may_have_gaps():
+    """An end-of-text token whose id lies behind a gap, as in ports of cl100k."""
+    vocabulary = {"a": 0, "b": 1, "</s>": 9}
+    bare = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    bare.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="</s>")
+    assert len(tokenizer) == 3
+    row = encode(tokenizer, {"prompt": "a", "completion": " b", "system": "b"})
+    assert [list(row[key][-2:]) for key in ("input_ids", "labels")] == [[1, 9], [1, 9]]
 
 
 words = st.text(st.characters(exclude_categories=["Cs", "Co", "Z", "C"]), min_size=1, max_size=8)
@@ -277,3 +293,60 @@ def test_common_prefix(a, b):
     length = common_prefix(a, b)
     assert a[:length] == b[:length]
     assert length == min(len(a), len(b)) or a[length] != b[length]
+
+
+def pair_of_turns(row):
+    source = Source("d.jsonl", "jsonl", [row], [1])
+    [(_, document)] = documents(source, recognise(source))
+    return document
+
+
+PAIRS_OF_TURNS = {
+    "plain": (chat("Hi there"), chat("", "Hello you")[1:]),
+    "earlier turns": (chat("Hi there", "Hello you", "Bye", system="Be kind"), chat("", "See you")[1:]),
+    "several answers": (chat("Hi there", "Hello you", "Bye"), chat("", "See you", "When?", "Soon")[1:]),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS_OF_TURNS)
+@pytest.mark.parametrize("name", ["llama-40m", "qwen2.5", "phi-3"])
+def test_prompt_and_completion_of_turns_are_masked_as_trl_does(real_tokenizer, tmp_path, name, case):
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    tokenizer, (prompt, completion) = real_tokenizer(name), PAIRS_OF_TURNS[case]
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                 num_attention_heads=1)
+    )  # fmt: skip
+    rows = datasets.Dataset.from_list([{"prompt": prompt, "completion": completion}])
+    args = trl.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=False)
+    theirs = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train_dataset[0]
+    row = encode(tokenizer, pair_of_turns({"prompt": prompt, "completion": completion}))
+    assert row["input_ids"].tolist() == theirs["input_ids"]
+    mine = {at for at, label in enumerate(row["labels"]) if label != IGNORED}
+    trained = {at for at, label in enumerate(theirs["labels"]) if label != -100}
+    assert mine <= trained
+    # Beside the answers, TRL trains what the template writes around them, and what users say within a completion.
+    left = tokenizer.decode([theirs["input_ids"][at] for at in sorted(trained - mine)])
+    between = "When?" if case == "several answers" else ""
+    assert [
+        word for word in re.sub(r"<\|\w+\|>", " ", left).split() if word not in ("user", "assistant")
+    ] == between.split()
+    answers = [turn["content"] for turn in completion if turn["role"] == "assistant"]
+    assert [text.strip() for text in runs(tokenizer, row)] == expected_runs(name, answers)
+
+
+def test_marked_templates_leave_out_the_prompts_answers(real_tokenizer):
+    tokenizer = real_tokenizer("llama-40m")
+    prompt, completion = PAIRS_OF_TURNS["several answers"]
+    document = pair_of_turns({"prompt": prompt, "completion": completion})
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    assert runs(tokenizer, encode(tokenizer, document)) == ["See you<|im_end|>", "Soon<|im_end|>"]
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m['content'] }}<|im_end|>{% endg", "{{ m['content'] }}{% endgeneration %}{% generation %}<|im_end|>{% endg"
+    )
+    with pytest.raises(DataError, match="marks 6 parts of 3 assistant turns"):
+        encode(tokenizer, document)

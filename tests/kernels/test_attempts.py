@@ -106,3 +106,50 @@ def test_without_a_driver(monkeypatch):
     monkeypatch.setattr(cuda.ctypes, "CDLL", refuse)
     with pytest.raises(BuildError, match="driver does not load"):
         cuda._driver()
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_decoder_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(refuses, monkeypatch):
+    pytest.importorskip("triton")
+    from benchmarks.kernel_cases import decoder_stack
+    from halfbyte.kernels import decode_layers
+
+    class Loaded:
+        def __init__(self, image, name, shared_bytes):
+            pass
+
+        def check_together(self, blocks, threads):
+            assert (blocks, threads % 32) == (132, 0)
+            if refuses:
+                raise BuildError("the device runs 0 of 132 blocks at once")
+
+    notices.forget()
+    monkeypatch.setattr(device, "_assumed", device.Device("Hopper", "cuda", (9, 0), 232448, 1024, 132))
+    monkeypatch.setattr(decode_layers, "cubin", lambda *_: b"")
+    monkeypatch.setattr(decode_layers, "Kernel", Loaded)
+    decode_layers._kernel.cache_clear()
+    found = decode_layers.compile_layers(*decoder_stack(1, torch.bfloat16, 128, False))
+    decode_layers._kernel.cache_clear()
+    assert (found is None) == refuses
+    assert list(notices.said()) == (["decode-cuda"] if refuses else [])
+
+
+@pytest.mark.parametrize(("hip", "asked"), [(None, [torch.float32]), ("6.4", [])])
+def test_rocm_s_gemm_is_not_asked_for_another_dtype(hip, asked, monkeypatch):
+    from halfbyte.ops.lora_read import summed
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    found = []
+
+    def mm(a, b, out_dtype):
+        found.append(out_dtype)
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch, "mm", mm)
+    a, b = (torch.randn(4, 4).bfloat16() for _ in range(2))
+    result = summed(a.as_subclass(OnGpu), b, 2.0, torch.float32)
+    torch.testing.assert_close(result.as_subclass(torch.Tensor), 2 * a.float() @ b.float(), rtol=0.02, atol=0.02)
+    assert (found, result.dtype) == (asked, torch.float32)

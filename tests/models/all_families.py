@@ -1,7 +1,7 @@
 """Every causal LM of transformers, tiny: how it is built, and whether its packed documents see each other.
 
-    python tests/models/all_families.py            prints the table of docs/families.md for this transformers
-    python tests/models/all_families.py --write    writes it there
+python tests/models/all_families.py            prints the table of docs/families.md for this transformers
+python tests/models/all_families.py --write    writes it there
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def row_of(name: str) -> Row:
     try:
         isolation = isolate(model, PackedCollator(0), key="packing", length=512, tokens=TOKENS)
     except ConfigError as error:
-        return Row(name, "refused", fused, error.message.partition(" (in ")[2].partition(")")[0])
+        return Row(name, "refused", fused, error.message.partition("each other in ")[2].partition(")")[0])
     return Row(name, isolation.way, fused, isolation.leak or "", alone_error(model))
 
 
@@ -109,13 +109,15 @@ def alone_error(model: Any) -> float:
         ids = torch.randint(10, 200, (sum(lengths),), generator=generator).tolist()
         rows.append({"input_ids": ids, "labels": ids, "seq_lengths": lengths})
     batch = PackedCollator(0)(rows)
-    packed = model(**backbone_inputs(model, batch), use_cache=False).logits
+    device = model.device
+    batch = {key: value.to(device) for key, value in batch.items()}
+    packed = model(**backbone_inputs(model, batch), use_cache=False).logits.float()
     worst = 0.0
     for row, found in zip(rows, packed, strict=True):
         start = 0
         for length in row["seq_lengths"]:
-            ids = torch.tensor([row["input_ids"][start : start + length]])
-            alone = model(input_ids=ids, use_cache=False).logits[0]
+            ids = torch.tensor([row["input_ids"][start : start + length]], device=device)
+            alone = model(input_ids=ids, use_cache=False).logits[0].float()
             worst = max(worst, float((found[start : start + length] - alone).abs().max() / alone.abs().max()))
             start += length
     return worst
@@ -125,20 +127,22 @@ ABOUT = """# Which models keep packed documents apart
 
 With `packing: true` or `padding_free: true` several documents share a row. Whether they see each other is a property of
 the model, so every such run and every evaluation begins with a probe of the loaded model
-([`models/isolation.py`](../src/halfbyte/models/isolation.py)): one document of a row is replaced, and no hidden state of
-the others may change. What was found is in the run's `checks.json`. Documents are kept apart in one of these ways:
+([`models/isolation.py`](../src/halfbyte/models/isolation.py)): one document of a row is replaced, and no hidden state
+of the others may change. What was found is in the run's `checks.json`. Documents are kept apart in one of these ways:
 
 - **positions**: transformers does it, by position ids that restart with each document;
 - **bounds**: the model's kernels are told where documents begin (FlashAttention, flash-linear-attention, mamba-ssm and
   causal-conv1d, where they are installed: none is on the machine that made this table);
 - **unpacked**: documents are taken out of their rows for the forward of the backbone, those of like length together,
-  and put back behind it. No mask grows with the square of the row. It costs time, up to a third more tokens, and CUDA graphs;
+  and put back behind it. No mask grows with the square of the row. It costs time, up to a third more tokens, and CUDA
+  graphs;
 - **refused**: the run stops before training and asks for `packing: false`. These models are not causal, or take rows of
   some lengths only.
 
-Below are all causal language models of transformers {version} in their default layout, shrunk to a few small layers, on
-a CPU: {counts}. A packed document has the logits that it has alone within 1e-4 (ProphetNet apart, whose logits depend on
-the length of the row it is in, packed or not). "Fused" are those whose layers `halfbyte.patch` knows; the others train
+Below are all causal language models of transformers {version} in their default layout, shrunk to a few small layers,
+on a CPU: {counts}.
+A packed document has the logits that it has alone within 1e-4 (ProphetNet apart, whose logits depend on the length of
+the row it is in, packed or not). "Fused" are those whose layers `halfbyte.patch` knows; the others train
 through transformers' own forwards. Made by `python tests/models/all_families.py --write`.
 
 | model | documents | layers | where they would see each other, or why it does not build |

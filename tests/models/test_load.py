@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from halfbyte import notices
-from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.load import load_model, load_model_config, load_tokenizer
+from halfbyte.models.load import check_attention, load_model, load_model_config, load_tokenizer
 from halfbyte.tensor import QuantizedTensor
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3")
@@ -419,3 +419,43 @@ def test_chat_template_from_a_file(tmp_path):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False) == "a b"
     with pytest.raises(ModelError, match=r"no file .*absent\.jinja"):
         load_tokenizer(folder, chat_template_path=str(tmp_path / "absent.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("foo", "foo: Specified .* is not supported"),
+        ("flash_attention_2", "flash_attention_2: FlashAttention2 .* installed"),
+        ("kernels-community/flash-attn2", "kernels-community/flash-attn2: .*kernels.* not installed"),
+        ("flex_attention", "flex_attention computes no gradients on a CPU"),
+    ],
+)
+def test_attention_that_is_not_here_is_named_with_its_key(tiny_checkpoint, name, why):
+    folder, cpu = tiny_checkpoint(), torch.device("cpu")
+    with pytest.raises(ConfigError, match=f"attn_implementation: ({why})") as found:
+        check_attention(load_model_config(str(folder)), name, cpu, trains=True)
+    assert "leave attn_implementation out" in found.value.fix
+    if name != "flex_attention":  # which evaluates
+        with pytest.raises(ConfigError, match="attn_implementation: "):
+            load_model(str(folder), device="cpu", attn_implementation=name)
+
+
+def test_heads_that_flex_attention_does_not_take_are_named(tiny_checkpoint):
+    config = load_model_config(str(tiny_checkpoint(head_dim=8)))
+    with pytest.raises(ConfigError, match="takes heads of 16 and more, not of 8"):
+        check_attention(config, "flex_attention", torch.device("cuda"), trains=True)
+    for fine in (None, "eager", "sdpa"):
+        check_attention(config, fine, torch.device("cpu"), trains=True)
+
+
+@pytest.mark.gpu
+def test_flex_attention_trains_on_a_gpu(tiny_checkpoint):
+    inputs = torch.randint(3, 128, (2, 40), device="cuda")
+    losses = []
+    for name in ("sdpa", "flex_attention"):
+        model = load_model(str(tiny_checkpoint(head_dim=16)), attn_implementation=name, load_in_4bit=False)
+        loss = model.requires_grad_(True)(inputs, labels=inputs).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)

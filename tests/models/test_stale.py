@@ -153,7 +153,7 @@ def test_after_replayed_steps(whole):
             stepper.zero_grad()
         return loss.detach()
 
-    graphed = GraphedStep(step, stepper) if whole else GraphedBackward(step, trained, False)
+    graphed = GraphedStep(step, stepper) if whole else GraphedBackward(step, trained)
     before = answers(stock, inputs)
     for _ in range(6):
         with no_input_casts(model):

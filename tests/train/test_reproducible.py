@@ -17,10 +17,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from halfbyte.config import RunConfig
-from halfbyte.errors import TrainingError
+from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.files import write_json
 from halfbyte.models.attention import DIFFERS
 from halfbyte.models.patch import PatchReport
 from halfbyte.notices import forget, notice
+from halfbyte.train.checkpoint import STATE, check_same_run
 from halfbyte.train.reproducible import repeatable, verdict
 from halfbyte.train.setup import lengths_differ
 
@@ -71,6 +73,15 @@ def test_an_operation_that_does_not_repeat_is_an_error_that_names_it():
     with pytest.raises(RuntimeError, match="size"), repeatable(config(deterministic=True), CUDA):
         torch.zeros(3) + torch.zeros(4)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_checkpoint_from_before_the_key_is_resumed_as_what_it_was(tmp_path):
+    saved = config().model_dump()
+    del saved["deterministic"]
+    write_json(tmp_path / STATE, {"config": saved})
+    check_same_run(config(), tmp_path)
+    with pytest.raises(ConfigError, match="deterministic: False then, True now"):
+        check_same_run(config(deterministic=True), tmp_path)
 
 
 @pytest.mark.parametrize(

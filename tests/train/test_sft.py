@@ -73,7 +73,7 @@ def test_a_run_leaves_everything_and_learns(finished):
 
 def test_its_files_say_what_the_seams_promise(finished, place):
     memory = read(finished.output_dir, "memory.json")
-    assert memory["measured"].keys() == {"base_bytes", "after_load_bytes", "peak_bytes"}
+    assert memory["measured"].keys() == {"base_bytes", "after_load_bytes", "peak_bytes", "run_bytes"}
     assert memory["predicted"]["total"] > 0
     answers = read(finished.output_dir, "generations.json")
     assert len(answers) == 2
@@ -170,6 +170,7 @@ def test_sigkill_and_resume_equal_an_uninterrupted_run(place, tmp_path, finished
         ({"model_name_or_path": "/nowhere/model"}, ModelError),
         ({"dataset": "/nowhere/data.jsonl"}, DataError),
         ({"target_modules": ["q_prj"]}, ModelError),
+        ({"attn_implementation": "flex_attention"}, ConfigError),
     ],
 )
 def test_bad_input_leaves_no_run_behind(place, tmp_path, changed, error):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..hardware import let_segments_grow
+from ..hardware import bound_cpu_primitives, let_segments_grow
 from .exits import Commands
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
 ) -> None:
     let_segments_grow()
+    bound_cpu_primitives()
 
 
 @app.command()

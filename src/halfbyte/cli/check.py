@@ -33,17 +33,19 @@ def check_run(config: RunConfig) -> None:
     from ..hardware import planned_device
     from ..memory.estimate import estimate
     from ..models.attention import implementation
-    from ..models.load import load_tokenizer
+    from ..models.load import check_attention, load_tokenizer
     from ..saved import tokenizer_keys
     from ..terminal import print_data, print_memory
 
     console = Console()
     model_config = read_model_config(config)
+    device = planned_device(config)
+    check_attention(model_config, config.attn_implementation, device, trains=True)
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
     data = prepare(config, tokenizer)
     print_data(console, data.report)
     check_modules(config, model_config)
-    batches = partial(batches_of, data=data, device=planned_device(config))
+    batches = partial(batches_of, data=data, device=device)
     plan = estimate(config, model_config, batches=batches(config), attention=implementation)
     console.print(_table(plan))
     facts = {"activation_checkpointing": plan.activation_checkpointing, "reason": plan.reason}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, RunConfig, load_config
 from ..config_yaml import dump_value
+from ..errors import ConfigError
 from .check import read_model_config
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ..memory.estimate import MemoryPlan
 
 ROWS_PER_STEP = 8  # rows per optimizer step, whatever the device holds at once
+PROBED_ROW = 256  # tokens that a row of the small model may hold
 LENGTHS, CPU_LENGTHS = (4096, 2048, 1024, 512, 256), (1024, 512, 256)
 SHOWN = (
     "model_name_or_path", "load_in_4bit", "r", "lora_alpha", "target_modules", "dataset", "eval_split_size",
@@ -28,15 +30,17 @@ def starting_config(model: str, dataset: str) -> str:
     Raises:
         ConfigError: there is no such model.
     """
-    keys = {"model_name_or_path": model, "dataset": dataset, "packing": True, "eval_split_size": 0.05}
+    keys = {"model_name_or_path": model, "dataset": dataset, "eval_split_size": 0.05}
     base = load_config(None, keys)
     model_config = read_model_config(base)
+    base, packing = _packed(base, model_config)
     chosen, plan = _largest(base, model_config)
     config = base.model_copy(update=chosen)
     fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
     lines = [
         f"# For this machine: {plan.total / 2**30:.2f} GiB of {plan.capacity_bytes / 2**30:.2f} GiB, {fits}.",
         "# Next: `halfbyte check`, `preview` and `train` with this file. All keys: config.resolved.yaml of any run.",
+        *packing,
     ]
     for section in SECTIONS:
         shown = [key for key in section.model_fields if key in SHOWN]
@@ -44,6 +48,33 @@ def starting_config(model: str, dataset: str) -> str:
             f"{dump_value(key, getattr(config, key)):<38} # {section.model_fields[key].description}" for key in shown
         ]
     return "\n".join(lines) + "\n"
+
+
+def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration with packing, where documents can be kept apart; and lines that say what there is to know.
+
+    A model has no weights yet, so a few small layers of its kinds are asked.
+    """
+    from ..data.collate import PackedCollator
+    from ..models.isolation import WORDS, isolate
+    from ..models.tiny import tiny_model
+
+    packed = base.model_copy(update={"packing": True})
+    try:
+        model = tiny_model(model_config, trust_remote_code=base.trust_remote_code)
+        tokens = range(10, model.get_input_embeddings().weight.shape[0])
+        found = isolate(model, PackedCollator(0), key="packing", length=PROBED_ROW, tokens=tokens)
+    except ConfigError as error:
+        return base, [f"# No {' '.join(error.message.split())}"]
+    except Exception as error:  # whatever the model's own code says to sizes that were not made for it
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return base, [
+            f"# No packing: a small {model_config.model_type} could not be asked whether documents see each other",
+            f"# ({reason}). With packing: true the run itself asks.",
+        ]
+    if found.way == "positions":
+        return packed, []
+    return packed, [f"# Packed documents would see each other ({found.leak}), so {WORDS[found.way]}."]
 
 
 def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str, Any], MemoryPlan]:

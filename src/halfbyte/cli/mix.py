@@ -24,6 +24,8 @@ def mix_formats(name: str, dataset: str, bits: float, formats: str | None, token
     """
     from .. import formats as registry
     from ..data.calibration import ROW, calibration_rows
+    from ..data.collate import make_collator
+    from ..models.isolation import isolate_run
     from ..models.load import load_model, load_tokenizer
     from ..models.mixed import measure, mix
     from ..saved import find, model_keys, saved_config, tokenizer_keys
@@ -36,7 +38,10 @@ def mix_formats(name: str, dataset: str, bits: float, formats: str | None, token
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
     model = load_model(name, **model_keys(config))
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    return mix(measure(model, candidates, calibration_rows(config, tokenizer, tokens, model.device)), bits)
+    rows = list(calibration_rows(config, tokenizer, tokens, model.device))
+    documents = [{"input_ids": row["input_ids"][0].tolist()} for row in rows]
+    isolate_run(model, config, make_collator(config, tokenizer), documents)
+    return mix(measure(model, candidates, rows), bits)
 
 
 def explain(mixture: Mixture) -> str:

@@ -134,13 +134,14 @@ class ChatTemplate:
         return {**document, "messages": messages, "tools": tools}
 
     def assistant_turns(self, document: Document) -> tuple[str, list[Turn]]:
-        """Render an adapted conversation and find what the assistant wrote.
+        """Render an adapted conversation and find what the assistant wrote, but for the turns that are given.
 
         Returns:
             The text and its assistant turns in order; none where no assistant speaks.
 
         Raises:
-            DataError: the template refuses the conversation or does not show an assistant turn.
+            DataError: the template refuses the conversation, does not show an assistant turn, or marks other parts than
+                turns where some of them are given.
         """
         messages, tools = document["messages"], document.get("tools")
         if not messages:
@@ -152,7 +153,14 @@ class ChatTemplate:
                 f"the chat template refuses the conversation: {error}",
                 "change the row, or give another template with chat_template_path",
             ) from error
-        return text, _with_limits(text, spans)
+        given, said = document.get("given", 0), sum(message["role"] == "assistant" for message in messages)
+        if given and len(spans) != said:
+            raise DataError(
+                f"the chat template marks {len(spans)} parts of {said} assistant turns, so it cannot be told which of"
+                " them are the completion's",
+                "mark each assistant turn once with {% generation %} ... {% endgeneration %}",
+            )
+        return text, _with_limits(text, spans)[given:]
 
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         # The renderer behind apply_chat_template(return_assistant_tokens_mask=True): it gives characters, which are

@@ -68,7 +68,8 @@ class Encoder:
             raise ModelError("the tokenizer has no EOS token", "set eos_token in its tokenizer_config.json")
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.overlong = max_length, overlong
-        self.is_marker = np.zeros(len(tokenizer), dtype=bool)  # by token id: control tokens, not pieces of text
+        largest = max(tokenizer.get_vocab().values())  # ids may have gaps: there can be fewer than this
+        self.is_marker = np.zeros(largest + 1, dtype=bool)  # by token id: control tokens, not pieces of text
         self.is_marker[[*tokenizer.added_tokens_decoder, tokenizer.eos_token_id]] = True
         self.prefix = _written_before(tokenizer)
 

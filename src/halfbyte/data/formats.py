@@ -3,7 +3,7 @@
 A document is one of three things, whatever the file called its columns:
 
 - `{"messages": [...], "tools": [...]}`: a conversation in the form chat templates take (roles system, user,
-  assistant, tool; an assistant may carry `tool_calls`);
+  assistant, tool; an assistant may carry `tool_calls`); with `"given": n` its first n assistant turns are a prompt's;
 - `{"prompt": ..., "completion": ..., "system": ...}`: one question and its answer;
 - `{"text": ...}`: plain text.
 
@@ -191,8 +191,28 @@ def _text(row: Row, columns: Mapping[str, str], where: str) -> Document:
 
 
 def _pair(row: Row, columns: Mapping[str, str], where: str) -> Document:
+    names = [columns[part] for part in ("prompt", "completion")]
+    if any(isinstance(row.get(name), list) for name in names):
+        return _pair_of_turns(row, columns, where)
     document = {part: _string(row, columns[part], where) for part in ("prompt", "completion")}
     return {**document, **_system(row, columns, where)}
+
+
+def _pair_of_turns(row: Row, columns: Mapping[str, str], where: str) -> Document:
+    """TRL's conversational form: the turns before the answer, and those that are trained."""
+    names = [columns[part] for part in ("prompt", "completion")]
+    for name, other in zip(names, reversed(names), strict=True):
+        if not isinstance(row.get(name), list):
+            found = _described(row[name]) if name in row else "nothing"
+            raise DataError(
+                f"{where}: column {name!r} holds {found}, not a list of turns, as column {other!r} does",
+                "make both columns lists of turns, or both texts",
+            )
+    prompt, completion = (_turns(row, name, where, f"{name}, ") for name in names)
+    if not any(message["role"] == "assistant" for message in completion):
+        raise DataError(f"{where}: column {names[1]!r} has no assistant turn", "put what is to be learnt there")
+    given = sum(message["role"] == "assistant" for message in prompt)
+    return {**_conversation(prompt + completion, row, columns, where), "given": given}
 
 
 def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Document:
@@ -210,12 +230,18 @@ def _system(row: Row, columns: Mapping[str, str], where: str) -> dict[str, str]:
 
 
 def _chat(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    column = columns["messages"]
+    return _conversation(_turns(row, columns["messages"], where), row, columns, where)
+
+
+def _turns(row: Row, column: str, where: str, said: str = "") -> list[Message]:
     turns = row.get(column)
     if not isinstance(turns, list) or not turns:
         found = _described(turns) if column in row else "nothing"
         raise DataError(f"{where}: column {column!r} holds {found}, not a list of turns")
-    messages = [_message(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, 1)]
+    return [_message(turn, f"{where}, {said}turn {number}") for number, turn in enumerate(turns, 1)]
+
+
+def _conversation(messages: list[Message], row: Row, columns: Mapping[str, str], where: str) -> Document:
     system = _system(row, columns, where)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system["system"]})

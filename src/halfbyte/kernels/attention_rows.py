@@ -93,16 +93,16 @@ def backward(
     usable = cudnn() is not None and query.shape[-1] <= WIDEST
     if not usable or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return rows_backward.reference(*operands, scale)
-    results = tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
+    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
     rows, keys = _parts(query, key)
     for row in range(0, query.shape[0], rows):
         for head in range(0, key.shape[1], keys):
-            part = [_cut(x, row, rows, head, keys, key.shape[1]) for x in (*operands, *results)]
+            part = [_cut(x, row, rows, head, keys, key.shape[1]) for x in (*operands, dq, dk, dv)]
             plan = _plan(device, query.dtype, scale, tuple((tuple(x.shape), x.stride()) for x in part))
             if plan is None:
                 return rows_backward.reference(*operands, scale)
             _execute(plan, part)
-    return results
+    return dq, dk, dv
 
 
 def _cut(x: Tensor, row: int, rows: int, head: int, keys: int, all_keys: int) -> Tensor:

@@ -13,10 +13,20 @@ from torch import Tensor
 
 from ..ops.decode_attention import decode_attention
 from .device import Device, device_of
+from .float8 import casts_float8, e4m3
 from .launch import Launcher, power_of_2
 
 SLOTS = (64, 32, 16)  # of the cache that a program reads at a time: the most that fit, by `_slots`
 COPIES = 4.5  # of so many slots' keys, in shared memory: compiled kernels take 4.3 to 4.4, on Turing 2.5
+
+
+@triton.jit
+def _cached(pointers, mask):
+    """What is in the cache; bytes are the bits of E4M3, where Triton cannot convert it."""
+    values = tl.load(pointers, mask=mask, other=0.0)
+    if values.dtype == tl.uint8:
+        values = e4m3(values)
+    return values
 
 
 @triton.jit
@@ -42,7 +52,7 @@ def _attend(
         used = (slot >= first) & (slot <= last)
         where = (program * slots + slot[:, None]) * size + d[None, :]
         mask = used[:, None] & (d[None, :] < size)
-        k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
+        k = _cached(keys_ptr + where, mask).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
             ratio = 2 / (1 + tl.exp(-2 * scores / softcap)) - 1  # tanh
@@ -51,7 +61,7 @@ def _attend(
         higher = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp(scores - higher[:, None])
         fade = tl.exp(top - higher)
-        v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
+        v = _cached(values_ptr + where, mask).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
         total = total * fade + tl.sum(weights, axis=1)
         top = higher
@@ -79,6 +89,8 @@ def attend(
     softcap: float | None,
 ) -> Tensor:
     batch, heads, _, size = q.shape
+    if keys.dtype is torch.float8_e4m3fn and not casts_float8(q):
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     group, padded = heads // keys.shape[1], max(power_of_2(size), 16)
     q = q.contiguous()
     out = torch.empty_like(q)

@@ -26,6 +26,14 @@ SMALLEST_AMAX = tl.constexpr(reference.SMALLEST_AMAX)
 
 
 @triton.jit
+def e4m3(codes):
+    """fp32 values of E4M3 bytes, by integers; NaN becomes 480."""
+    bits = codes.to(tl.int16)
+    half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 256.0
+
+
+@triton.jit
 def _dequantize(
     codes_ptr, scale_ptr, out_ptr, width, rows, SCALING: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -34,8 +42,7 @@ def _dequantize(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = col < width
-    bits = tl.load(codes_ptr + row * width + col, mask=mask, other=0).to(tl.int16)
-    half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
+    values = e4m3(tl.load(codes_ptr + row * width + col, mask=mask, other=0))
     if SCALING == "tensor":
         scale = tl.load(scale_ptr)
     elif SCALING == "row":
@@ -43,8 +50,9 @@ def _dequantize(
     else:
         tile_row = (row // rows) * tl.cdiv(rows, TILE) + (row % rows) // TILE
         scale = tl.load(scale_ptr + tile_row * tl.cdiv(width, TILE) + col // TILE, mask=mask, other=0.0)
-    values = half.to(tl.float32) * 256.0 * scale
-    tl.store(out_ptr + row * width + col, values.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    tl.store(
+        out_ptr + row * width + col, (values * scale).to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs"
+    )
 
 
 _dequantize_launcher = Launcher(_dequantize)

@@ -32,6 +32,7 @@ HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the stream of graphs, and gradients that wait to be added up
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
+CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
 
 # Optimizer state of transformers' `optim` names: copies of the parameter in its own dtype, and bytes beside them.
 OPTIMIZER_STATE: dict[str, tuple[int, float]] = {
@@ -317,7 +318,7 @@ def _plan(shapes: ModelShapes, checkpointed: bool, batches: Batches, capacity: i
         optimizer=_optimizer_bytes(config.optim, trained),
         activations=moving - logits,
         logits=logits,
-        runtime=CUDA_RUNTIME if shapes.device.type != "cpu" else CPU_RUNTIME,
+        runtime=CUDA_RUNTIME if shapes.device.type != "cpu" else _cpu_runtime(shapes, batches),
         activation_checkpointing=checkpointed,
         reason=reason,
         device=str(shapes.device),
@@ -328,6 +329,11 @@ def _plan(shapes: ModelShapes, checkpointed: bool, batches: Batches, capacity: i
     beside = whole.total if batches.second.tokens or batches.evaluation.tokens else 0
     captured = replace(plan, graphs=GRAPH_RUNTIME + beside, use_graphs=True)
     return captured if captured.fits else plan
+
+
+def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:
+    compiled = shapes.dtype.itemsize == 2 and batches.usual != batches.largest
+    return CPU_RUNTIME + CPU_PRIMITIVES * compiled
 
 
 def _optimizer_bytes(name: str, trained: Trainable) -> int:

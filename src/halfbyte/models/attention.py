@@ -140,7 +140,7 @@ def _unbound(config: Any, device: torch.device) -> str:
 
 def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: bool = True) -> str:
     """Why attention of a bound model needs transformers' masks; "" where it does not."""
-    if training and getattr(config, "attention_dropout", 0.0):
+    if training and getattr(config, "attention_dropout", None):
         return "attention_dropout is set"
     if dtype not in DTYPES:
         return f"it is computed in {dtype}"

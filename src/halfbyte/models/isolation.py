@@ -3,7 +3,8 @@
 transformers keeps the documents of a row apart by `position_ids` that restart, in models that hand them to their masks.
 Many do not, and a convolution or a recurrent state knows no positions: documents then see each other, silently. So
 every packed run begins with a probe: a row of short documents, one of them replaced; no hidden state of the others may
-change by a bit, or, where sums depend on what else is in a batch (experts, GPUs), by more than in separate rows.
+change by a bit, or, where sums depend on what else is in a batch (experts, GPUs), by more than in separate rows. And
+each must have the hidden states that it has alone, up to rounding.
 
 A model that leaks is tried with the bounds that kernels for packed rows read (FlashAttention, flash-linear-attention,
 mamba-ssm, causal-conv1d). If it still leaks, its documents are unpacked (`unpacking`): right for every causal model, at
@@ -33,6 +34,7 @@ REPLACED = (0, 2)  # which are replaced in turn: others are behind, and before
 ROWS = 16  # of the data, that give the probe its tokens
 MARGIN = 8.0  # how much more than in separate rows is more than another order of sums
 BLIND = 0.02  # a change in separate rows of this size, relative to the hidden states, would hide a leak
+WRONG = 0.1  # so far from its hidden states alone no rounding brings a document; masks or positions are others
 WORDS = {
     "bounds": "its kernels are told where each begins, without CUDA graphs",
     "unpacked": "they are unpacked into rows in each step, which takes more time, up to a third more tokens, and no "
@@ -49,22 +51,24 @@ class Found:
         change: the largest change of a token of an untouched document, relative to its hidden state's largest number.
         typical: the same of the document that changed most, its median token.
         order_of_sums: the median change in separate rows, which is nobody's leak; measured where `change` is not 0.
+        alone: the difference of a document's median token from the same document alone, relative to its norm.
         error: what the model raised instead.
     """
 
     change: float = 0.0
     typical: float = 0.0
     order_of_sums: float = 0.0
+    alone: float = 0.0
     error: str | None = None
 
     @property
     def isolated(self) -> bool:
-        if self.error is not None:
+        if self.error is not None or not self.alone < WRONG:
             return False
         return self.change == 0.0 or (self.typical <= MARGIN * self.order_of_sums and self.order_of_sums < BLIND)
 
     def __str__(self) -> str:
-        return self.error or f"hidden states change by {self.change:.1e}"
+        return self.error or f"hidden states change by {self.change:.1e}, and are {self.alone:.1e} from those alone"
 
 
 @dataclass(frozen=True)
@@ -122,11 +126,10 @@ def isolate(
         if way == "positions" and tried[way].error is None:
             leak = probe.first_leak()
         release(model)
-    where = f" (in {leak})" if leak else ""
+    where = f" (they see each other in {leak})" if leak else ""
     names = "; ".join(f"{way}: {found}" for way, found in tried.items())
     raise ConfigError(
-        f"{key}: packed documents see each other in {type(causal_lm).__name__}{where}, and nothing that halfbyte knows "
-        f"keeps them apart ({names})",
+        f"{key}: documents of a row cannot be kept apart in {type(causal_lm).__name__}{where}. Tried: {names}",
         f"set {key}: false",
     )
 
@@ -173,19 +176,20 @@ class _Probe:
 
     @torch.no_grad()
     def __call__(self) -> Found:
-        was = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         try:
-            found = [self._in_mode(training) for training in (True, False)]
+            found = self._in_mode(training=True)
+            return found if not found.isolated else max(found, self._in_mode(training=False), key=_severity)
         except (ArithmeticError, AssertionError, LookupError, NotImplementedError, RuntimeError, TypeError,
                 AttributeError, ImportError, ValueError) as error:  # fmt: skip
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return Found(error=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         finally:
-            self.model.train(was)
-        return max(found, key=lambda each: (not each.isolated, each.change))
+            for module, training in modes:
+                module.training = training
 
-    def _in_mode(self, training: bool) -> Found:
+    def _in_mode(self, *, training: bool) -> Found:
         self.model.train(training)
         before, documents = self._outputs(None)
         change = typical = 0.0
@@ -196,7 +200,8 @@ class _Probe:
                 untouched = [changes[documents == each] for each in documents.unique() if each != replaced]
                 change = max(change, *(float(each.max()) for each in untouched))
                 typical = max(typical, *(float(each.median()) for each in untouched))
-        return Found(change, typical, self._order_of_sums() if change else 0.0)
+        order_of_sums = self._order_of_sums() if change else 0.0
+        return Found(change, typical, order_of_sums, 0.0 if training else self._alone(before))
 
     def _rows(self, replaced: int | None) -> list[dict[str, Any]]:
         """Two rows; document `replaced` of the first is another one."""
@@ -234,6 +239,18 @@ class _Probe:
             outputs.append((result.logits if run is self.model else result.last_hidden_state).float().cpu())
         return outputs
 
+    def _alone(self, packed: list[Tensor]) -> float:
+        """How far the documents of the first row, but its first, are from what they are alone."""
+        worst, begin = 0.0, self.lengths[0]
+        ids = self._rows(None)[0]["input_ids"]
+        for length in self.lengths[1:]:
+            alone = self._run({"input_ids": torch.tensor([ids[begin : begin + length]])})
+            for one, other in zip(packed, alone, strict=True):
+                found, own = (x.nan_to_num(0.0, 0.0, 0.0) for x in (one[0, begin : begin + length], other[0]))
+                worst = max(worst, float(((found - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-30)).median()))
+            begin += length
+        return worst
+
     def _order_of_sums(self) -> float:
         """The median change of a row's tokens when another row is replaced, or when nothing is."""
         generator = torch.Generator().manual_seed(1)
@@ -248,7 +265,7 @@ class _Probe:
     def first_leak(self) -> str | None:
         """The first module of which an untouched token's output changes while all its inputs stay."""
         sums: list[dict[str, tuple[float, float]]] = []
-        was = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         for replaced in (None, REPLACED[0]):
             batch = dict(self.collate(self._rows(replaced)))
@@ -264,12 +281,17 @@ class _Probe:
                 for handle in handles:
                     handle.remove()
             sums.append(seen)
-        self.model.train(was)
+        for module, training in modes:
+            module.training = training
         for name, (inputs, output) in sums[0].items():
             other = sums[1].get(name)
             if other is not None and other[0] == inputs and other[1] != output:
                 return f"{name}, a {type(self.model.get_submodule(name)).__name__}"
         return None
+
+
+def _severity(found: Found) -> tuple[bool, float]:
+    return not found.isolated, found.change
 
 
 def _summing(name: str, untouched: Tensor, seen: dict[str, tuple[float, float]]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from ..architectures import auto_class, beside_text
-from ..errors import CheckpointError, HalfbyteError, ModelError
+from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..formats.choice import qat_format
@@ -19,6 +20,9 @@ from ..notices import notice
 from .checkpoint_files import check_checkpoint
 from .families import FAMILIES
 from .gguf.cache import checkpoint_folder, in_words
+
+FLEX = "flex_attention"
+FLEX_HEAD = 16  # torch's kernels take no smaller head
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -105,6 +109,35 @@ def load_model_config(
     return config
 
 
+def check_attention(config: Any, name: str | None, device: torch.device, *, trains: bool = False) -> None:
+    """Whether the attention that a run asks for is there, for a model of `config`; builds one without weights.
+
+    Args:
+        name: `attn_implementation`; None for transformers' choice.
+        trains: whether gradients are wanted.
+
+    Raises:
+        ConfigError: it is not, and why.
+    """
+    if name is None:
+        return
+    fix = "leave attn_implementation out (sdpa)"
+    try:
+        with torch.device("meta"):
+            auto_class(config).from_config(copy.deepcopy(config), attn_implementation=name)
+    except (ImportError, ValueError) as error:  # transformers says which package is missing, or which names it knows
+        raise ConfigError(f"attn_implementation: {name}: {str(error).splitlines()[0]}", fix) from error
+    if name == FLEX and trains:
+        text = config.get_text_config()
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if device.type == "cpu":
+            raise ConfigError(f"attn_implementation: {name} computes no gradients on a CPU", fix)
+        if size < FLEX_HEAD:
+            raise ConfigError(f"attn_implementation: {name} takes heads of {FLEX_HEAD} and more, not of {size}", fix)
+    if "flash" in name and device.type == "cpu":
+        raise ConfigError(f"attn_implementation: {name} runs on GPUs only", fix)
+
+
 def load_model(
     name_or_path: str,
     *,
@@ -143,7 +176,7 @@ def load_model(
     Raises:
         ModelError: no such model or format, or nothing in it can be quantized.
         CheckpointError: a file or tensor is missing, truncated or misshapen.
-        ConfigError: there is nothing to keep.
+        ConfigError: there is nothing to keep, or no such attention here.
     """
     from .qat import fake_quantize_linears
     from .quantizer import HalfbyteConfig
@@ -151,6 +184,7 @@ def load_model(
     given, name_or_path = name_or_path, checkpoint_folder(name_or_path, quantization)
     target = chosen_device(device)
     config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    check_attention(config, attn_implementation, target)
     check_checkpoint(Path(name_or_path))
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     usual: dict[str, Any] = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_blocksize": blocksize}

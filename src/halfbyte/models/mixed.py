@@ -22,6 +22,7 @@ from ..config import SIXTEEN
 from ..errors import ModelError
 from ..formats import Format
 from ..tensor import QuantizedTensor
+from .head import backbone_inputs
 from .quantizer import quantizable
 
 
@@ -99,7 +100,7 @@ def measure(
     handles = [module.register_forward_pre_hook(hook_for(name)) for name, module in linears.items()]
     try:
         for batch in batches:
-            model(**batch, use_cache=False)  # with a cache, packed documents see each other
+            model(**backbone_inputs(model, batch), use_cache=False)  # with a cache, packed documents see each other
     finally:
         for handle in handles:
             handle.remove()

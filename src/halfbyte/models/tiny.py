@@ -11,6 +11,10 @@ import copy
 from collections import Counter
 from typing import Any
 
+import torch
+
+from ..architectures import auto_class
+
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
           "encoder_layers", "num_encoder_layers", "num_blocks", "depth")  # fmt: skip
 INDICES = ("layer_ids", "layer_indices", "attn_idxs", "moe_layers", "only_layers")  # lists of layers
@@ -31,15 +35,15 @@ SIZES: dict[int, str] = {
     128: "mamba_intermediate_size mamba_d_ssm",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads num_experts n_routed_experts num_local_experts "
-    "moe_num_experts linear_num_heads linear_num_value_heads index_n_heads indexer_n_heads zero_expert_num swa_num_attention_heads "
-    "num_query_groups num_channels n_mamba_heads mamba_n_heads mamba_num_heads",
+    "moe_num_experts linear_num_heads linear_num_value_heads index_n_heads indexer_n_heads zero_expert_num "
+    "swa_num_attention_heads num_query_groups num_channels n_mamba_heads mamba_n_heads mamba_num_heads",
     2: "num_key_value_heads num_kv_heads linear_num_key_heads num_experts_per_tok num_experts_per_token moe_topk moe_k "
     "swa_num_key_value_heads n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups "
     "attn_layer_period num_hashes num_codebooks",
     32: "qk_head_dim",
     16: "head_dim qk_rope_head_dim d_head dim_head attention_head_size kv_channels qk_nope_head_dim v_head_dim "
-    "linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim swa_head_dim kv_lora_rank q_lora_rank "
-    "mamba_d_state state_size ssm_state_size laurel_rank hidden_size_per_layer_input "
+    "linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim swa_head_dim "
+    "kv_lora_rank q_lora_rank mamba_d_state state_size ssm_state_size laurel_rank hidden_size_per_layer_input "
     "time_step_rank mamba_dt_rank adapter_rank query_pre_attn_scalar",
     8: "rotary_dim chunk_size mamba_chunk_size block_size local_attn_chunk_length "
     "lsh_attn_chunk_length sliding_window attention_window_size window_size local_attention "
@@ -63,6 +67,26 @@ def tiny_config(config: Any) -> Any:
     for part in _parts(small):
         _shrink(part)
     return small
+
+
+def tiny_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """A random float32 model of `tiny_config(config)` on the CPU, for evaluation, which has run once.
+
+    Raises:
+        Exception: whatever the model's class says to sizes that do not fit it.
+    """
+    small = tiny_config(config)
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    rng = torch.random.get_rng_state()
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        model = auto_class(small).from_config(small, dtype=torch.float32, **options).eval()
+        with torch.no_grad():
+            model(input_ids=torch.arange(10, 20)[None], use_cache=False)
+        return model
+    finally:
+        torch.random.set_rng_state(rng)
 
 
 def _parts(config: Any) -> list[Any]:

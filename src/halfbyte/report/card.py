@@ -96,7 +96,9 @@ def _results(run: Run) -> dict[str, str]:
     if run.throughput:
         results["tokens per second"] = f"{run.throughput:,.0f}"
     if run.peak_bytes:
-        results["peak memory"] = size(run.peak_bytes)
+        base = ((run.memory or {}).get("measured") or {}).get("base_bytes")
+        added = f", {size(run.peak_bytes - base)} of it by the run" if base else ""
+        results["peak memory"] = size(run.peak_bytes) + added
     if run.wall_seconds is not None:
         results["wall time"] = duration(run.wall_seconds)
     return results

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..files import write_text
-from ..terminal import as_plan, duration, method, size, storage
+from ..terminal import as_plan, compared, duration, method, off_by, size, storage
 from .run import Run, read_run
 from .sections import sections, text
 from .style import CSS
@@ -114,13 +114,13 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _memory_remark(run: Run) -> str:
-    predicted = as_plan(run.memory or {}).get("total")
+    """How far what the run added is from its plan; the figure itself has the process's own memory in it."""
+    measured = (run.memory or {}).get("measured") or {}
+    predicted, added = compared(as_plan(run.memory or {}), measured | {"peak_bytes": run.peak_bytes})
     if not predicted or run.peak_bytes is None:
         return ""
-    # The plan is of what the run adds; on a CPU the process itself was there before.
-    added = run.peak_bytes - ((run.memory or {}).get("measured") or {}).get("base_bytes", 0)
-    off = (added - predicted) / predicted
-    return f"{abs(off):.1%} {'above' if off > 0 else 'below'} the predicted {size(predicted)}"
+    whose = f"{size(added)} of it by the run, " if measured.get("base_bytes") else ""
+    return f"{whose}{off_by(predicted, added)} the predicted {size(predicted)}"
 
 
 def _version(run: Run) -> str:

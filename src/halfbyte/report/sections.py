@@ -100,6 +100,7 @@ def memory(run: Run) -> str:
     plan = as_plan(run.memory)
     predicted = {name: plan.get(name) or 0 for name in MEMORY_PARTS}
     measured = measured_parts(run.memory.get("measured") or {})
+    predicted = {"base": measured["base"], **predicted}  # the process is in the peak, so it is in both bars
     scale = max(sum(predicted.values()), sum(measured.values()), 1)
     names = {part: shown.name for part, shown in (MEMORY_PARTS | MEASURED_PARTS).items()}
     html = bar("predicted", predicted, names, scale)
@@ -109,7 +110,7 @@ def memory(run: Run) -> str:
         html += missing("Nothing was measured.")
     words = [f"Device {text(run.memory.get('device'))}"]
     if plan.get("capacity_bytes"):
-        peak = run.peak_bytes or sum(predicted.values())
+        peak = (run.peak_bytes or sum(predicted.values())) - measured["base"]  # the process was there when it was free
         words[0] += (
             f" with {size(plan['capacity_bytes'])}, of which {peak / plan['capacity_bytes']:.0%} was in use at the peak"
         )

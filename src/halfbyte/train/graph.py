@@ -119,7 +119,7 @@ class _Graphs:
             self._largest = max(self._largest, size)
             return captured
         self.discard()
-        _leave_failed_capture(self.stream.device.index, self.pool)
+        _leave_failed_capture(self.stream.device.index, self.pool, FAR if self.holds_graphs else 0)
         if no_memory:
             self.give_up()
         else:
@@ -152,17 +152,20 @@ class _Graphs:
         self.drop()
 
 
-def _leave_failed_capture(device: int, pool: tuple[int, int]) -> None:
+def _leave_failed_capture(device: int, pool: tuple[int, int], ahead: int) -> None:
     """Have random numbers, and memory that comes free, as if nothing had been captured.
+
+    The numbers go on where they were, so that a resumed run, in which captures fail at other steps, draws the same;
+    `ahead` of there where graphs of other shapes draw from the generator's old state.
 
     torch ends a capture for its generator and its allocator after the driver has, which for a capture that failed is an
     error: from then on the one would refuse random numbers ("Offset increment outside graph capture"), and the other
-    would keep what a second stream has used. Graphs of other shapes go on with the generator's old state.
+    would keep what a second stream has used.
     """
     generator = torch.cuda.default_generators[device]
     with contextlib.suppress(RuntimeError):  # a torch that cleans up by itself may refuse
         fresh = generator.clone_state()
-        fresh.set_offset(fresh.get_offset() + FAR)
+        fresh.set_offset(fresh.get_offset() + ahead)
         generator.graphsafe_set_state(fresh)
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)

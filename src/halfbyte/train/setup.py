@@ -20,13 +20,13 @@ from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.formats.choice import qat_format
-from halfbyte.hardware import chosen_device
+from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
 from halfbyte.memory.shapes import weights_dtype
 from halfbyte.models.attention import implementation
 from halfbyte.models.checkpoint_files import check_checkpoint
-from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
+from halfbyte.models.load import check_attention, load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.notices import notice, said
 from halfbyte.terminal import print_data, print_header, print_memory
@@ -82,6 +82,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version trains in one process, on one device", "start it without torchrun")
+    bound_cpu_primitives()
     checkpoint = checkpoints.starting_point(config, resume)
     device = chosen_device(config.device)
     check_recipe(configured_recipe(config), device)
@@ -93,6 +94,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     where: dict[str, Any] = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
     where["quantization"] = config.quantization
     model_config = load_model_config(config.model_name_or_path, **where)
+    check_attention(model_config, config.attn_implementation, device, trains=True)
     check_checkpoint(Path(config.model_name_or_path))  # damaged files are found before the data is tokenized
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))

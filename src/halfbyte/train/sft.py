@@ -140,6 +140,7 @@ def _run(job: Job, console: Console) -> RunResult:
         measured["peak_bytes"] = peak_memory(job.device)
         if trainer.graph_pool_bytes:
             measured["graph_pool_bytes"] = trainer.graph_pool_bytes
+        measured["run_bytes"] = measured["peak_bytes"] - measured["base_bytes"]  # what `predicted` is of
         measured |= reserved_memory(job.device)
         release(model)
         unpatch(model)

@@ -39,12 +39,13 @@ def _columns(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).T.contiguous()
 
 
-def fit_symmetric(x: Tensor, weight: Tensor, levels: int) -> Tensor:
+def fit_symmetric(x: Tensor, weight: Tensor, levels: int, refinements: int = REFINEMENTS) -> Tensor:
     """The scale s that makes s·q close to x, with q an integer in [-levels, levels - 1].
 
     Args:
         x: fp32 [..., n].
         weight: fp32 [..., n], of the squared errors.
+        refinements: rounds of Lloyd's iteration after the grid.
 
     Returns:
         fp32 [..., 1]; negative where the largest weight is positive, so that -levels, the longer side, serves it.
@@ -55,7 +56,7 @@ def fit_symmetric(x: Tensor, weight: Tensor, levels: int) -> Tensor:
     per_level = -inverse(largest)
     best, scale = torch.zeros_like(largest), torch.zeros_like(largest)
     weighted = weight * x
-    for offset in (*Grid(-0.9, 0.1, 19).offsets(), *[None] * REFINEMENTS):
+    for offset in (*Grid(-0.9, 0.1, 19).offsets(), *[None] * refinements):
         inverse_scale = inverse(scale) if offset is None else per_level * (levels + offset)
         q = (x * inverse_scale).round_().clamp_(-levels, levels - 1)
         along = (weighted * q).sum(0, keepdim=True)

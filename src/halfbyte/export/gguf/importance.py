@@ -24,6 +24,7 @@ from halfbyte.config import load_config
 from halfbyte.data.calibration import ROW, calibration_rows
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import new_file
+from halfbyte.models.head import backbone_inputs
 from halfbyte.saved import load_saved
 
 from .families import Family
@@ -117,7 +118,7 @@ def watch(
             handles.append(module.register_forward_pre_hook(partial(_experts, seen, layer_of(f"{plain}."))))
     try:
         for batch in batches:
-            model(**batch, use_cache=False)  # with a cache packed documents see each other
+            model(**backbone_inputs(model, batch), use_cache=False)  # with a cache packed documents see each other
     finally:
         for handle in handles:
             handle.remove()

@@ -11,7 +11,8 @@
 d and dmin are fp16. Layouts: ggml-common.h (block_q2_K … block_q6_K). The scale searches are in `fits`; after them the
 super-block's d (and dmin) is fitted to the integers, and the codes are taken once more, from the scales as they are
 stored. Without importances the squared error of a weight counts more the larger the weight is, as in ggml's encoder;
-how much was chosen for the smallest error beside ggml's (tests/export/test_gguf_llamacpp.py).
+how much was chosen for the smallest error beside ggml's (tests/export/test_gguf_llamacpp.py). Q6_K, which every mix has
+embeddings and heads in, is encoded as ggml does: fitting further lowers the error of the weights and not the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .blocks import as_bytes
-from .fits import Grid, fit_affine, fit_positive, fit_symmetric, inverse
+from .fits import REFINEMENTS, Grid, fit_affine, fit_positive, fit_symmetric, inverse
 
 SUPER = 256
 
@@ -79,13 +80,18 @@ def _symmetric(x: Tensor, importance: Tensor | None, levels: int, top: int) -> t
         weight = importance.view_as(x)
     else:
         weight = x.square() + (levels == 4) * x.square().mean(-1, keepdim=True)
-    s = fit_symmetric(x, weight, levels).squeeze(-1)
+    as_ggml = importance is None and levels == 32
+    s = fit_symmetric(x, weight, levels, 0 if as_ggml else REFINEMENTS).squeeze(-1)
     if importance is None or top > 32:
         d = s.gather(-1, s.abs().argmax(-1, keepdim=True)) / -top
     else:
         d = fit_symmetric(s, weight.sum(-1), top)
     scales = (s * inverse(d)).round_().clamp_(-top, top - 1)
     step = scales.unsqueeze(-1)
+    if as_ggml:
+        d = d.half().float()
+        codes = (x * inverse(d.unsqueeze(-1) * step)).round_().clamp_(-levels, levels - 1)
+        return codes.flatten(1) + levels, scales, d
     codes = (x * inverse(d.unsqueeze(-1) * step)).round_().clamp_(-levels, levels - 1)
     along, norm = ((weight * codes * step * y).sum((-1, -2)) for y in (x, codes * step))
     d = torch.where(norm > 0, along / norm, d.squeeze(-1)).unsqueeze(-1).half().float()

@@ -1,0 +1,201 @@
+"""Every kernel for every architecture, compiled without a GPU and held against what the device has.
+
+What dispatch launches there is asked of the twins (`benchmarks.kernel_matrix`). The committed page and its results are
+those of all forms; here a part is compiled anew, and with `slow` the whole.
+"""
+
+import collections
+import contextlib
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.runtime import driver
+
+from benchmarks import kernel_cases as cases
+from benchmarks import kernel_matrix as matrix
+from halfbyte import ops
+from halfbyte.dispatch import Op
+from halfbyte.kernels import cuda
+from halfbyte.kernels.launch import Launcher
+
+TARGETS = {target.name: target for target in matrix.TARGETS}
+# All that is everyday for one target, and for others what depends on shared memory and tensor cores alone.
+EVERYDAY = {"sm_86": "", "sm_90": "gated unit with", "sm_75": "decoding", "gfx942": "decoding"}
+needs_nvrtc = pytest.mark.skipif(matrix.any_nvrtc() is None, reason="needs the wheel nvidia-cuda-nvrtc")
+
+
+@pytest.fixture(autouse=True)
+def compilers(monkeypatch, tmp_path):
+    """NVRTC from its wheel, nothing of it kept; Triton's driver as it was."""
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda, "_nvrtc", matrix.any_nvrtc)
+    before = driver._active
+    yield
+    driver._active = before
+
+
+def an_image(name, capability, constants):
+    """In the place of NVRTC, where nothing is to be compiled."""
+    return f"{name} {constants}".encode()
+
+
+def launched(target, chosen, cubin=matrix.no_nvrtc):
+    """What cases launch on a target."""
+    with matrix.recorded(target, cubin) as found:
+        for case in chosen:
+            case.call()
+    return found
+
+
+def test_every_kernel_has_a_row():
+    triton = {launch.name for launch in launched(TARGETS["sm_89"], cases.all_cases()).triton}
+    of_cuda = {launch.name for launch in launched(TARGETS["sm_90"], cases.all_cases(), an_image).cuda}
+    assert triton == matrix.triton_kernels()
+    assert of_cuda == matrix.cuda_kernels()
+    results = matrix.read_results()
+    assert set(results) == set(TARGETS)
+    assert {name for rows in results.values() for name in rows} == triton | {f"cuda/{name}" for name in of_cuda}
+
+
+def twins():
+    """Code of every function that is an op's twin, and the op's name."""
+    for module in pkgutil.iter_modules(ops.__path__, "halfbyte.ops."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, Op) and "cuda" in value._by_type:
+                yield inspect.unwrap(value._by_type["cuda"]).__code__, value.reference.__name__
+
+
+def test_every_launch_has_a_reference_to_fall_back_to():
+    """It is within an op's twin; and the twin of an op that changes its arguments launches once, before it has."""
+    names, within = dict(twins()), []  # with each launch the frame of its twin, which is another in every call
+
+    def frames():
+        frame = sys._getframe()
+        while frame:
+            yield frame
+            frame = frame.f_back
+
+    def record(self, *_):
+        callers = [frame for frame in frames() if frame.f_code in names]
+        assert callers, f"{matrix.kernel_name(self)} is launched outside of an op's twin"
+        within.append((names[callers[0].f_code], callers[0], matrix.kernel_name(self)))
+
+    with matrix.recorded(TARGETS["sm_89"], matrix.no_nvrtc), mock.patch.object(Launcher, "_launch", record):
+        for case in cases.all_cases():
+            case.call()
+    in_place = collections.Counter((name, frame) for name, frame, _ in within if name.endswith("_"))
+    assert {name for name, _ in in_place} >= {"glu_backward_", "rope_", "lora_glu_backward_", "cross_entropy_"}
+    assert set(in_place.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "full"),
+    [("sm_75", 0, 0), ("sm_80", 64, 32), ("sm_86", 64, 32), ("sm_90", 64, 32), ("sm_120", 64, 32), ("gfx942", 32, 16)],
+)
+def test_ranks_that_are_taken_in_one_pass(name, half, full):
+    """What is not has products of its own (`autograd.lora_mlp`): a rank is never asked for and then refused."""
+    for dtype, most in ((cases.BF16, half), (cases.FP16, half), (cases.FP32, full)):
+        assert matrix.ranks_in_one_pass(TARGETS[name], dtype) == list(range(4, most + 1))
+    assert not matrix.ranks_in_one_pass(TARGETS[name], torch.float64)
+
+
+@pytest.mark.parametrize("target", matrix.TARGETS, ids=lambda target: target.name)
+def test_every_rank_and_head_size_has_a_row(target):
+    """What is launched for it is a form that the page's cases have, but for numbers that are masked with."""
+
+    def form(launch):
+        constants = launch.constants[3:] if launch.name.startswith("lora_glu.") else launch.constants
+        return launch.name, launch.tensors[0].dtype, constants, launch.warps
+
+    of_page = launched(target, [*cases.lora_cases(), *cases.attention_cases()])
+    with matrix.recorded(target, matrix.no_nvrtc) as found:
+        for dtype in cases.DTYPES:
+            for rank in range(4, 129):
+                cases.lora_call(dtype, rank, "silu", False)
+            for size in range(64, 257):
+                cases.attend_call(dtype, size, dtype, None, None)
+    assert {form(launch) for launch in found.triton} <= {form(launch) for launch in of_page.triton}
+    assert len(found.triton) >= 3 * 193
+
+
+def test_the_page_is_that_of_the_results():
+    assert matrix.PAGE.read_text(encoding="utf-8") == matrix.rendered(matrix.read_results())
+    readme = (matrix.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "docs/kernels.md" in readme
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_what_is_launched_every_day_compiles_and_fits(name):
+    chosen = [case for case in cases.all_cases() if case.everyday and EVERYDAY[name] in case.name]
+    with mock.patch.object(cuda, "cubin", matrix.no_nvrtc):
+        rows = matrix.measure(TARGETS[name], chosen)
+    assert rows
+    assert not {kernel: row.refused for kernel, row in rows.items() if row.refused}
+
+
+@needs_nvrtc
+def test_cuda_kernels_of_every_day_compile_and_fit():
+    chosen = [case for case in cases.all_cases() if case.everyday and "products" in case.name and "4-bit" in case.name]
+    with mock.patch.object(matrix, "compile_triton", return_value=matrix.Taken()):
+        rows = matrix.measure(TARGETS["sm_90"], chosen)
+    of_cuda = {kernel: row for kernel, row in rows.items() if kernel.startswith("cuda/")}
+    assert {"cuda/row4", "cuda/gemm4"} <= set(of_cuda)
+    assert not any(row.refused for row in of_cuda.values())
+    assert all(row.shared_bytes > 64 * matrix.KIB for row in of_cuda.values() if row is not of_cuda.get("cuda/add"))
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", TARGETS)
+def test_all_forms_are_as_the_page_says(name):
+    expected = matrix.read_results()[name]
+    found = matrix.measure_all([name], 1)[name]
+    assert {kernel: (row["forms"], row["refused"]) for kernel, row in found.items()} == {
+        kernel: (row["forms"], row["refused"]) for kernel, row in expected.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("taken", "said"),
+    [
+        (matrix.Taken(101_376, 255, 500), ""),
+        (matrix.Taken(101_377, 32), "101377 bytes of shared memory"),
+        (matrix.Taken(reason="no such type"), "no such type"),
+    ],
+)
+def test_what_stands_in_the_way(taken, said):
+    assert taken.obstacle(TARGETS["sm_86"].device) == said
+
+
+def test_the_old_tiles_would_be_found():
+    """C1 and C2 of the review: an H200's tiles on a device of 99 KiB."""
+    with matrix.recorded(TARGETS["sm_90"], matrix.no_nvrtc) as found:
+        cases.lora_call(cases.FP16, 64, "silu", False)
+        cases.attend_call(cases.BF16, 256, cases.BF16, None, None)
+    taken = [matrix.compile_triton(launch, TARGETS["sm_86"]) for launch in found.triton]
+    device = TARGETS["sm_86"].device
+    assert [re.sub(r"\d+", "N", each.obstacle(device)) for each in taken] == ["N bytes of shared memory"] * 3
+
+
+def test_a_refused_form_is_a_note_of_the_page():
+    row = {"forms": 2, "shared_bytes": 2048, "registers": 1, "spilled_bytes": 0, "refused": {"too large": ["heads"]}}
+    page = matrix.rendered({"sm_86": {"a.kernel": row}})
+    assert "| a.kernel | 2 KiB [1] |" in page
+    assert "\n1. too large: heads\n" in page
+    assert "| | sm_86 |" in page
+
+
+def test_nothing_is_left_of_an_assumed_device():
+    with contextlib.suppress(ZeroDivisionError), matrix.recorded(TARGETS["sm_75"]):
+        assert not cases.lora_glu.in_one_pass(torch.empty(1, dtype=torch.float16), 16)
+        raise ZeroDivisionError
+    assert cases.lora_glu.in_one_pass(torch.empty(1, dtype=torch.float16), 16)  # the interpreter's
