@@ -46,7 +46,8 @@ class Log:
         if report.failed:
             self._append("gpu-failures.txt", f"=== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
         if report.skipped:
-            self._append("gpu-skipped.txt", f"{report.nodeid}: {report.longreprtext}\n")
+            reason = report.longrepr[-1] if isinstance(report.longrepr, tuple | list) else report.longreprtext
+            self._append("gpu-skipped.txt", f"{report.nodeid}: {reason}\n")
         if report.duration >= 1:
             now = time.monotonic() - self.began
             self._append("gpu-seconds.txt", f"{report.duration:.1f} {report.nodeid} {report.when} at {now:.0f}\n")

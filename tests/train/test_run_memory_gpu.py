@@ -125,6 +125,8 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
         f" {SETTLED}: {said}; graphs {measured.get('graph_pool_bytes', 0) // MIB}; levels {memory['levels']}"
     )
     assert len(found) == STEPS
-    assert max(peak, reserved) <= ABOVE_PLAN * planned
+    assert peak <= ABOVE_PLAN * planned
+    if memory["cuda_graphs"]:  # whose pool is reserved, and not allocated
+        assert reserved <= ABOVE_PLAN * planned
     for key, (early, late) in growth.items():
         assert late <= GROWTH[key] * early + 8 * MIB, (key, said)

@@ -40,10 +40,10 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 class _Captured:
-    """A graph, the tensors it reads, the result it writes, and the indices of the gradients it adds to."""
+    """A graph, the tensors it reads (`batch`), the result it writes, and the indices of the gradients it adds to."""
 
     def __init__(self, step: Callable[[Batch], Tensor], batch: Batch, stream: torch.cuda.Stream, pool: Any):
-        self.batch = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
+        self.batch = batch
         self.written: set[int] = set()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, stream=stream):
@@ -107,10 +107,11 @@ class _Graphs:
         size = max(value.numel() for value in batch.values() if isinstance(value, Tensor))
         if size > self._largest:
             self.drop()
+        inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
         torch.cuda.empty_cache()  # then what is reserved grows by the pool alone
         before = torch.cuda.memory_reserved(self.stream.device)
         try:
-            captured = _Captured(self.step, batch, self.stream, self.pool)
+            captured = _Captured(self.step, inputs, self.stream, self.pool)
         except RuntimeError as error:
             reason, no_memory = str(error).splitlines()[0], is_out_of_memory(error)
         else:
