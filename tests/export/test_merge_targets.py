@@ -17,6 +17,7 @@ from halfbyte.export.reload import stored_values
 from halfbyte.export.verify import Verifier
 from halfbyte.formats import named
 from halfbyte.models.load import load_model
+from halfbyte.notices import forget, said
 from halfbyte.tensor import QuantizedTensor
 
 LAYER = "model.layers.1.mlp.down_proj"
@@ -103,7 +104,9 @@ def test_every_kind_of_adapter_is_in_the_quantized_weights(tmp_path, kind, tied,
 
 
 def test_patterns_decide_layer_by_layer(tmp_path, run):
+    forget()
     merge(run, tmp_path / "merged", quantize={"*.1.mlp.down_proj": "kbit5", "*.q_proj": "16bit", "*": "hqq4"})
+    assert "prequantized" not in said()  # reading back what was written is no news, least of all its folder's name
     model = load_model(str(tmp_path / "merged"), dtype="bfloat16", device="cpu")
     assert model.get_submodule(LAYER).weight.data.format.spec == named("kbit5").spec
     assert model.get_submodule("model.layers.0.mlp.down_proj").weight.data.format.spec == named("hqq4").spec

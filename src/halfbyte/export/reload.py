@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halfbyte.errors import CheckpointError, HalfbyteError
 from halfbyte.formats import Blockwise4
 from halfbyte.models.load import load_model
+from halfbyte.notices import silent
 from halfbyte.tensor import QuantizedTensor
 
 from .packing import Packing
@@ -32,7 +33,8 @@ def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, tru
     """
     if packing.config is not None and packing.loader == "halfbyte":
         try:
-            return load_model(str(folder), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            with silent():
+                return load_model(str(folder), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         except HalfbyteError as error:
             raise CheckpointError(f"the merged model does not load: {error.message}", REPORT) from error
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
