@@ -1,5 +1,10 @@
 """Packed documents do not see each other, in any causal LM of transformers: as the batch is, by bounds, or unpacked."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import all_families
 import pytest
 import torch
@@ -239,3 +244,24 @@ def test_on_a_gpu_in_16_bits(name):
     found = asked(model, PackedCollator(0, fused=True))
     assert found.way in (("positions",) if SOME[name] == "positions" else ("positions", "bounds", "unpacked"))
     assert found.tried[found.way].isolated
+
+
+PARTS = 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_causal_lm_leaks_on_a_gpu(part, tmp_path):
+    """A share of all families, in a process of its own, since a failed kernel would take the process's other tests
+    along. What `isolate` does not refuse, it has found isolated; nothing else may be raised."""
+    script, source = Path(all_families.__file__).with_name("families_on_gpu.py"), Path(isolation.__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{script.parent}"}
+    command = [sys.executable, str(script), str(part), str(PARTS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(all_families.NAMES[part::PARTS])
+    assert [line for line in lines if " BUG " in line] == []
+    kept = [line for line in lines if line.split()[1] in ("positions", "bounds", "unpacked")]
+    assert len(kept) > 0.85 * len(lines)

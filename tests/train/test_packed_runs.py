@@ -29,7 +29,11 @@ def place(tmp_path_factory):
         "bert": transformers.BertConfig(**sizes),
     }.items():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():  # so that what a document sees moves its loss
+                parameter += 0.2 * torch.randn_like(parameter)
+        model.save_pretrained(folder / name)
         keys = {"eos_token": "</s>", "pad_token": "<pad>"}
         PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **keys).save_pretrained(folder / name)
     rows = [{"prompt": f"what is {n} plus {n % 7}?", "completion": f" it is {n + n % 7}."} for n in range(24)]
@@ -102,8 +106,7 @@ def test_evaluation_is_probed_too(runs, place):
 
 
 def test_a_run_that_nothing_helps_stops_before_training(place, tmp_path):
-    expected = r"(?s)packing: documents .* apart in BertLMHeadModel.*fix: set packing: false"
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match=r"(?s)packing: documents .* apart in BertLMHeadModel.*set packing: false"):
         train(config(place, tmp_path / "out", "bert", packing=True))
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     assert (tmp_path / "out/metrics.jsonl").read_text() == ""

@@ -68,7 +68,10 @@ class Found:
         return self.change == 0.0 or (self.typical <= MARGIN * self.order_of_sums and self.order_of_sums < BLIND)
 
     def __str__(self) -> str:
-        return self.error or f"hidden states change by {self.change:.1e}, and are {self.alone:.1e} from those alone"
+        if self.error is not None:
+            return self.error
+        off = f" and are off those alone by {self.alone:.1e}" if self.alone else ""
+        return f"hidden states change by {self.change:.1e}{off}"
 
 
 @dataclass(frozen=True)
