@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # and fetch gigabytes of CUDA libraries for them.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
 
-.PHONY: demo test test-all lint gpu-test clean
+.PHONY: demo test test-all test-cpus lint gpu-test clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
@@ -16,6 +16,10 @@ demo: $(VENV)/installed
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
+# The suite as older CPUs would run it, one variant after the other (tests/cpus.py); CPUS=avx2 chooses.
+test-cpus: lint
+	$(BIN)/python tests/cpus.py $(CPUS)
+
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
@@ -23,9 +27,13 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# A GPU machine brings its own torch build, so this one runs in PYTHON's environment instead of .venv.
+# A GPU machine brings its own torch build, so this one runs in PYTHON's environment instead of .venv. Failures and the
+# seconds of tests are in GPU_LOG as they happen. The processes share the GPU (tests/conftest.py) and what they compile.
+GPU_WORKERS ?= 14
+GPU_LOG ?= .
 gpu-test:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src OMP_NUM_THREADS=1 PYTORCH_ALLOC_CONF=expandable_segments:True \
+	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal -p no:benchmark --log-to $(GPU_LOG) --durations 40
 
 clean:
 	rm -rf $(VENV) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,11 @@
-"""Shared fixtures: where the real data lies, tiny models, and the seed."""
+"""Shared fixtures: where the real data lies, tiny models, the seed, a share of the GPU, and a log of failures."""
 
+import contextlib
+import fcntl
+import gc
 import os
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,84 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SHARED = Path(os.environ.get("HALFBYTE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
+GIB = 2**30
+GPU_SHARE = 4  # GiB that a process's tests may take of a GPU, however many processes share it
+
+
+def pytest_addoption(parser):
+    parser.addoption("--log-to", metavar="FOLDER", help="append failures and seconds to files there as they happen")
+
+
+def pytest_configure(config):
+    folder = config.getoption("--log-to")
+    if folder and not hasattr(config, "workerinput"):  # workers send their reports to the one that started them
+        config.pluginmanager.register(Log(Path(folder)))
+
+
+class Log:
+    """`gpu-failures.txt`, `gpu-seconds.txt`, `gpu-skipped.txt`: what is left of a session killed at its time limit."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.began = folder, time.monotonic()
+        for name in ("gpu-failures.txt", "gpu-seconds.txt", "gpu-skipped.txt"):
+            (folder / name).write_text("", encoding="utf-8")
+
+    def _append(self, name: str, text: str) -> None:
+        with open(self.folder / name, "a", encoding="utf-8") as file:
+            file.write(text)
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self._append("gpu-failures.txt", f"=== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+        if report.skipped:
+            self._append("gpu-skipped.txt", f"{report.nodeid}: {report.longreprtext}\n")
+        if report.duration >= 1:
+            now = time.monotonic() - self.began
+            self._append("gpu-seconds.txt", f"{report.duration:.1f} {report.nodeid} {report.when} at {now:.0f}\n")
+
+
+@contextlib.contextmanager
+def _share_of_gpu(gib: float):
+    """A test that needs more fails alone as it does beside others."""
+    import torch
+
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    before = torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _usual_share():
+    import torch
+
+    with _share_of_gpu(GPU_SHARE) if torch.cuda.is_available() else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _large_share(request):
+    """For a test marked `large`, while no other process has one."""
+    import torch
+
+    marker = request.node.get_closest_marker("large")
+    if marker is None or not torch.cuda.is_available():
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / "halfbyte-tests-large.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < marker.args[0] * GIB:
+            pytest.skip(f"needs {marker.args[0]} GiB of free device memory")
+        with _share_of_gpu(marker.args[0]):
+            yield
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +107,23 @@ def _seed():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def in_float32():
+    """A model whose dtype nobody names computes in float32, whatever this machine is fast in.
+
+    For tests that compare what is generated: in bfloat16 the two likeliest tokens are often within a rounding of each
+    other, and a row alone and in a batch, or another way to sum, takes either.
+    """
+    import torch
+
+    from halfbyte.hardware import ComputeDtype
+
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = ComputeDtype(torch.float32, "as the test asks")
+        patch.setattr("halfbyte.models.load.compute_dtype", lambda device: chosen)
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -28,6 +28,24 @@ def test_report_is_json_and_tells_this_machine():
     assert len(report["gpus"]) == torch.cuda.device_count() + torch.xpu.device_count()
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("", torch.bfloat16),
+        ("DEFAULT", torch.bfloat16),
+        ("avx512_core_amx", torch.bfloat16),
+        ("AVX512_CORE_BF16", torch.bfloat16),
+        ("AVX512_CORE_VNNI", torch.float32),
+        ("AVX2", torch.float32),
+    ],
+)
+def test_the_dtype_is_one_that_onednn_may_be_fast_in(monkeypatch, limit, expected):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert compute_dtype(torch.device("cpu")).dtype is expected
+
+
 def test_kernels_are_off_on_a_cpu_and_say_why():
     kernels = environment("cpu")["kernels"]
     assert kernels["enabled"] is False

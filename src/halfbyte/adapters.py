@@ -18,7 +18,7 @@ import contextlib
 import difflib
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 WEIGHTS = "adapter_model.safetensors"
+ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
 def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
@@ -57,17 +58,17 @@ def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
         ConfigError: `target_modules` is not a valid regular expression.
         CheckpointError: `adapter_path` is missing, truncated or made for a model of other shapes.
     """
-    saved = Path(config.adapter_path) if config.adapter_path else None
-    lora = _saved_config(saved, config) if saved else _new_config(model, config)
-    try:
-        with quiet_peft():
-            peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
-        raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
+    if config.adapter_path:
+        peft_model = load_adapter(model, Path(config.adapter_path), config.model_name_or_path, trainable=True)
+        _say_what_differs(peft_model.peft_config["default"], config)
+    else:
+        try:
+            with quiet_peft():
+                peft_model = get_peft_model(model, _new_config(model, config), autocast_adapter_dtype=False)
+        except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
+            raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
     # PEFT takes the name from the model object, which may have been built in memory.
     peft_model.peft_config["default"].base_model_name_or_path = config.model_name_or_path
-    if saved:
-        load_adapter_weights(peft_model, saved)
     round_merged(peft_model)
     dtype = getattr(torch, config.adapter_dtype)
     for parameter in peft_model.parameters():
@@ -115,26 +116,15 @@ def _plain(alpha: float) -> Any:
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
-def _saved_config(folder: Path, config: RunConfig) -> PeftConfig:
-    if not (folder / "adapter_config.json").is_file():
-        raise CheckpointError(f"adapter_path: no adapter_config.json in {folder}", "name a folder that PEFT saved")
-    lora = PeftConfig.from_pretrained(str(folder))
-    lora.inference_mode = False
-    if lora.base_model_name_or_path != config.model_name_or_path:
-        notice(
-            "adapter_base",
-            f"the adapter in {folder} was trained on {lora.base_model_name_or_path}, and now continues on"
-            f" {config.model_name_or_path}",
-        )
-    lora.base_model_name_or_path = None  # set anew by add_adapter
+def _say_what_differs(lora: PeftConfig, config: RunConfig) -> None:
     differing = [
         f"{key} {getattr(lora, key)} (not {getattr(config, key)})"
         for key in ("r", "lora_alpha", "use_rslora", "use_dora")
         if getattr(lora, key, None) != getattr(config, key)
     ]
     if differing:
-        notice("adapter_shape", f"continuing from {folder}, the saved adapter decides: {', '.join(differing)}")
-    return lora
+        said = f"continuing from {config.adapter_path}, the saved adapter decides: {', '.join(differing)}"
+        notice("adapter_shape", said)
 
 
 def all_linear(model: nn.Module) -> list[str]:
@@ -205,32 +195,128 @@ def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
 # --- saved weights ---------------------------------------------------------------------------------------------------
 
 
-def load_adapter_weights(model: PeftModel, folder: Path) -> None:
-    """Read `adapter_model.safetensors` in `folder` into the active adapter of `model`, in the adapter's own dtype.
+def load_adapter(model: Any, folder: Path, base: str, name: str = "default", *, trainable: bool = False) -> PeftModel:
+    """Put a saved adapter on a model, or a further one on a model that has adapters.
+
+    The one way in which adapters come from files, but for those merged on the meta device, which take its two halves,
+    `place_adapter` and `load_adapter_weights`. Nothing is looked up on the hub.
+
+    Args:
+        folder: what PEFT saved, with adapter_config.json and adapter_model.safetensors.
+        base: what the model was loaded from; an adapter that was trained on another one is said.
+        name: PEFT's name for it.
+        trainable: to train on; else it is frozen, and float32 where PEFT makes it so.
 
     Raises:
-        CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected or misshapen.
+        CheckpointError: a file is missing, cannot be read or made for another model; a tensor is missing, unexpected,
+            misshapen, NaN or infinite.
+    """
+    lora = saved_adapter_config(folder)
+    trained_on = lora.base_model_name_or_path
+    if trained_on and not _same_place(trained_on, base):
+        notice(f"adapter_base {folder}", f"the adapter in {folder} was trained on {trained_on}, and is now on {base}")
+    lora.inference_mode = not trainable
+    peft_model = place_adapter(model, lora, folder, name, autocast=not trainable)
+    load_adapter_weights(peft_model, folder, name)
+    return peft_model if trainable else peft_model.eval()
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Whether two names are the same string, or lead to the same folder."""
+    return one == other or (Path(one).exists() and Path(other).exists() and Path(one).samefile(other))
+
+
+def saved_adapter_config(folder: Path) -> PeftConfig:
+    """adapter_config.json of a local folder.
+
+    Raises:
+        CheckpointError: there is none, or it is not PEFT's.
+    """
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no adapter_config.json", "name a folder that PEFT saved")
+    try:
+        return PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", "copy the adapter there again") from error
+
+
+def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "default", *, autocast: bool) -> PeftModel:
+    """Make the modules of the adapter in `folder`; `load_adapter_weights` fills them.
+
+    Raises:
+        CheckpointError: the model has not the modules that it adapts.
+    """
+    trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
+    try:
+        with quiet_peft():
+            if not isinstance(model, PeftModel):
+                model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
+            else:
+                model.add_adapter(name, lora, autocast_adapter_dtype=autocast)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: {error}", ANOTHER_MODEL) from error
+    lora.base_model_name_or_path = trained_on
+    return model
+
+
+def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") -> None:
+    """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype.
+
+    Raises:
+        CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or
+            infinite.
     """
     path = folder / WEIGHTS
-    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    tensors = _read_tensors(path)
+    for key, tensor in expected.items():
+        if key not in tensors:
+            raise CheckpointError(f"{path} lacks the tensor {key}", ANOTHER_MODEL)
+        if tensors[key].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path}: {key} has shape {tuple(tensors[key].shape)}, this model needs {tuple(tensor.shape)}",
+                ANOTHER_MODEL,
+            )
+    if tensors.keys() - expected.keys():
+        _drop_embeddings_of_base(model, name, tensors, expected.keys())
+    if unexpected := sorted(tensors.keys() - expected.keys()):
+        raise CheckpointError(f"{path} holds {unexpected[0]}, which this model has no place for", ANOTHER_MODEL)
+    set_peft_model_state_dict(model, tensors, name)
+
+
+def check_adapter_files(folder: Path) -> None:
+    """What can be said of a saved adapter before the model is loaded.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read, or a tensor is NaN or infinite.
+    """
+    saved_adapter_config(folder)
+    _read_tensors(folder / WEIGHTS)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read the adapter in {path}: {error}") from error
-    for name, tensor in expected.items():
-        if name not in tensors:
-            raise CheckpointError(f"{path} lacks the tensor {name}", "the adapter was made for another model")
-        if tensors[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {tuple(tensors[name].shape)}, this model needs {tuple(tensor.shape)}",
-                "the adapter was made for another model",
-            )
-    if unexpected := sorted(tensors.keys() - expected.keys()):
-        raise CheckpointError(
-            f"{path} holds {unexpected[0]}, which this model has no place for", "the adapter was made for another model"
-        )
-    set_peft_model_state_dict(model, tensors)
+        pickled = path.with_suffix(".bin").exists() and not path.exists()
+        fix = "load it with PEFT and save it again: pickles are not read" if pickled else "copy the adapter there again"
+        raise CheckpointError(f"cannot read the adapter in {path}: {error}", fix) from error
+    if broken := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
+        fix = "take an earlier checkpoint, or train with a lower learning rate"
+        raise CheckpointError(f"{path}: {min(broken)} has NaN or Inf", fix)
+    return tensors
+
+
+def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, torch.Tensor], own: Set[str]) -> None:
+    """PEFT saves the base's embedding and head beside an adapter of them: drop those that `model` has itself."""
+    bases = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=True)
+    for key in (tensors.keys() & bases.keys()) - own:
+        base = bases[key]
+        plain = type(base) is torch.Tensor and base.shape == tensors[key].shape and not base.is_meta
+        if plain and torch.equal(tensors[key].to(base), base):
+            del tensors[key]
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:

@@ -102,12 +102,15 @@ def _data_report(place: Place) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
 
 
-def chat(name: str, *, compare_base: bool, max_new_tokens: int, temperature: float) -> None:
+def chat(
+    name: str, *, compare_base: bool, max_new_tokens: int, temperature: float, trust_remote_code: bool = False
+) -> None:
     """Read lines, stream answers, until /quit or the end of the input.
 
     Args:
         name: a run's output_dir, an adapter, or a model.
         compare_base: answer each line without the adapter first; the conversation goes on with the adapter's answer.
+        trust_remote_code: run the Python code that comes with the model; a run's own configuration does not count.
 
     Raises:
         ModelError: `compare_base` without an adapter.
@@ -117,7 +120,8 @@ def chat(name: str, *, compare_base: bool, max_new_tokens: int, temperature: flo
 
     if compare_base and find(name).adapter is None:
         raise ModelError(f"--compare-base: {name} has no adapter to switch off", "name a run or an adapter")
-    conversation = Conversation(load_saved(name), Sampling(temperature), max_new_tokens)
+    saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
+    conversation = Conversation(saved, Sampling(temperature), max_new_tokens)
     interactive = sys.stdin.isatty()
     if interactive:
         print("/reset starts over, /quit leaves; Ctrl-C stops an answer.")

@@ -7,6 +7,8 @@ registers itself with `@op.twin("cuda", "xpu")`; Triton twins live in `halfbyte.
 
 Eager calls go through a dictionary (0.8 µs measured) instead of `torch.library` (9 µs) or `custom_op` (27 µs); what
 must be opaque to `torch.compile` is registered with `torch.library` once, in `halfbyte.autograd`.
+
+A twin whose kernel a device cannot run raises `Refused` before it has changed anything, and the reference runs instead.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ import torch
 from torch import Tensor
 
 from .notices import notice
+
+
+class Refused(RuntimeError):
+    """A twin's kernel does not compile for this device or does not fit it, which was said; no argument has changed."""
 
 
 class Op:
@@ -47,7 +53,10 @@ class Op:
         function = self._by_device.get(device)
         if function is None:
             function = self._by_device[device] = self._by_type.get(device.type) or self._resolve(device.type)
-        return function(tensor, *args, **kwargs)
+        try:
+            return function(tensor, *args, **kwargs)
+        except Refused:
+            return self.reference(tensor, *args, **kwargs)
 
     def _resolve(self, device_type: str) -> Callable[..., Any]:
         """Import the twins' module; without a twin for this device fall back to the reference, and say so once."""

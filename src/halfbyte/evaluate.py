@@ -43,17 +43,21 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     metrics.jsonl.
 
     Raises:
-        HalfbyteError: the model or the data cannot be read, or no token is left to predict.
+        HalfbyteError: the model or the data cannot be read, no token is left to predict, or packed documents see each
+            other in this model.
     """
     from .data import prepare
     from .data.collate import make_collator
+    from .models.isolation import isolate_run
     from .saved import load_saved
 
     saved = load_saved(name, overrides, dataset)
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
     rows = prepare(config, saved.tokenizer).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
-    return measure(saved.model, rows, make_collator(config, saved.tokenizer), size)
+    collate = make_collator(config, saved.tokenizer)
+    isolate_run(saved.model, config, collate, rows)
+    return measure(saved.model, rows, collate, size)
 
 
 def measure(
@@ -67,6 +71,7 @@ def measure(
     import torch
 
     from .adapters import compute, no_input_casts
+    from .models.head import backbone_inputs
 
     device = next(model.parameters()).device
     total, tokens, started = 0.0, 0, time.perf_counter()
@@ -74,9 +79,9 @@ def measure(
         for first in range(0, len(rows), size):
             batch = collate([rows[index] for index in range(first, min(first + size, len(rows)))])
             batch = {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
-            labels = batch.pop("labels")
+            labels = batch["labels"]
             with compute(model):
-                logits = model(**batch, use_cache=False).logits
+                logits = model(**backbone_inputs(model, batch), use_cache=False).logits
             loss, count = summed_loss(logits, labels)
             total, tokens = total + loss, tokens + count
     if not tokens:

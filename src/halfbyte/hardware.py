@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from .config import RunConfig
+
 
 @dataclass(frozen=True)
 class ComputeDtype:
@@ -73,6 +75,38 @@ def chosen_device(name: str | torch.device | None) -> torch.device:
     return torch.device(device.type, module.current_device() if device.index is None else device.index)
 
 
+# What ONEDNN_MAX_CPU_ISA can say, from the oldest on; oneDNN is what multiplies matrices on x86 CPUs.
+ONEDNN_LEVELS = (
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"),
+    *("AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"),
+)
+
+
+def _onednn_may_use(level: str) -> bool:
+    """Whether ONEDNN_MAX_CPU_ISA leaves oneDNN that instruction set; unset, or anything newer, leaves it all."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return limit not in ONEDNN_LEVELS or ONEDNN_LEVELS.index(limit) >= ONEDNN_LEVELS.index(level)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or what it came from, says that a device's or the host's memory ran out."""
+    import torch
+
+    if error is None:
+        return False
+    said = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")  # a CPU's allocator, CUDA, its libraries
+    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    return typed or told or is_out_of_memory(error.__cause__ or error.__context__)
+
+
+def planned_device(config: RunConfig) -> torch.device:
+    """Where a run will train; the device need not be here."""
+    import torch
+
+    return torch.device(config.device) if config.device else best_device()
+
+
 def compute_dtype(device: torch.device) -> ComputeDtype:
     """bfloat16 where `device` multiplies it natively; otherwise float16 (older GPUs) or float32 (older CPUs).
 
@@ -87,8 +121,8 @@ def compute_dtype(device: torch.device) -> ComputeDtype:
         return ComputeDtype(torch.float16, f"{torch.cuda.get_device_name(device)} has no bf16 units")
     if device.type == "xpu":
         return ComputeDtype(torch.bfloat16, "XPU multiplies bf16 natively")
-    if torch.cpu._is_amx_tile_supported():
+    if torch.cpu._is_amx_tile_supported() and _onednn_may_use("AVX512_CORE_AMX"):
         return ComputeDtype(torch.bfloat16, "the CPU has AMX")
-    if torch.cpu._is_avx512_bf16_supported():
+    if torch.cpu._is_avx512_bf16_supported() and _onednn_may_use("AVX512_CORE_BF16"):
         return ComputeDtype(torch.bfloat16, "the CPU has AVX512-BF16")
     return ComputeDtype(torch.float32, "the CPU has neither AMX nor AVX512-BF16, so bf16 would be slower than fp32")

@@ -68,7 +68,9 @@ def find(name: str) -> Place:
 
 
 def _base_of(adapter: Path) -> str:
-    base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    from .adapters import saved_adapter_config
+
+    base = saved_adapter_config(adapter).base_model_name_or_path
     if not base:
         raise CheckpointError(
             f"{adapter}/adapter_config.json does not name its base model", "add base_model_name_or_path"
@@ -77,8 +79,12 @@ def _base_of(adapter: Path) -> str:
 
 
 def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "none") -> RunConfig:
-    """The configuration to load `place` with: the run's own, or the model as it is stored, and then `overrides`."""
-    overrides = list(overrides)
+    """The configuration to load `place` with: the run's own, or the model as it is stored, and then `overrides`.
+
+    Code that comes with the base is run where `overrides` say trust_remote_code=true. A run's folder may come from
+    somebody else, so what its own configuration says about that does not count.
+    """
+    overrides = ["trust_remote_code=false", *overrides]
     named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
     quantized = named or _is_quantized(place.base)
     defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": quantized}
@@ -102,14 +108,14 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
 
     Args:
         name: a run's output_dir, a checkpoint or adapter folder, a model's folder or hub id.
-        overrides: `key=value`, e.g. `load_in_4bit=true` to quantize a plain model.
+        overrides: `key=value`, e.g. `load_in_4bit=true` to quantize a plain model, or `trust_remote_code=true`, which
+            only counts here.
         dataset: put into the configuration where no run gives one.
 
     Raises:
-        CheckpointError, ConfigError, ModelError: nothing loadable there.
+        CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
     """
-    from peft import PeftModel
-
+    from .adapters import check_adapter_files, load_adapter
     from .adapters_qat import round_merged
     from .models.load import load_model, load_tokenizer, resolve_dtype
     from .models.qat import quantize_trained
@@ -119,19 +125,43 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     template = place.adapter / "chat_template.jinja" if place.adapter else None
     if template and template.is_file():  # the one trained with, wherever chat_template_path is now
         config.chat_template_path = str(template)
+    if place.adapter:
+        check_adapter_files(place.adapter)
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
     keys = model_keys(config)
     if config.qat_scheme and not place.adapter:
         keys["dtype"] = "float32"  # what was trained is rounded, and not what is left of it in 16 bits
     model = load_model(config.model_name_or_path, **keys)
     if place.adapter:
-        model = PeftModel.from_pretrained(model, str(place.adapter))
+        model = load_adapter(model, place.adapter, config.model_name_or_path)
     if config.qat_scheme:
         round_merged(model)
         quantize_trained(model)
         if not place.adapter:
             model.to(resolve_dtype(config.dtype, next(model.parameters()).device))
     return Saved(model.eval(), tokenizer, config, place)
+
+
+def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
+    """The tokenizer in an adapter's or a model's folder, as it is there; the base's where it holds none.
+
+    Raises:
+        CheckpointError, ModelError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    from .models.load import load_tokenizer, untrusted
+
+    if folder is None or not (folder / "tokenizer_config.json").is_file():
+        return load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        if refused := untrusted(error, str(folder)):
+            raise refused from error
+        raise CheckpointError(
+            f"cannot load the tokenizer in {folder}: {error}", "copy the base's tokenizer files there"
+        ) from error
 
 
 def tokenizer_keys(config: RunConfig) -> dict[str, Any]:

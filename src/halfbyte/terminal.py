@@ -46,6 +46,7 @@ MEMORY_PARTS = {
     "optimizer": Part("optimizer", "yellow", "o"),
     "activations": Part("activations", "magenta", "A"),
     "logits": Part("logits", "red", "l"),
+    "graphs": Part("beside CUDA graphs", "bright_magenta", "G"),
 }
 MEASURED_PARTS = {
     "base": Part("process", "bright_black", "p"),

@@ -165,6 +165,20 @@ def test_what_was_handed_over_is_for_the_next_reader_only():
     assert recipe.slot_of_input(x) is recipe.x
 
 
+def test_what_nobody_read_is_not_taken_for_what_comes_to_its_place():
+    state, recipe = scaling()
+    weight = weight_of("fp8:row")
+    step(weight, torch.randn(5, 64), torch.ones(5, 48), recipe)
+    state.roll()
+    for _ in range(20):  # the allocator hands memory out again
+        x = torch.randn(5, 64)
+        recipe.hand_over(x, torch.zeros(5, 64).to(E4M3))
+        del x
+        other = torch.randn(5, 64)
+        with torch.no_grad():
+            assert lora_linear(other, weight, recipe=recipe).any()
+
+
 def test_checkpointing_changes_nothing():
     results = []
     for recompute in (False, True):

@@ -8,21 +8,22 @@ from halfbyte.cli import check
 from halfbyte.cli.init import SHOWN, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
 from halfbyte.errors import ModelError
+from halfbyte.memory.batches import Batches
 
 CAPACITY = 1000
 
 
-def cost(config: RunConfig, length: int) -> int:
-    """A stand-in for the memory plan: weights, and activations by rows and tokens."""
+def cost(config: RunConfig, tokens: int) -> int:
+    """A stand-in for the memory plan: weights, and activations by tokens."""
     weights = 400 if config.load_in_4bit else 1600
-    activations = config.per_device_train_batch_size * length
+    activations = tokens
     return weights + (activations // 4 if config.activation_checkpointing is True else activations)
 
 
 @pytest.fixture
 def _stand_in(monkeypatch):
-    def estimate(config, model_config, *, length):
-        return SimpleNamespace(fits=cost(config, length) <= CAPACITY)
+    def estimate(config, model_config, *, batches, attention):
+        return SimpleNamespace(fits=cost(config, batches.largest.tokens) <= CAPACITY)
 
     monkeypatch.setattr("halfbyte.memory.estimate.estimate", estimate)
 
@@ -48,15 +49,18 @@ def _stand_in(monkeypatch):
 )
 def test_the_first_change_that_fits(keys, advice):
     config = RunConfig(**{"model_name_or_path": "m", "dataset": "d", **keys})
-    assert check.what_would_fit(config, None, config.max_length).startswith(advice)
+    assert check.what_would_fit(config, None, 1000, full).startswith(advice)
 
 
-def test_rows_are_as_long_as_the_data_unless_packed():
-    report = {"train": {"length_histogram": {"edges": [3, 80, 150]}}}
-    config = RunConfig(model_name_or_path="m", dataset="d", max_length=512)
-    assert check.row_length(config, report) == 150
-    assert check.row_length(config.model_copy(update={"max_length": 100}), report) == 100
-    assert check.row_length(config.model_copy(update={"packing": True}), report) == 512
+@pytest.mark.usefixtures("_stand_in")
+def test_a_batch_of_all_rows_shrinks_from_what_the_data_has():
+    config = RunConfig(model_name_or_path="m", dataset="d", per_device_train_batch_size=100_000, max_length=100)
+    advice = check.what_would_fit(config, None, 60, full)
+    assert advice == "set per_device_train_batch_size: 3, gradient_accumulation_steps: 33334"
+
+
+def full(config: RunConfig) -> Batches:
+    return Batches.alike(config.per_device_train_batch_size, config.max_length)
 
 
 def test_a_wrong_target_module_shows_without_weights(shared):

@@ -122,12 +122,15 @@ def test_fused_flat_batches_say_where_documents_begin():
 
 def test_make_collator(config, make_tokenizer):
     tokenizer = make_tokenizer("plain")
-    pad = tokenizer.pad_token_id
-    assert make_collator(config("d"), tokenizer) == PaddedCollator(pad)
-    assert make_collator(config("d", packing=True), tokenizer) == PackedCollator(pad)
-    assert make_collator(config("d", padding_free=True), tokenizer) == PackedCollator(pad, one_row=True)
-    assert make_collator(config("d"), tokenizer, fused=True) == PaddedCollator(pad, fused=True)
-    assert make_collator(config("d", packing=True), tokenizer, fused=True) == PackedCollator(pad, fused=True)
+    pad, most = tokenizer.pad_token_id, config("d").max_length
+    assert make_collator(config("d"), tokenizer) == PaddedCollator(pad, max_length=most)
+    assert make_collator(config("d", packing=True), tokenizer) == PackedCollator(pad, max_length=most)
+    one_row = make_collator(config("d", padding_free=True), tokenizer)
+    assert one_row == PackedCollator(pad, one_row=True, max_length=most)
+    assert make_collator(config("d"), tokenizer, fused=True) == PaddedCollator(pad, True, most)
+    assert make_collator(config("d", packing=True), tokenizer, fused=True) == PackedCollator(
+        pad, fused=True, max_length=most
+    )
 
 
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])

@@ -1,4 +1,5 @@
-"""Tiny bases and the run directories that training on them leaves, adapters random instead of trained."""
+"""Tiny bases and the run directories that training on them leaves; adapters are random, where it is not said that they
+learned."""
 
 import json
 
@@ -9,9 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from halfbyte.adapters import add_adapter, save_adapter
-from halfbyte.config import RunConfig, dump_config
+from halfbyte.config import RunConfig, dump_config, load_config
 from halfbyte.models.load import load_model
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.train import sft
 
 TEMPLATE = "{% for m in messages %}{{ '<s>' + m['role'] + ' ' + m['content'] + '</s>' }}{% endfor %}"
 TEXT = "".join(f"Question {n}: how much is {n} times {n}? Answer: {n * n}.\n" for n in range(12))
@@ -75,3 +77,37 @@ def by_peft(run, base, target):
 def tensors(folder):
     """All tensors of a checkpoint folder."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def sums(low, high):
+    """Rows of addition, as the runs here are trained on."""
+    return [f"{n} plus {n % 7} is {n + n % 7}." for n in range(low, high)]
+
+
+def save_trained_base(folder, steps=80):
+    """A small Llama that learned to add, a little."""
+    save_base(folder, torch.float32, shard="10MB", initializer_range=0.05)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), byte_tokenizer()
+    ids = tokenizer("".join(sums(0, 400)))["input_ids"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    torch.manual_seed(5)
+    for _ in range(steps):
+        starts = torch.randint(0, len(ids) - 64, (12,)).tolist()
+        batch = torch.tensor([ids[start : start + 64] for start in starts])
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def train_run(folder, base, **keys):
+    """A run that really learned, by halfbyte's own trainer: the same sums in other words, some rows held out."""
+    rows = [{"prompt": f"what is {n} and {n % 7}?", "completion": f" it is {n + n % 7}!"} for n in range(200, 360)]
+    data = folder.parent / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"model_name_or_path": str(base), "dataset": str(data), "output_dir": str(folder), "device": "cpu"}
+    given |= {"dtype": "float32", "r": 8, "max_steps": 40, "learning_rate": 1e-3, "per_device_train_batch_size": 8}
+    given |= {"max_length": 64, "sample_prompts": 0, "eval_split_size": 80, "save_steps": 1000, "seed": 1}
+    sft.train(load_config(None, given | keys))
+    return folder

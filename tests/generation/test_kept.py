@@ -65,6 +65,22 @@ def test_adapters_that_were_trained_on_are_read_again(built):
     assert after == fresh(model, new=20) != before
 
 
+def test_weights_that_a_fused_optimizer_trained_are_read_again(built):
+    model = tiny("Llama", adapter=False).eval().to(torch.bfloat16).requires_grad_(False)
+    trained = [layer.mlp.down_proj for layer in model.model.layers]
+    for module in trained:  # in float32 beside frozen bfloat16: a copy of each is kept
+        module.float().requires_grad_(True)
+        module.bias.grad, module.weight.grad = torch.ones_like(module.bias), torch.randn_like(module.weight)
+    before = greedy(model, new=20)
+    stepper = torch.optim.AdamW([p for m in trained for p in m.parameters()], lr=0.5, fused=True)
+    versions = [p._version for m in trained for p in m.parameters()]
+    stepper.step()
+    assert [p._version for m in trained for p in m.parameters()] == versions
+    after = greedy(model, new=20)
+    assert len(built) == 1
+    assert after == fresh(model, new=20) != before
+
+
 def test_other_weights_are_read_anew(built):
     model = tiny("Llama").eval()
     greedy(model)

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfbyte.kernels import device
+
 EMULATION = Path(__file__).parent / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def on_hopper(monkeypatch, multiprocessors=3):
+    """Let kernels think that they are on one with so few multiprocessors."""
+    monkeypatch.setattr(device, "_assumed", device.Device("Hopper", "cuda", (9, 0), 232448, 1024, multiprocessors))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 def emulate(module, monkeypatch, folder, runner):
@@ -44,7 +52,5 @@ def emulate(module, monkeypatch, folder, runner):
     monkeypatch.setattr(module, "_kernel", getattr(module._kernel, "__wrapped__", module._kernel))
     monkeypatch.setattr(module, "Kernel", Emulated)
     monkeypatch.setattr(module, "cubin", source_of)
-    monkeypatch.setattr(module, "multiprocessors_of", lambda device: 3, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_hopper(monkeypatch)
     return module

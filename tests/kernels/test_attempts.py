@@ -1,7 +1,13 @@
 """Kernels that may not compile here."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
 from halfbyte import notices
-from halfbyte.kernels.cuda import Attempts
+from halfbyte.kernels import cuda, device
+from halfbyte.kernels.cuda import Attempts, Kernel, remembered
 from halfbyte.kernels.native import BuildError
 
 
@@ -9,13 +15,94 @@ def test_what_does_not_compile_is_said_once_and_not_tried_again():
     notices.forget()
     attempt, calls = Attempts("a-kernel", "something slower runs"), []
 
-    def product(x, *, term):
-        calls.append(x)
-        if x > 1:
+    @remembered
+    def kernel(constant):
+        calls.append(constant)
+        if constant > 1:
             raise BuildError("no NVRTC")
-        return x + term
+        return constant
 
-    assert [attempt(product, x, term=10) for x in (0, 1, 2, 1)] == [10, 11, None, None]
+    def product(x, *, term):
+        return kernel(x) + term
+
+    assert [attempt(product, x, term=10) for x in (0, 1, 2, 1, 2, 0)] == [10, 11, None, 11, None, 10]
     assert calls == [0, 1, 2]
-    assert attempt.refused
     assert notices.said()["a-kernel"] == "no NVRTC; something slower runs"
+
+
+class Driver:
+    """Answers as a driver would that loads everything; launches end with `status`."""
+
+    def __init__(self, status=0, able=1, each=1):
+        self.status, self.able, self.each, self.launched = status, able, each, 0
+
+    def __getattr__(self, name):
+        return lambda *arguments: 0
+
+    def cuLaunchKernelEx(self, *arguments):
+        self.launched += 1
+        return self.status
+
+    def cuDeviceGetAttribute(self, found, *rest):
+        found._obj.value = self.able
+        return 0
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, found, *rest):
+        found._obj.value = self.each
+        return 0
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Makes a kernel on a device of 99 KiB and 10 multiprocessors, with a driver."""
+    monkeypatch.setattr(device, "_assumed", device.Device("RTX", "cuda", (12, 0), 99 * 1024, 1024, 10))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def make(shared_bytes, driver):
+        monkeypatch.setattr(cuda, "_driver", lambda: driver)
+        return Kernel(b"", "a_kernel", shared_bytes)
+
+    return make
+
+
+def test_a_kernel_that_needs_more_shared_memory_than_there_is(kernel):
+    kernel(99 * 1024, Driver())
+    with pytest.raises(BuildError, match="a_kernel needs 160 KiB of shared memory, and a block on RTX has 99"):
+        kernel(160 * 1024, Driver())
+
+
+@pytest.mark.parametrize("status", cuda.REFUSED_LAUNCHES)
+def test_a_launch_that_the_driver_refuses_falls_back(status, kernel):
+    notices.forget()
+    attempt, driver = Attempts("a-launch", "something slower runs"), Driver(status)
+    refused = kernel(0, driver)
+    assert attempt(refused, 1, 32, []) is None
+    assert driver.launched == 1
+    assert notices.said()["a-launch"].endswith("something slower runs")
+
+
+def test_other_failures_of_a_launch_are_raised(kernel):
+    with pytest.raises(RuntimeError, match="CUDA driver"):
+        Attempts("another-launch", "")(kernel(0, Driver(700)), 1, 32, [])
+
+
+@pytest.mark.parametrize(("able", "each", "room"), [(0, 1, 0), (1, 0, 0), (1, 1, 10)])
+def test_blocks_that_do_not_run_at_once_are_refused_before_a_launch(able, each, room, kernel):
+    driver = Driver(able=able, each=each)
+    made = kernel(0, driver)
+    with pytest.raises(BuildError, match=f"runs {room} of 11 blocks at once"):
+        made.check_together(11, 384)
+    assert not driver.launched
+    if room:
+        made.check_together(room, 384)
+
+
+def test_without_a_driver(monkeypatch):
+    def refuse(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(cuda.ctypes, "CDLL", refuse)
+    with pytest.raises(BuildError, match="driver does not load"):
+        cuda._driver()

@@ -1,7 +1,5 @@
 """The bit-plane kernels of kbit and hqq on a GPU: bit-equal to the references, past 2^31 values, and quick to fit."""
 
-import time
-
 import pytest
 import torch
 from plane_cases import HQQ, KBIT, SHAPES, check_dequantize, check_quantize, weight_of
@@ -38,7 +36,6 @@ def test_dequantize_by_the_kernel_for_large_weights(spec, monkeypatch):
     def refuse(*_):
         raise BuildError("no NVRTC")
 
-    monkeypatch.setattr(bitplane_cuda._attempt, "refused", False)
     monkeypatch.setattr(bitplane_cuda, "_kernel", refuse)
     monkeypatch.setattr(notices, "_said", {})
     check_dequantize([spec], [torch.bfloat16], [shape], "cuda")
@@ -87,30 +84,21 @@ def test_dequantizing_in_a_graph(spec):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.large(40)
 @pytest.mark.parametrize("format", [KBit(5, "nf"), HQQFormat(2)], ids=lambda format: format.spec)
 def test_more_than_two_to_the_31_values(format):
     rows, width = (2**31 + 4096) // 1024, 1024
-    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
-        pytest.skip("needs 40 GB of free device memory")
     weight = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
     weight[[0, 2**21, rows - 1], :] = 0.5
     values = format.dequantize(format.quantize(weight), (rows, width), torch.bfloat16)
     assert torch.equal(values, weight)
 
 
-def test_hqq_fits_an_8b_model_in_a_minute():
-    """The seven linears of a Llama-3.1-8B layer, whose 32 layers must take less than 60 s."""
-    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
-    weights = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02 for shape in shapes]
-    format = HQQFormat(4, 64)
-    format.quantize(weights[0])
+def test_fitting_hqq_takes_a_gibibyte_beside_the_weight():
+    """The largest linear of a Llama-3.1-8B layer; how much work it is, `tests/formats/test_hqq.py` counts."""
+    weight, format = torch.randn(14336, 4096, dtype=torch.bfloat16, device="cuda") * 0.02, HQQFormat(4, 64)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, began = torch.cuda.memory_allocated(), time.perf_counter()
-    for weight in weights:
-        format.quantize(weight)
-    torch.cuda.synchronize()
-    seconds = 32 * (time.perf_counter() - began)
-    print(f"8B-shaped weights in {seconds:.1f} s")
-    assert seconds < 60
-    assert torch.cuda.max_memory_allocated() - before < 2**30  # beside the weight itself
+    before = torch.cuda.memory_allocated()
+    format.quantize(weight)
+    assert torch.cuda.max_memory_allocated() - before < 2**30

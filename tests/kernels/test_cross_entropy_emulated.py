@@ -21,7 +21,7 @@ SMALL = (64, 2, 3)  # 512 logits a chunk
 def cuda(monkeypatch, tmp_path):
     from halfbyte.kernels import cross_entropy_cuda
 
-    monkeypatch.setattr(cross_entropy_cuda, "blocks_for", lambda vocabulary: cross_entropy_cuda.Blocks(*SMALL))
+    monkeypatch.setattr(cross_entropy_cuda, "blocks_for", lambda vocabulary, _: cross_entropy_cuda.Blocks(*SMALL))
     monkeypatch.setattr(cross_entropy_cuda, "takes", lambda *arguments: True)
     return emulate(cross_entropy_cuda, monkeypatch, tmp_path, RUN)
 
@@ -108,8 +108,9 @@ def test_which_vocabularies_fit():
     from halfbyte.kernels.gemv4_cuda import SHARED_BYTES
 
     sizes = (8192, 32_000, 50_257, 128_256, 151_665, 151_936, 200_064, 262_144)
-    found = {size: blocks_for(size) for size in sizes}
+    found = {size: blocks_for(size, SHARED_BYTES) for size in sizes}
     assert [size for size in sizes if found[size]] == [32_000, 50_257, 128_256, 151_665, 151_936]
+    assert [size for size in sizes if blocks_for(size, 99 * 1024)] == [32_000, 50_257]
     for size, blocks in found.items():
         if blocks:
             assert blocks.chunks(size) >= blocks.ahead

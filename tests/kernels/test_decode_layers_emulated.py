@@ -1,6 +1,5 @@
 """The kernel of all decoder layers without a GPU: its own code, compiled for the CPU against emulated warps."""
 
-import contextlib
 import ctypes
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 import decode_cases
 import pytest
 import torch
+from emulated import on_hopper
 
 pytest.importorskip("triton")  # whose launcher's arithmetic gemv4_cuda shares
 COMPILER = shutil.which("g++")
@@ -27,8 +27,7 @@ def runner(monkeypatch, tmp_path):
     """Makes what runs a stack here, on three multiprocessors, in blocks of a given shape."""
     from halfbyte.kernels import cuda, decode_layers
 
-    monkeypatch.setattr(decode_layers, "multiprocessors_of", lambda device: 3)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    on_hopper(monkeypatch)
 
     def kernel(stacked):
         source = cuda.source_of("decode", (EMULATION, Path(cuda.__file__).parent)) + RUN
@@ -71,7 +70,7 @@ def test_blocks_share_slots(runner, monkeypatch, keys):
     """Two blocks for each of four heads; with the window one of them has no slot."""
     from halfbyte.kernels import decode_layers
 
-    monkeypatch.setattr(decode_layers, "multiprocessors_of", lambda device: 8)
+    on_hopper(monkeypatch, 8)
     hidden, made = decode_cases.stack(1, torch.bfloat16, layers=1, **keys)
     assert decode_layers.splits_of(made.heads, 8, 32, 32) == 2
     decode_cases.check(runner((1, 1, 2, 2)), hidden, made)

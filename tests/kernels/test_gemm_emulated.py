@@ -33,7 +33,6 @@ extern "C" void run_gemm_planes(u32 blocks, u32 threads, u32 bytes, Planes *w, c
 def gemm(request, monkeypatch, tmp_path):
     from halfbyte.kernels import gemm_cuda
 
-    monkeypatch.setattr(gemm_cuda, "origin_of", lambda device: 1024)
     return emulate(gemm_cuda, monkeypatch, tmp_path, request.param + ADD)
 
 

@@ -104,6 +104,7 @@ def test_a_product_waits_for_its_x_in_a_graph_too(gemm):
     assert torch.equal(captured, late)
 
 
+@pytest.mark.large(6)
 def test_a_weight_of_more_than_two_to_the_31_bytes(gemm):
     rows, columns = 2**17 + 40, 2**15 + 256
     packed = torch.randint(0, 256, (rows * columns // 2,), dtype=torch.uint8, device="cuda")

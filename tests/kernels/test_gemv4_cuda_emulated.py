@@ -19,7 +19,6 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x
 def cuda(monkeypatch, tmp_path):
     from halfbyte.kernels import gemv4_cuda
 
-    monkeypatch.setattr(gemv4_cuda, "origin_of", lambda device: 1024)
     return emulate(gemv4_cuda, monkeypatch, tmp_path, RUN)
 
 

@@ -18,7 +18,6 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Table4 *w, const u16 **x
 def row(monkeypatch, tmp_path):
     from halfbyte.kernels import gemv4_row
 
-    monkeypatch.setattr(gemv4_row, "origin_of", lambda device: 1024)
     return emulate(gemv4_row, monkeypatch, tmp_path, PRODUCT)
 
 

@@ -1,5 +1,7 @@
 """Products of a few rows with 8-bit weights: on a GPU at real sizes, and in Triton's interpreter at small ones."""
 
+import functools
+import itertools
 from functools import partial
 
 import parity
@@ -22,17 +24,24 @@ def kernels():
     return gemv8
 
 
+@functools.lru_cache(1)
+def weight_of(spec, shape):
+    """Its parts, and its values in fp64; drawing and rounding them takes longer than all products of a test."""
+    weight = torch.randn(shape) * 0.05 * torch.linspace(0.5, 2, shape[0]).unsqueeze(1)
+    parts = {name: part.to(DEVICE) for name, part in from_spec(spec).quantize(weight).items()}
+    return parts, from_spec(spec).dequantize(parts, shape, torch.float32).double()
+
+
 def check(run, spec, batch, shape, dtype, bias):
     """`run(x, codes, scale, scaling, bias)` within the rounding of the weight and the result to `dtype`."""
     rows, columns = shape
     format_ = from_spec(spec)
-    weight = torch.randn(shape) * 0.05 * torch.linspace(0.5, 2, rows).unsqueeze(1)
-    parts = {name: part.to(DEVICE) for name, part in format_.quantize(weight).items()}
+    parts, values = weight_of(spec, shape)
     x = torch.randn(batch, columns).to(dtype).to(DEVICE)
     added = torch.randn(rows).to(dtype).to(DEVICE) if bias else None
     found = run(x, *parts.values(), "row" if spec == "int8" else format_.scaling, added)
     assert (found.shape, found.dtype) == ((batch, rows), dtype)
-    exact = x.double() @ format_.dequantize(parts, shape, torch.float32).double().T
+    exact = x.double() @ values.T
     exact = exact if added is None else exact + added.double()
     tolerance = 2e-6 + torch.finfo(dtype).eps
     assert (found.double() - exact).norm() <= tolerance * exact.norm(), (spec, batch, shape, dtype)
@@ -59,14 +68,13 @@ def test_small(kernels, spec, batch):
 @pytest.mark.skipif(INTERPRETED, reason="many programs")
 @specs
 @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 4096), (130, 449), (1, 1)], ids=str)
-@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8, 17, 33, 64, 65])
-def test_what_is_picked(kernels, spec, shape, batch):
+def test_what_is_picked(kernels, spec, shape):
     def run(x, codes, scale, scaling, bias):
         if spec == "int8":
             return kernels.integer8(x, codes, scale, bias)
         return kernels.float8(x, codes, scale, scaling, bias)
 
-    for dtype in DTYPES:
+    for batch, dtype in itertools.product((1, 2, 3, 4, 5, 8, 17, 33, 64, 65), DTYPES):
         check(run, spec, batch, shape, dtype, bias=batch % 2 == 0)
 
 
@@ -86,6 +94,7 @@ def test_in_a_graph(spec, batch):
     assert torch.equal(out, format_.linear(x, parts, shape, None))
 
 
+@pytest.mark.large(6)
 @pytest.mark.skipif(INTERPRETED, reason="4 GiB")
 def test_a_weight_of_more_than_two_to_the_31_bytes(kernels):
     rows, columns = 2**17 + 40, 2**14 + 100

@@ -19,7 +19,6 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x
 def row(monkeypatch, tmp_path):
     from halfbyte.kernels import gemv_planes_row
 
-    monkeypatch.setattr(gemv_planes_row, "origin_of", lambda device: 1024)
     return emulate(gemv_planes_row, monkeypatch, tmp_path, PRODUCT)
 
 

@@ -100,7 +100,8 @@ def test_through_autograd(activation):
         assert (tensor.float().cpu() - truth).norm() <= 1e-2 * truth.norm()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs 13 GiB")
+@pytest.mark.large(13)
+@pytest.mark.skipif(INTERPRETED, reason="gigabytes")
 def test_more_than_2_31_elements():
     gate = torch.zeros(2**31 + 5000, dtype=torch.bfloat16, device="cuda")
     up = torch.zeros_like(gate)

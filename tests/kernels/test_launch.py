@@ -1,17 +1,24 @@
 """What a Launcher keeps, on CPU tensors and with a compiled kernel that only writes down what it was given."""
 
+import ast
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from halfbyte import notices
+from halfbyte.dispatch import Refused, op
+
 pytest.importorskip("triton")
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
 from halfbyte.kernels import launch
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Launches so far: ("triton", tensors ...) by Triton's own way, ("compiled", addresses ...) by the table's."""
+    """What was done: ("triton", tensors ...) where Triton is asked to compile, ("compiled", addresses ...) then."""
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: -1)  # where CPU tensors say they are
     return []
@@ -22,13 +29,12 @@ def launcher(launched):
         assert (y, z, stream, function, metadata, *rest[:3]) == (1, 1, 7, "handle", "packed", None, None, None)
         launched.append(("compiled", x, *rest[3:]))
 
-    def compile_and_launch(*arguments, num_warps):
-        launched.append(("triton", *arguments))
-        return SimpleNamespace(run=run, function="handle", packed_metadata="packed")
-
     class Jitted:
-        def __getitem__(self, grid):
-            return compile_and_launch
+        __module__, __name__ = "halfbyte.kernels.some", "_kernel"
+
+        def warmup(self, *arguments, grid, num_warps):
+            launched.append(("triton", *arguments))
+            return SimpleNamespace(run=run, function="handle", packed_metadata="packed")
 
     return launch.Launcher(Jitted())
 
@@ -38,8 +44,8 @@ def test_what_was_compiled_is_launched_with_addresses(launched):
     x, other = torch.zeros(16), torch.zeros(16)
     for tensor in (x, other):
         call(3, (tensor,), (16, 1e-6), (64,), 4)
-    assert [kind for kind, *_ in launched] == ["triton", "compiled"]
-    assert launched[1] == ("compiled", 3, other.data_ptr(), 16, 1e-6, 64)
+    assert [kind for kind, *_ in launched] == ["triton", "compiled", "compiled"]
+    assert launched[2] == ("compiled", 3, other.data_ptr(), 16, 1e-6, 64)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +54,11 @@ def test_what_was_compiled_is_launched_with_addresses(launched):
      (torch.zeros(17)[1:], (16,), (64,))],
     ids=["dtype", "number", "constant", "pointer not aligned"],
 )  # fmt: skip
-def test_anything_else_goes_tritons_way(launched, tensor, numbers, constants):
+def test_anything_else_is_asked_of_triton(launched, tensor, numbers, constants):
     call = launcher(launched)
     call(1, (torch.zeros(16),), (16,), (64,), 4)
     call(1, (tensor,), numbers, constants, 4)
-    assert [kind for kind, *_ in launched] == ["triton", "triton"]
+    assert [kind for kind, *_ in launched] == ["triton", "compiled"] * 2
 
 
 def test_repeat(launched):
@@ -85,3 +91,79 @@ def test_tables_do_not_grow_for_ever(launched, monkeypatch):
         call(1, (x,), (number,), (64,), 4, (number,))
     assert 1 <= len(call.known) <= 3
     assert call.repeat((9,), (x,))
+
+
+class Refusing:
+    """A jitted kernel that does not compile, or does not load where `loads` raises."""
+
+    __module__, __name__ = "halfbyte.kernels.some", "_kernel"
+
+    def __init__(self, compiles=None, loads=None):
+        self.compiles, self.loads, self.asked = compiles, loads, 0
+
+    def warmup(self, *arguments, grid, num_warps):
+        self.asked += 1
+        if self.compiles:
+            raise self.compiles
+        return self
+
+    @property
+    def run(self):
+        raise self.loads
+
+
+REFUSALS = [
+    ({"loads": OutOfResources(159744, 101376, "shared memory")}, "Required: 159744, Hardware limit: 101376"),
+    ({"compiles": CompilationError("source", ast.parse("1").body[0], "no such type here")}, "no such type here"),
+    ({"compiles": PTXASError("`ptxas` failed")}, "ptxas"),
+    ({"compiles": RuntimeError("PassManager::run failed")}, "PassManager::run failed"),
+    ({"loads": RuntimeError("Triton Error [CUDA]: no kernel image is available")}, "no kernel image"),
+]
+refusals = pytest.mark.parametrize(("how", "said"), REFUSALS, ids=lambda value: value if isinstance(value, str) else "")
+
+
+@refusals
+def test_a_kernel_that_does_not_run_here_is_refused_and_said_once(how, said, launched):
+    notices.forget()
+    call = launch.Launcher(Refusing(**how))
+    for number in range(3):  # sizes are ever new: nothing is compiled again for that
+        with pytest.raises(Refused):
+            call(1, (torch.zeros(16),), (number,), (64,), 4)
+    with pytest.raises(Refused):
+        call(1, (torch.zeros(16).half(),), (1,), (64,), 4)
+    assert call.function.asked == 2
+    (text,) = notices.said().values()
+    assert said in text
+    assert text.startswith("some.kernel does not run on ")
+    assert text.endswith("the torch reference runs instead, more slowly")
+
+
+def test_other_errors_are_bugs(launched):
+    with pytest.raises(TypeError):
+        launch.Launcher(Refusing(TypeError("missing a required argument")))(1, (torch.zeros(16),), (1,), (64,), 4)
+
+
+def test_in_a_capture_a_driver_s_error_is_the_capture_s(launched, monkeypatch):
+    monkeypatch.setattr(launch, "_in_capture", lambda tensor: True)
+    loads = launch.Launcher(Refusing(loads=RuntimeError("operation not permitted when stream is capturing")))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        loads(1, (torch.zeros(16),), (1,), (64,), 4)
+    monkeypatch.setattr(launch, "_in_capture", lambda tensor: False)
+    with pytest.raises(Refused):  # asked again: nothing was remembered of it
+        loads(1, (torch.zeros(16),), (1,), (64,), 4)
+    monkeypatch.setattr(launch, "_in_capture", lambda tensor: True)
+    large = launch.Launcher(Refusing(loads=OutOfResources(159744, 101376, "shared memory")))
+    with pytest.raises(Refused):
+        large(1, (torch.zeros(16),), (1,), (64,), 4)
+
+
+def test_the_reference_runs_where_a_twin_is_refused():
+    @op(twins="none")
+    def double(x):
+        return 2 * x
+
+    @double.twin("cpu")
+    def refused(x):
+        raise Refused("none")
+
+    assert double(torch.ones(2)).tolist() == [2, 2]

@@ -182,7 +182,8 @@ def test_graph_capture_and_determinism():
         assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs 5 GiB")
+@pytest.mark.large(6)
+@pytest.mark.skipif(INTERPRETED, reason="gigabytes")
 def test_more_than_2_31_elements():
     rows = 2**31 // 128_256 + 3
     logits = torch.empty(rows, 128_256, dtype=torch.bfloat16, device=DEVICE).fill_(0.5)

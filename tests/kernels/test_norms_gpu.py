@@ -163,7 +163,8 @@ def test_in_a_cuda_graph_without_synchronisation():
         assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs 15 GiB")
+@pytest.mark.large(18)
+@pytest.mark.skipif(INTERPRETED, reason="gigabytes")
 def test_more_than_2_31_elements():
     rows = 2**31 // 4096 + 3
     x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=DEVICE).fill_(0.5)

@@ -155,7 +155,8 @@ def test_through_autograd(with_norm):
         assert (mine - truth).norm() <= 2e-2 * truth.norm()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs 10 GiB")
+@pytest.mark.large(12)
+@pytest.mark.skipif(INTERPRETED, reason="gigabytes")
 def test_more_than_2_31_elements():
     """Heads first, as a cache lays them out: an offset is head · T · D, and the last head begins past 2^31."""
     tokens = 2**31 // (31 * 128) + 8

@@ -17,6 +17,7 @@ from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit, QuantizedLinear
 from halfbyte.memory import host
+from halfbyte.memory.batches import Batches, Shape
 from halfbyte.memory.estimate import GIB, estimate
 from halfbyte.memory.replay import Ledger
 from halfbyte.memory.shapes import ModelShapes
@@ -100,6 +101,14 @@ def test_full_fine_tuning_and_optimizers():
     assert sizes == {"adamw_torch_fused": 8 * numel, "adamw_8bit": 2 * numel, "sgd": 0}
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("auto", 4), ("bfloat16", 2)])
+def test_full_fine_tuning_keeps_float32_weights_unless_a_dtype_is_asked_for(dtype, size):
+    numel = sum(p.numel() for p in transformers.LlamaForCausalLM(tiny_config("Llama")).parameters())
+    config = run_config(use_peft=False, load_in_4bit=False, dtype=dtype)
+    plan = estimate(config, tiny_config("Llama"), device="cuda", capacity_bytes=GIB)
+    assert (plan.adapters, plan.gradients, plan.optimizer) == (size * numel, size * numel, 2 * size * numel)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -109,7 +118,7 @@ def test_a_replayed_step_allocates_what_a_real_one_does(family, dtype, checkpoin
     config = run_config(r=4, dtype=dtype, per_device_train_batch_size=3)
     model_config = tiny_config(family)
     shapes = ModelShapes(config, model_config, torch.device("cpu"))
-    predicted = shapes.replays(checkpointed, 150)[0]
+    predicted = shapes.replays(checkpointed, Shape(3, 150))[0]
 
     from halfbyte.autograd.losses import linear_cross_entropy
 
@@ -144,8 +153,8 @@ def test_layers_extrapolate():
     config = run_config(r=4, per_device_train_batch_size=2)
     for checkpointed in (False, True):
         shapes = ModelShapes(config, model_config, torch.device("cpu"))
-        line = shapes.replays(checkpointed, 256)[0].total
-        whole = shapes._replay(256).total
+        line = shapes.replays(checkpointed, Shape(2, 256))[0].total
+        whole = shapes._replay(Shape(2, 256)).total
         assert abs(line - whole) <= 0.01 * whole
 
 
@@ -176,7 +185,8 @@ def test_more_rows_take_more_and_shorter_rows_less():
         for rows in (2, 8)
     )
     assert large.activations > 2 * small.activations
-    assert estimate(config, tiny_config("Llama"), capacity_bytes=GIB, length=64).total < small.total
+    shorter = estimate(config, tiny_config("Llama"), capacity_bytes=GIB, batches=Batches.alike(2, 64))
+    assert shorter.total < small.total
 
 
 def test_accumulation_keeps_gradients_during_forward():
@@ -267,3 +277,48 @@ def test_measured_on_this_cpu(shared, checkpointed):
     command = [sys.executable, str(script), str(path), "4", "512", str(int(checkpointed))]
     measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     assert plan.total == pytest.approx(measured["growth"], rel=0.15)
+
+
+GEMMA2 = transformers.Gemma2Config(
+    vocab_size=256_000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=256, sliding_window=4096,
+)  # fmt: skip
+
+
+def test_capped_scores_are_planned_as_they_are_computed(monkeypatch):
+    """Four layers of Gemma 2 2B at 2×4096. All scores at once took 12.9 GiB, a tile at a time takes 4.4 (H200)."""
+    from halfbyte.models import attention
+
+    monkeypatch.setattr(attention, "flash3", lambda: None)
+    keys = {"dtype": "auto", "per_device_train_batch_size": 2, "max_length": 4096, "activation_checkpointing": False}
+    totals = {}
+    for name, changed in {"tiles": {}, "fp32": {"dtype": "float32"}}.items():
+        config = run_config(**keys | changed)
+        options = {"device": "cuda", "capacity_bytes": 139 * GIB, "attention": attention.implementation}
+        totals[name] = estimate(config, GEMMA2, **options).total / GIB
+    assert totals["tiles"] == pytest.approx(4.39, rel=0.07)
+    assert totals["fp32"] > 12.9
+
+
+def test_a_plan_is_for_the_batches_of_the_data():
+    """26 rows of 4,096 tokens are one batch, however many are asked for; shorter ones beside a graph's pool count."""
+    qwen = transformers.Qwen3Config(
+        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    keys = {"dtype": "auto", "per_device_train_batch_size": 4, "max_length": 4096}
+    options = {"device": "cuda", "capacity_bytes": 139 * GIB}
+    varied = Batches(Shape(4, 4096), Shape(4, 3300), second=Shape(4, 3584))
+    free = estimate(run_config(**keys), qwen, batches=varied, **options)
+    assert free.use_graphs
+    assert (free.total - free.graphs) / GIB == pytest.approx(17.67, rel=0.02)  # allocated on an H200
+    assert free.total / GIB == pytest.approx(32.7, rel=0.03)  # reserved
+    alone = estimate(run_config(**keys), qwen, batches=Batches.alike(4, 4096), **options)
+    assert alone.use_graphs
+    assert alone.total < 0.6 * free.total
+    held = estimate(run_config(**keys, memory_limit_gib=6.0), qwen, batches=varied, **options)
+    assert held.fits
+    assert held.use_graphs  # recomputing costs less than launching from Python
+    asked = run_config(**keys | {"per_device_train_batch_size": 64, "activation_checkpointing": True})
+    rows = [estimate(asked, qwen, batches=Batches.alike(n, 4096), **options).total for n in (26, 64)]
+    assert rows[0] < 0.5 * rows[1]

@@ -4,13 +4,22 @@ import itertools
 
 import pytest
 
-from halfbyte.memory.policy import FUSED, LEVELS, OFFLOADED, LayerShape, choose, cost, in_words, mixes, peak
+from halfbyte.memory.policy import FUSED, LEVELS, OFFLOADED, Choice, LayerShape, choose, cost, in_words, mixes, peak
 
 GIB = 2**30
 LLAMA_8B = {"hidden": 4096, "inner": 14336, "queries": 4096, "keys": 1024, "heads": 32, "rank": 16}
 SHORT = LayerShape(tokens=8192, length=2048, **LLAMA_8B)
 LONG = LayerShape(tokens=368_640, length=368_640, **LLAMA_8B)
 MOMENTS = {"loss": 384 * 2**20, "gradients": 160 * 2**20, "accumulated": False}
+
+
+def fastest(shape: LayerShape, layers: int, budget: float, host: int = 100 * GIB, beside: int = 0) -> Choice:
+    """The choice where graphs take `beside` bytes more."""
+
+    def need(choice: Choice) -> int:
+        return peak(shape, choice.levels, **MOMENTS) + choice.graphs * beside
+
+    return choose(layers, int(budget), need, usual=shape, largest=shape, host=host)
 
 
 @pytest.mark.parametrize("traits", sorted(set(FUSED.values())))
@@ -54,7 +63,12 @@ def test_small_models_stay_in_cuda_graphs():
     )
     assert cost(small, ("offload",) * 28) > cost(small, ("checkpoint",) * 28)
     budget = peak(small, ("checkpoint",) * 28, **MOMENTS)
-    assert set(choose(small, 28, budget, host=100 * GIB, **MOMENTS)).isdisjoint(OFFLOADED)
+    choice = fastest(small, 28, budget)
+    assert choice.graphs
+    assert set(choice.levels).isdisjoint(OFFLOADED)
+    eager = fastest(small, 28, budget, beside=1)
+    assert not eager.graphs  # no room for a pool
+    assert cost(small, eager.levels, graphs=False) > cost(small, choice.levels)
 
 
 def test_products_in_fp8_leave_copies_less_time():
@@ -70,7 +84,7 @@ def test_a_kept_8b_step_takes_what_was_measured():
 
 def test_the_choice_is_the_fastest_of_all_mixes_that_fit():
     for budget in (30 * GIB, 10 * GIB, 3 * GIB):
-        best = choose(SHORT, 6, budget, host=GIB, **MOMENTS)
+        best = fastest(SHORT, 6, budget, host=GIB).levels
         time = cost(SHORT, best)
         assert peak(SHORT, best, **MOMENTS) <= budget
         for levels in mixes(6):
@@ -79,7 +93,7 @@ def test_the_choice_is_the_fastest_of_all_mixes_that_fit():
 
 
 def test_less_memory_takes_more_time():
-    chosen = [choose(SHORT, 32, gib * GIB, host=100 * GIB, **MOMENTS) for gib in (40, 20, 10, 4, 2.5)]
+    chosen = [fastest(SHORT, 32, gib * GIB).levels for gib in (40, 20, 10, 4, 2.5)]
     times = [cost(SHORT, levels) for levels in chosen]
     assert chosen[0] == ("keep",) * 32
     assert all(a < b for a, b in itertools.pairwise(times))
@@ -87,11 +101,11 @@ def test_less_memory_takes_more_time():
 
 
 def test_without_host_memory_nothing_is_offloaded():
-    assert not set(choose(SHORT, 32, 4 * GIB, host=0, **MOMENTS)) & set(OFFLOADED)
+    assert not set(fastest(SHORT, 32, 4 * GIB, host=0).levels) & set(OFFLOADED)
 
 
 def test_what_fits_nowhere_gets_the_smallest_plan():
-    least = choose(SHORT, 8, 1, host=100 * GIB, **MOMENTS)
+    least = fastest(SHORT, 8, 1).levels
     assert peak(SHORT, least, **MOMENTS) == min(peak(SHORT, levels, **MOMENTS) for levels in mixes(8))
 
 
@@ -106,3 +120,19 @@ def test_longest_8b_context():
 def test_gradients_of_an_earlier_micro_batch_are_there_all_the_time():
     once, again = (peak(SHORT, ("keep",) * 32, **MOMENTS | {"accumulated": more}) for more in (False, True))
     assert once < again <= once + MOMENTS["gradients"]
+
+
+def test_the_largest_batch_decides_what_fits_and_the_usual_one_what_is_fast():
+    """All is kept where Python's launches hide behind long rows; short ones rather stay in graphs, whose pool has to
+    leave room for the longest."""
+    short = LayerShape(tokens=256, length=256, **LLAMA_8B)
+    budget = peak(SHORT, ("keep",) * 4, **MOMENTS)
+
+    def need(choice: Choice) -> int:
+        return peak(SHORT, choice.levels, **MOMENTS) + choice.graphs * 4 * SHORT.stream
+
+    long, usual = (choose(4, budget, need, usual=u, largest=SHORT, host=100 * GIB) for u in (SHORT, short))
+    assert long == Choice(("keep",) * 4, False)
+    assert usual.graphs
+    assert "keep" not in usual.levels[:1]
+    assert need(usual) <= budget

@@ -9,6 +9,7 @@ from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.formats import named
+from halfbyte.memory.batches import Batches, Shape
 from halfbyte.memory.estimate import GIB, estimate
 from halfbyte.memory.replay import Ledger
 from halfbyte.memory.shapes import ModelShapes
@@ -62,7 +63,7 @@ def real_peak(config):
 )
 def test_a_replayed_step_allocates_what_a_real_one_does(scheme, dtype, use_peft):
     keys = config(qat_scheme=scheme, dtype=dtype, use_peft=use_peft)
-    predicted = ModelShapes(keys, WIDE, torch.device("cpu")).replays(False, TOKENS.shape[1])[0].total
+    predicted = ModelShapes(keys, WIDE, torch.device("cpu")).replays(False, Shape(*TOKENS.shape))[0].total
     assert 0.75 * predicted <= real_peak(keys) <= 1.05 * predicted
 
 
@@ -72,7 +73,8 @@ def test_rounded_weights_are_scratch_and_not_kept():
     for layers in (3, 6):
         model_config = transformers.LlamaConfig(**WIDE.to_dict() | {"num_hidden_layers": layers})
         plans = [
-            estimate(config(qat_scheme=scheme), model_config, capacity_bytes=GIB, length=8) for scheme in ("nf4", None)
+            estimate(config(qat_scheme=scheme), model_config, capacity_bytes=GIB, batches=Batches.alike(1, 8))
+            for scheme in ("nf4", None)
         ]
         assert plans[0].weights == plans[1].weights
         more.append(plans[0].activations - plans[1].activations)

@@ -1,5 +1,8 @@
 """Adapters cast once a forward: same numbers, never stale, gone after unpatch."""
 
+import contextlib
+import weakref
+
 import pytest
 import torch
 from patch_models import assert_same, batch, loss_and_gradients, tiny
@@ -8,7 +11,7 @@ from peft.tuners.lora import Linear as LoraLinear
 import halfbyte
 from halfbyte.autograd import lora
 from halfbyte.models import attention
-from halfbyte.models.copies import COPIES
+from halfbyte.models.copies import COPIES, copies_of
 
 
 @pytest.fixture
@@ -33,14 +36,14 @@ def test_numbers_are_those_of_casts_in_place(model, monkeypatch):
     halfbyte.unpatch(model)
     assert not any(COPIES in module.__dict__ for module in model.modules())
     halfbyte.patch(model)
-    monkeypatch.setattr(attention, "refresh_copies", lambda backbone: None)
+    monkeypatch.setattr(attention, "fresh_copies", lambda backbone: contextlib.nullcontext())
     assert_same(found, loss_and_gradients(model, inputs), 1e-12)
     assert casts
 
 
 def test_factors_of_one_input_lie_one_after_another(model):
     loss_and_gradients(model, batch())
-    copies = [m.__dict__[COPIES]["default"][0].tensor for m in model.modules() if isinstance(m, LoraLinear)][:3]
+    copies = [m.__dict__[COPIES][1]["default"][0] for m in model.modules() if isinstance(m, LoraLinear)][:3]
     stacked = lora.stack(copies)
     assert stacked.data_ptr() == copies[0].data_ptr()
     assert torch.equal(stacked, torch.cat(copies))
@@ -48,20 +51,54 @@ def test_factors_of_one_input_lie_one_after_another(model):
     assert torch.equal(lora.stack(apart), torch.cat(apart))
 
 
-def test_changed_factors_are_cast_again(model):
-    inputs = batch()
-    loss_and_gradients(model, inputs)
-    factor = next(p for name, p in model.named_parameters() if "lora_A" in name)
-    (module,) = [m for m in model.modules() if isinstance(m, LoraLinear) and m.lora_A["default"].weight is factor]
-    assert halfbyte.models.projections.read_projection(module).lora.cast_to(torch.bfloat16) is not None
+def copied(model):
+    """Names of the LoRA modules that read copies just now."""
+    return [name for name, m in model.named_modules() if isinstance(m, LoraLinear) and copies_of(m, "default")]
+
+
+def test_copies_are_read_only_while_a_forward_runs(model):
+    seen = []
+    model.get_base_model().model.norm.register_forward_pre_hook(lambda *_: seen.append(len(copied(model))))
+    loss_and_gradients(model, batch())  # the first forward asks the head how it works, without gradients
     with torch.no_grad():
-        factor.mul_(3)
-    assert halfbyte.models.projections.read_projection(module).lora.cast_to(torch.bfloat16) is None
-    changed = loss_and_gradients(model, inputs)
-    copy, _ = halfbyte.models.projections.read_projection(module).lora.cast_to(torch.bfloat16)
-    assert torch.equal(copy, factor.to(torch.bfloat16))
+        model(**batch())
+    with pytest.raises(IndexError), torch.no_grad():
+        model(input_ids=torch.tensor([[10**6]]))
+    assert seen == [0, 14, 14]
+    assert not copied(model)
+
+
+def test_layers_that_are_run_again_read_them_too(model, monkeypatch):
     halfbyte.unpatch(model)
-    assert_same(loss_and_gradients(model, inputs), changed, 0.1)  # of bf16: without the change it is off by far more
+    for level in ("recompute_mlp", "checkpoint", "tiled"):
+        halfbyte.patch(model, level)
+        loss_and_gradients(model, batch())
+        casts = []
+        monkeypatch.setattr(lora, "cast", lambda *given, own=lora.cast: casts.append(given) or own(*given))  # noqa: B023
+        loss_and_gradients(model, batch())
+        assert not casts, level
+        monkeypatch.undo()
+    assert not copied(model)
+
+
+def test_an_evaluation_casts_all_factors_at_once(model, monkeypatch):
+    loss_and_gradients(model, batch())
+    launches = []
+    own = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *given: launches.append(len(given[0])) or own(*given))
+    with torch.no_grad():
+        model(**batch())
+    assert launches == [2 * 14]
+
+
+def test_copies_of_deleted_adapters_are_gone(model):
+    loss_and_gradients(model, batch())
+    factor = weakref.ref(next(p for name, p in model.named_parameters() if "lora_A" in name))
+    model.add_adapter("other", model.peft_config["default"])
+    model.set_adapter("other")
+    model.delete_adapter("default")
+    loss_and_gradients(model, batch())
+    assert factor() is None
 
 
 def test_two_forwards_before_one_backward(model):

@@ -190,6 +190,22 @@ def test_bitsandbytes_checkpoint_keeps_its_bytes(bitsandbytes_checkpoint):
     assert "bytes are kept" in notices.said()["prequantized"]
 
 
+def test_bitsandbytes_8bit_checkpoint_keeps_its_bytes(tiny_checkpoint, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_checkpoint(), quantization_config=config, device_map={"": "cpu"}, dtype=torch.float16
+    )
+    theirs.save_pretrained(tmp_path)
+    found = quantized_linears(load_model(str(tmp_path), dtype="bfloat16", device="cpu"))
+    stored = weights_on_disk(tmp_path)
+    assert len(found) == 14
+    for name, module in found.items():
+        assert torch.equal(module.weight.parts["codes"], stored[f"{name}.weight"]), name
+        assert torch.equal(module.weight.parts["absmax"], stored[f"{name}.SCB"]), name
+    assert "(int8); its bytes are kept" in notices.said()["prequantized"]
+
+
 def test_what_we_save_loads_in_bitsandbytes(tiny_checkpoint, tmp_path):
     bnb = pytest.importorskip("bitsandbytes")
     model = load_model(str(tiny_checkpoint()), dtype="bfloat16", device="cpu")
@@ -213,7 +229,7 @@ def edit_config(folder, **keys):
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "8-bit"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, r"expected torch\.int8"),
         ({"quant_method": "gptq", "bits": 3}, "gptq"),
         ({"quant_method": "aqlm"}, "aqlm"),
     ],

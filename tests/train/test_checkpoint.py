@@ -206,9 +206,6 @@ def test_nothing_to_resume(tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.resolved.yaml").write_text("")
     assert checkpoints.starting_point(config, True) is None
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
-        checkpoints.starting_point(run_config(tmp_path / "file"), None)
 
 
 def test_a_torn_last_line_is_dropped(tmp_path):

@@ -1,4 +1,8 @@
-"""GraphedStep: replays train as eager steps do, each shape has its graph, and what cannot be captured stays eager."""
+"""Graphs: replays train as eager steps do, each shape has its graph, what cannot be captured stays eager, and there is
+one set of gradients and one pool, which go when memory runs out. On a stand-in for CUDA's graphs, and on a GPU."""
+
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +10,7 @@ from torch import nn
 
 from halfbyte import notices
 from halfbyte.errors import TrainingError
+from halfbyte.train import gradients, graph
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 
 
@@ -75,38 +80,310 @@ def test_after_a_failed_capture_random_numbers_and_memory_are_as_before():
     assert torch.cuda.memory_allocated() <= before + seen.untyped_storage().nbytes() + 512
 
 
+def run_backwards(wrap, given, window, device="cpu", dropout=0.0):
+    """Train on `given` with windows of several backwards: (losses, weights, what `wrap` made)."""
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
+    model = nn.Sequential(*layers).to(device)
+    unused = nn.Parameter(torch.ones(3, device=device))
+    trained = [*model.parameters(), unused]
+    optimizer = torch.optim.AdamW(trained, lr=0.05)
+
+    def backward(batch):
+        loss = (model(batch["x"]) - batch["y"]).square().mean() / window
+        loss.backward()
+        return loss.detach()
+
+    call = wrap(backward, trained)
+    losses = []
+    for i, batch in enumerate(given):
+        losses.append(call(batch).item())
+        if (i + 1) % window == 0:
+            torch.nn.utils.clip_grad_norm_(trained, 0.5)  # in place, where a graph will write again
+            optimizer.step()
+            optimizer.zero_grad()
+    assert unused.grad is None
+    return losses, [parameter.detach().clone() for parameter in model.parameters()], call
+
+
+def eager(step, _):
+    return step
+
+
+# --- on a stand-in ---------------------------------------------------------------------------------------------------
+
+
+class StandIn:
+    """torch.cuda as far as graphs use it. A capture computes nothing that stays; a replay is the step again.
+
+    Args:
+        room: rows that a step may have beside graphs; None: any.
+    """
+
+    def __init__(self, room=None):
+        self.room, self.pools, self.capture_fits = room, 0, True
+        self.gradients = None  # of the `GraphedBackward` under test
+
+    def install(self, monkeypatch):
+        stream = SimpleNamespace(wait_stream=lambda _: None, device=SimpleNamespace(index=0))
+        replaced = {
+            "current_device": lambda: 0,
+            "current_stream": lambda: stream,
+            "stream": lambda _: contextlib.nullcontext(),
+            "graph_pool_handle": self.pool,
+            "empty_cache": lambda: None,
+            "memory_reserved": lambda _: 0,
+            "synchronize": lambda _: None,
+            "get_rng_state": lambda _: torch.get_rng_state(),
+            "set_rng_state": lambda state, _: torch.set_rng_state(state),
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(graph, "_stream", lambda _: stream)
+        monkeypatch.setattr(graph, "_leave_failed_capture", lambda *_: None)
+        monkeypatch.setattr(graph, "_Captured", self.captured)
+        monkeypatch.setattr(gradients, "PENDING", 1)  # every gradient is added at once
+        return self
+
+    def pool(self):
+        self.pools += 1
+        return self.pools
+
+    def backwards(self, step, trained):
+        """A `GraphedBackward` for which a last gradient finds no room where there is little."""
+
+        def in_little_room(batch):
+            result = step(batch)
+            if self.room is not None and made.holds_graphs and len(batch["x"]) > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return result
+
+        made = GraphedBackward(in_little_room, trained)
+        self.gradients = made.gradients
+        return made
+
+    def captured(self, step, batch, _stream, pool):
+        if not self.capture_fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        before, random = [buffer.clone() for buffer in self.gradients.buffers], torch.get_rng_state()
+        step(batch)
+        for buffer, values in zip(self.gradients.buffers, before, strict=True):
+            buffer.copy_(values)
+        torch.set_rng_state(random)
+
+        def replay(batch):
+            self.gradients.written = set()
+            return step(batch)
+
+        return SimpleNamespace(written=set(), replay=replay, pool=pool)
+
+
+def sized(*rows):
+    """Batches of so many rows."""
+    generator = torch.Generator().manual_seed(1)
+    for count in rows:
+        x = torch.randn(count, 8, generator=generator)
+        yield {"x": x, "y": x.sum(1, keepdim=True)}
+
+
+def pools(graphed):
+    """Rows of each shape that has a graph → its pool."""
+    captured = graphed._captured.items()
+    return {dict(shapes)["x"][0][0]: found.pool for shapes, found in captured if found is not None}
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_all_shapes_and_eager_steps_share_one_set_of_gradients(monkeypatch, window):
+    """The numbers are those of autograd's own gradients to the bit; the first call finds some of those."""
+    stand_in = StandIn().install(monkeypatch)
+    places = []
+
+    def wrap(step, trained):
+        graphed = stand_in.backwards(step, trained)
+
+        def call(batch):
+            result = step(batch) if not places else graphed(batch)
+            places.append(tuple(p.grad.data_ptr() for p in trained if p.grad is not None))
+            return result
+
+        call.graphed = graphed
+        return call
+
+    rows = [8, 4] * 8 + [4, 8, 6, 6]
+    expected = run_backwards(eager, sized(*rows), window, dropout=0.5)
+    losses, weights, call = run_backwards(wrap, sized(*rows), window, dropout=0.5)
+    assert losses == expected[0]
+    assert all(map(torch.equal, weights, expected[1]))
+    assert set(places[1:]) == {places[-1]}  # over captures, replays and eager steps
+    assert pools(call.graphed).keys() == {8, 4}
+
+
+def test_the_largest_shape_makes_the_pool(monkeypatch):
+    stand_in = StandIn().install(monkeypatch)
+    _, _, graphed = run_backwards(stand_in.backwards, sized(*[4] * 5), 1)
+    first = pools(graphed)
+    assert first.keys() == {4}
+    for batch in sized(*[8] * 4):
+        graphed(batch)
+    assert pools(graphed).keys() == {8}
+    assert pools(graphed)[8] != first[4]
+    for batch in sized(6, 4):
+        graphed(batch)
+    assert pools(graphed) == dict.fromkeys((8, 4), pools(graphed)[8])  # captured again, without another warm-up
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_step_without_room_beside_the_graphs_runs_again_without_them(monkeypatch, window):
+    """Its first try has added all its gradients, in a window that held some, and drawn its random numbers."""
+    notices.forget()
+    stand_in = StandIn(room=8).install(monkeypatch)
+    rows = [8] * 5 + [12] * 5 + [8] * 6
+    expected = run_backwards(eager, sized(*rows), window, dropout=0.5)
+    losses, weights, graphed = run_backwards(stand_in.backwards, sized(*rows), window, dropout=0.5)
+    assert losses == expected[0]
+    assert all(map(torch.equal, weights, expected[1]))
+    assert not pools(graphed)
+    assert "from here on it is launched from Python" in notices.said()["cuda-graph-memory"]
+
+
+def test_a_capture_without_room_ends_all_graphs(monkeypatch):
+    notices.forget()
+    stand_in = StandIn().install(monkeypatch)
+    rows = [8] * 5 + [12] * 6
+    expected = run_backwards(eager, sized(*rows), 2)
+
+    def given():
+        for i, batch in enumerate(sized(*rows)):
+            stand_in.capture_fits = i < 5
+            yield batch
+
+    losses, weights, graphed = run_backwards(stand_in.backwards, given(), 2)
+    assert losses == expected[0]
+    assert all(map(torch.equal, weights, expected[1]))
+    assert not pools(graphed)
+    assert "cuda-graph-memory" in notices.said()
+
+
+def test_running_out_of_memory_without_graphs_is_an_error(monkeypatch):
+    StandIn().install(monkeypatch)
+    weight = nn.Parameter(torch.ones(2))
+
+    def step(batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        GraphedBackward(step, [weight])({"x": torch.ones(1)})
+
+
+def test_a_closed_set_leaves_no_hook_and_no_gradient():
+    weight = nn.Parameter(torch.ones(2))
+    found = gradients.Gradients([weight])
+    found.begin()
+    (weight * 2).sum().backward()
+    found.flush()
+    found.hand_over()
+    assert weight.grad is found.buffers[0]
+    found.close()
+    assert weight.grad is None
+    (weight * 3).sum().backward()
+    assert weight.grad.tolist() == [3, 3]
+    assert not found.nbytes
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [1, 3])
 def test_gradients_of_a_window_are_those_of_eager_backward(window):
     """Gradients are handed over, added up over a window, and an eager batch in between adds to them too."""
+    expected = run_backwards(eager, batches(24), window, "cuda")
+    losses, weights, graphed = run_backwards(GraphedBackward, batches(24), window, "cuda")
+    assert losses == pytest.approx(expected[0], rel=1e-4)
+    for found, other in zip(weights, expected[1], strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-5)
+    assert sum(captured is not None for captured in graphed._captured.values()) == 2
 
-    def run(wrap):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).cuda()
-        unused = nn.Parameter(torch.ones(3, device="cuda"))
-        trained = [*model.parameters(), unused]
-        optimizer = torch.optim.AdamW(trained, lr=0.05, fused=True)
 
-        def backward(batch):
-            loss = (model(batch["x"]) - batch["y"]).square().mean() / window
-            loss.backward()
-            return loss.detach()
+def wide(rows, device="cuda"):
+    """Batches of so many rows of a model whose activations are megabytes."""
+    for count in rows:
+        yield {"x": torch.ones(count, 1024, device=device)}
 
-        call = wrap(backward, trained)
-        losses = []
-        for i, batch in enumerate(batches(24)):
-            losses.append(call(batch).item())
-            if (i + 1) % window == 0:
-                torch.nn.utils.clip_grad_norm_(trained, 0.5)  # in place, where a graph will write again
-                optimizer.step()
-                optimizer.zero_grad()
-        assert unused.grad is None
-        return losses
 
-    graphs = []
-    found = run(lambda step, trained: graphs.append(GraphedBackward(step, trained, window > 1)) or graphs[0])
-    assert found == pytest.approx(run(lambda step, _: step), rel=1e-4)
-    assert sum(captured is not None for captured in graphs[0]._captured.values()) == 2
+def wide_backward():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
+    model = nn.Sequential(*layers).cuda()
+
+    def backward(batch):
+        loss = model(batch["x"]).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return backward, list(model.parameters())
+
+
+@pytest.mark.gpu
+def test_one_pool_and_one_set_of_gradients_on_a_gpu():
+    """8 shapes hold what one does, in any order of their coming; a run's end frees it."""
+    rows = range(256, 2049, 256)
+    inputs = sum(4096 * count for count in rows)
+
+    def held(shapes):
+        """Bytes of the pool, and bytes allocated beside it."""
+        backward, trained = wide_backward()
+        torch.cuda.empty_cache()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        graphed = GraphedBackward(backward, trained)
+        for batch in wide([rows for rows in shapes for _ in range(4)] + [*shapes] * 2):
+            graphed(batch)
+            for parameter in trained:
+                parameter.grad = None
+        beside = torch.cuda.memory_allocated() - allocated
+        assert graphed.holds_graphs
+        pool = graphed.pool_bytes
+        graphed.close()
+        del graphed, batch
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= reserved + 2**21
+        return pool, beside, sum(parameter.nbytes for parameter in trained)
+
+    held([256])  # cuBLAS's workspaces
+    one, _, _ = held([2048])
+    assert one >= 8 * 2048 * 1024 * 4  # what backward reads of the largest
+    for shapes in (rows, rows[::-1]):
+        pool, beside, gradients_bytes = held(shapes)
+        assert pool <= one + 32 * 2**20
+        assert beside <= gradients_bytes + 2 * inputs
+
+
+@pytest.mark.gpu
+def test_a_larger_shape_without_room_on_a_gpu():
+    """The process may take what it has and little more: the graphs make room."""
+    notices.forget()
+    backward, trained = wide_backward()
+    graphed = GraphedBackward(backward, trained)
+    for batch in wide([8192] * 6):
+        graphed(batch)
+    assert graphed.holds_graphs
+    batch = next(wide([9000]))
+    torch.cuda.empty_cache()
+    total, share = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 128 * 2**20) / total)
+    try:
+        for parameter in trained:
+            parameter.grad = None
+        loss = graphed(batch)
+        found = [parameter.grad.clone() for parameter in trained]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(share)
+    assert not graphed.holds_graphs
+    assert "cuda-graph-memory" in notices.said()
+    graphed.close()
+    assert backward(batch).item() == pytest.approx(loss.item(), rel=1e-5)
+    for gradient, parameter in zip(found, trained, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_an_optimizer_that_cannot_be_captured_is_refused():

@@ -1,5 +1,6 @@
 """The trainer's arithmetic: accumulation, evaluation, records, and the stops."""
 
+import functools
 import math
 
 import pytest
@@ -136,6 +137,44 @@ def test_a_nan_gradient_under_a_finite_loss_stops_too(tmp_path):
         trainer.train()
 
 
+@pytest.fixture
+def scaled(tmp_path, monkeypatch):
+    """Makes trainers with float16's loss scaling, which `train` has on GPUs only, and a gradient that is spoilt."""
+    return functools.partial(scaled_trainer, tmp_path, monkeypatch)
+
+
+def scaled_trainer(tmp_path, monkeypatch, broken, scale=2.0**16):
+    trainer = make_trainer(run_config(tmp_path, max_steps=40, save_steps=1000))
+    monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "fp16")  # which all accelerators share
+    trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=scale)
+    factor = next(p for p in trainer.model.parameters() if p.requires_grad)
+    factor.register_hook(lambda grad: grad * broken(trainer.state.global_step + 1))
+    return trainer
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_float16_gradients_that_never_become_finite_stop(scaled, broken):
+    trainer = scaled(lambda step: broken if step > 3 else 1.0)
+    weights = []
+    trainer.trained[0].register_hook(lambda _: weights.append(trainer.trained[1].detach().clone()))
+    with pytest.raises(TrainingError, match=r"step 21: .* last 18 steps .* scale down to 0\.5") as stopped:
+        trainer.train()
+    assert "dtype: bfloat16" in stopped.value.fix
+    assert not torch.equal(weights[0], weights[3])
+    assert torch.equal(weights[3], weights[-1])
+
+
+def test_float16_stops_after_twenty_steps_whatever_the_scale(scaled):
+    with pytest.raises(TrainingError, match=r"step 20: .* last 20 steps"):
+        scaled(lambda step: math.inf, scale=2.0**60).train()
+
+
+def test_float16_overflows_that_end_are_skipped(scaled):
+    trainer = scaled(lambda step: math.inf if step % 20 else 1.0, scale=2.0**60)
+    trainer.train()
+    assert len(losses(trainer)) == 40
+
+
 def test_a_window_without_trained_tokens_stops(tmp_path):
     def masked(row):
         return {"labels": [-100] * len(row["labels"])}
@@ -168,6 +207,56 @@ def test_full_fine_tuning_saves_all_weights(tmp_path):
     trainer.train()
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
     assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+
+
+class Graphs:
+    """Stands for captured micro-batches: counts what runs as them, and holds memory until it gives up."""
+
+    def __init__(self, trainer):
+        self.trainer, self.steps, self.holds_graphs, self.most_pool_bytes = trainer, [], True, 5
+
+    def __call__(self, batch):
+        self.steps.append(self.trainer.state.global_step + 1)
+        return self.trainer._forward_and_backward(batch)
+
+    def give_up(self):
+        self.holds_graphs = False
+
+    def close(self):
+        self.closed = True
+
+
+def test_graphs_begin_with_the_second_step_and_end_with_the_training(tmp_path):
+    """The optimizer's state is made by the first, and must find room."""
+    plain = make_trainer(run_config(tmp_path / "plain", max_steps=3))
+    plain.train()
+    trainer = make_trainer(run_config(tmp_path / "graphs", max_steps=3))
+    trainer._graphs = graphs = Graphs(trainer)
+    trainer.train()
+    assert graphs.steps == [2, 3]
+    assert graphs.closed
+    assert trainer.graph_pool_bytes == 5
+    assert losses(trainer) == losses(plain)
+
+
+def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monkeypatch):
+    from halfbyte.train import trainer as module
+
+    trainer = make_trainer(run_config(tmp_path, per_device_eval_batch_size=2), held_out=rows(5, seed=9))
+    expected = trainer.evaluate()
+    trainer._graphs = graphs = Graphs(trainer)
+
+    def loss(model, inputs, whole=module.causal_lm_loss):
+        if graphs.holds_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(model, inputs)
+
+    monkeypatch.setattr(module, "causal_lm_loss", loss)
+    assert trainer.evaluate()["eval_loss"] == expected["eval_loss"]
+    trainer._graphs = None
+    graphs.holds_graphs = True
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.evaluate()
 
 
 @pytest.mark.parametrize(("key", "value"), [("optim", "adamm"), ("lr_scheduler_type", "cosign")])

@@ -49,8 +49,8 @@ def _forward(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, 
     if not ops.multiplies_int8(input, rows):
         notice(
             f"int8-product-{input.device.type}",
-            f"torch multiplies no int8 matrices of {rows} x {input.shape[-1]} on {input.device.type}: "
-            "such layers run by their dequantized weight, with unquantized inputs",
+            f"torch multiplies no int8 matrices of {rows} x {input.shape[-1]} on this {input.device.type}, or not "
+            "exactly: such layers run by their dequantized weight, with unquantized inputs",
         )
         return F.linear(input, ops.dequantize_rows_int8(codes, absmax, input.dtype), bias)
     x = input.reshape(-1, input.shape[-1])

@@ -86,15 +86,15 @@ class Fp8Products:
     def __init__(self, x: Slot, grad: Slot):
         self.x, self.grad = x, grad
         self._scales: _Scales | None = None
-        self._handed: tuple[_Identity, Codes] | None = None
+        self._handed: tuple[Tensor, _Identity, Codes] | None = None  # the tensor: while it lives, nothing has its place
 
     def hand_over(self, x: Tensor, values: Tensor) -> None:
         """x [..., K] is here in FP8 as well, cast with the scale of the slot; for the next product, if that is of x."""
-        self._handed = _identity(x), self.x.of(values.view(-1, values.shape[-1]))
+        self._handed = x.detach(), _identity(x), self.x.of(values.view(-1, values.shape[-1]))
 
     def slot_of_input(self, x: Tensor) -> Slot | None:
-        """None too where x was handed over; what else was is forgotten, since memory is given to others."""
-        if self._handed is not None and self._handed[0] == _identity(x):
+        """None too where x was handed over; what else was is forgotten."""
+        if self._handed is not None and self._handed[1] == _identity(x):
             return None
         self._handed = None
         return self.x if self.x.settled else None
@@ -105,7 +105,7 @@ class Fp8Products:
 
     def _cast(self, x: Tensor) -> Codes:
         handed, self._handed = self._handed, None
-        return handed[1] if handed is not None and handed[0] == _identity(x) else self.x.cast(x)
+        return handed[2] if handed is not None and handed[1] == _identity(x) else self.x.cast(x)
 
     def products(
         self, x: Tensor | Codes, weights: Sequence[Weight], outs: Sequence[Tensor], terms: Sequence[Term | None]

@@ -52,14 +52,6 @@ if TYPE_CHECKING:
     Weight = Tensor | QuantizedTensor
 
 
-@dataclass
-class Copy:
-    """A factor cast to another dtype, and its version then."""
-
-    tensor: Tensor
-    version: int
-
-
 @dataclass(frozen=True)
 class LoRA:
     """The adapter of one projection.
@@ -68,21 +60,17 @@ class LoRA:
         a: [r, K], any float dtype; PEFT's lora_A.weight.
         b: [N, r]; PEFT's lora_B.weight.
         scaling: s; alpha / r, or alpha / √r in rsLoRA.
-        copies: of a and b, where somebody casts them in advance.
+        copies: a and b in another dtype, where somebody has cast them for this forward.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
-    copies: tuple[Copy, Copy] | None = None
+    copies: tuple[Tensor, Tensor] | None = None
 
     def cast_to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """The copies, if they are in `dtype` and hold what a and b hold."""
-        if self.copies is None:
-            return None
-        pairs = list(zip(self.copies, (self.a, self.b), strict=True))
-        fresh = all(copy.tensor.dtype is dtype and copy.version == factor._version for copy, factor in pairs)
-        return (self.copies[0].tensor, self.copies[1].tensor) if fresh else None
+        """The copies, if they are in `dtype`."""
+        return self.copies if self.copies is not None and self.copies[0].dtype is dtype else None
 
 
 class Products(Protocol):

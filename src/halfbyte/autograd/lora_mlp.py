@@ -29,8 +29,8 @@ from ..errors import ModelError
 from ..ops import glu as ops
 from ..ops.fp8_scaling import Codes
 from ..ops.lora_glu import (
-    MAX_RANK_BYTES,
     Factors,
+    in_one_pass,
     lora_glu,
     lora_glu_backward_,
     lora_glu_backward_float8,
@@ -97,11 +97,7 @@ def lora_mlp(
 def _in_one_pass(x: Tensor, first: Projections, second: Projections, a: Sequence[Tensor]) -> bool:
     """Whether the low-rank products around the unit are taken in its pass: there is a kernel, and it computes this."""
     plain = len(a) == 3 and not first.dropout and not second.dropout
-    return (
-        plain
-        and x.device.type in ("cuda", "xpu")
-        and max(factor.shape[0] for factor in a) * x.element_size() <= MAX_RANK_BYTES
-    )
+    return plain and in_one_pass(x, max(factor.shape[0] for factor in a))
 
 
 def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:

@@ -25,6 +25,7 @@ _TAKES_OVERRIDES = {"ignore_unknown_options": True}
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="the run's configuration")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys that replace those of the file")]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
 
@@ -95,11 +96,13 @@ def evaluate(
     model: RunOrModel,
     data: Annotated[str, typer.Argument(metavar="DATA", help="a dataset's file, folder or hub id")],
     overrides: Overrides = None,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Print loss and perplexity on a dataset."""
     from ..evaluate import evaluate as measure
 
-    result = measure(model, data, overrides or [])
+    trusting = ["trust_remote_code=true"] if trust_remote_code else []
+    result = measure(model, data, [*(overrides or []), *trusting])
     typer.echo(
         f"loss {result.loss:.4f} · perplexity {result.perplexity:.3f} · {result.tokens:,} tokens"
         f" in {result.rows:,} rows · {result.seconds:.1f} s"
@@ -112,11 +115,18 @@ def chat(
     compare_base: Annotated[bool, typer.Option("--compare-base", help="Answer without the adapter, too.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.7,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Talk to a model; /reset starts over, /quit leaves."""
     from ..chat import chat as talk
 
-    talk(model, compare_base=compare_base, max_new_tokens=max_new_tokens, temperature=temperature)
+    talk(
+        model,
+        compare_base=compare_base,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 @app.command()
@@ -126,18 +136,21 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer the prompts of a file; JSON lines go to the output."""
     from .generate import answer_file
 
-    for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size):
+    for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code):
         typer.echo(line)
 
 
 @app.command()
 def serve(
     model: RunOrModel,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but this machine's own needs a key.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="A further adapter; may be repeated.")
@@ -146,12 +159,19 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
     max_seconds: Annotated[float, typer.Option(min=0.1, help="Longest time of a request, waiting included.")] = 300.0,
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 16,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HALFBYTE_API_KEY", metavar="KEY", help="What clients must send as their key.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A name that clients use for this server; may be repeated.")
+    ] = None,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer OpenAI's HTTP interface."""
     from .serve import serve_model
 
     limits = {"prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens, "seconds": max_seconds, "queue": max_queue}
-    serve_model(model, host, port, adapter or [], **limits)
+    serve_model(model, host, port, adapter or [], allowed_host or [], api_key, trust_remote_code, **limits)
 
 
 @app.command()
@@ -163,11 +183,12 @@ def merge(
         str | None, typer.Option(metavar="FORMAT", help="Store the linear layers in it; default: 16 bits.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Reload the merged model and compare logits.")] = True,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a merged model, in 16 bits or quantized."""
     from .merge import merge_run
 
-    merge_run(run, out, base, verify, quantize)
+    merge_run(run, out, base, verify, quantize, trust_remote_code)
 
 
 @app.command()
@@ -196,11 +217,12 @@ def export(
         str | None,
         typer.Option("--importance", "--imatrix", metavar="TEXT|FILE", help="Calibration text, or an imatrix (.gguf)."),
     ] = None,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a GGUF file for llama.cpp and Ollama."""
     from .export import export_model
 
-    export_model(source, gguf, out, adapter_only, importance)
+    export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
 
 
 @app.command()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ..memory.batches import Batches
     from ..memory.estimate import MemoryPlan
 
 SHORTEST, SMALLEST_RANK = 256, 8  # the least that advice goes down to
@@ -27,7 +29,10 @@ def check_run(config: RunConfig) -> None:
         HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
     """
     from ..data import prepare
+    from ..data.batches import batches_of
+    from ..hardware import planned_device
     from ..memory.estimate import estimate
+    from ..models.attention import implementation
     from ..models.load import load_tokenizer
     from ..saved import tokenizer_keys
     from ..terminal import print_data, print_memory
@@ -35,18 +40,18 @@ def check_run(config: RunConfig) -> None:
     console = Console()
     model_config = read_model_config(config)
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    report = prepare(config, tokenizer).report
-    print_data(console, report)
+    data = prepare(config, tokenizer)
+    print_data(console, data.report)
     check_modules(config, model_config)
-    length = row_length(config, report)
-    plan = estimate(config, model_config, length=length)
+    batches = partial(batches_of, data=data, device=planned_device(config))
+    plan = estimate(config, model_config, batches=batches(config), attention=implementation)
     console.print(_table(plan))
     facts = {"activation_checkpointing": plan.activation_checkpointing, "reason": plan.reason}
     print_memory(console, {**plan.predicted(), **facts, "capacity_bytes": plan.capacity_bytes})
     if not plan.fits:
         raise ConfigError(
             f"this run needs {plan.total / 2**30:.2f} GiB, and there are {plan.capacity_bytes / 2**30:.2f} GiB",
-            what_would_fit(config, model_config, length),
+            what_would_fit(config, model_config, len(data.train), batches),
         )
     console.print("[green]ready:[/] `halfbyte train` can start")
 
@@ -57,13 +62,6 @@ def read_model_config(config: RunConfig) -> PretrainedConfig:
 
     where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
     return load_model_config(config.model_name_or_path, **where, trust_remote_code=config.trust_remote_code)
-
-
-def row_length(config: RunConfig, report: dict[str, Any]) -> int:
-    """Tokens of the longest row: `max_length` when packed, else no more than the longest document has."""
-    if config.packing:
-        return config.max_length
-    return min(config.max_length, int(report["train"]["length_histogram"]["edges"][-1]))
 
 
 def check_modules(config: RunConfig, model_config: PretrainedConfig) -> None:
@@ -87,19 +85,27 @@ def _table(plan: MemoryPlan) -> Table:
     return table
 
 
-def what_would_fit(config: RunConfig, model_config: PretrainedConfig, length: int) -> str:
-    """The first single change with which the run fits, cheapest for the result first; failing that, several at once."""
+def what_would_fit(
+    config: RunConfig, model_config: PretrainedConfig, rows: int, batches: Callable[[RunConfig], Batches]
+) -> str:
+    """The first single change with which the run fits, cheapest for the result first; failing that, several at once.
+
+    Args:
+        rows: of the data.
+        batches: those of a changed configuration.
+    """
     from ..memory.estimate import estimate
+    from ..models.attention import implementation
 
     def fits(keys: dict[str, Any]) -> bool:
         changed = config.model_copy(update=keys)
-        return estimate(changed, model_config, length=min(length, changed.max_length)).fits
+        return estimate(changed, model_config, batches=batches(changed), attention=implementation).fits
 
-    for keys in _changes(config):
+    for keys in _changes(config, rows):
         if fits(keys):
             return f"set {_in_words(keys)}"
     together: dict[str, Any] = {}
-    for keys in _changes(config):
+    for keys in _changes(config, rows):
         together |= keys
         if fits(together):
             return f"no single key is enough; set {_in_words(together)}"
@@ -110,10 +116,10 @@ def _in_words(keys: dict[str, Any]) -> str:
     return ", ".join(dump_value(key, value) for key, value in keys.items())
 
 
-def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
+def _changes(config: RunConfig, rows: int) -> Iterator[dict[str, Any]]:
     if config.activation_checkpointing in (False, "keep"):
         yield {"activation_checkpointing": True}
-    rows = config.per_device_train_batch_size
+    rows = min(config.per_device_train_batch_size, rows)
     while (rows := rows // 2) >= 1:  # the same result, from smaller pieces
         steps = -(-config.gradient_accumulation_steps * config.per_device_train_batch_size // rows)
         yield {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}

@@ -9,7 +9,14 @@ from rich.console import Console
 from ..errors import ConfigError
 
 
-def export_model(source: str, mix: str, out: Path | None, adapter_only: bool, importance: str | None) -> None:
+def export_model(
+    source: str,
+    mix: str,
+    out: Path | None,
+    adapter_only: bool,
+    importance: str | None,
+    trust_remote_code: bool = False,
+) -> None:
     """Write `source` as GGUF and say what was written.
 
     Raises:
@@ -25,12 +32,12 @@ def export_model(source: str, mix: str, out: Path | None, adapter_only: bool, im
             raise ConfigError("--importance weighs quantization, and an adapter is not quantized", "leave it out")
         from ..export.gguf.adapter import export_adapter
 
-        path = export_adapter(source, mix, out)
+        path = export_adapter(source, mix, out, trust_remote_code=trust_remote_code)
         console.print(f"adapter in {path}: llama-cli --model BASE.gguf --lora {path}")
         return
     from ..export.gguf.export import export_gguf
 
-    report = export_gguf(source, mix, out, importances=importance, console=console)
+    report = export_gguf(source, mix, out, importances=importance, trust_remote_code=trust_remote_code, console=console)
     console.print(str(report), highlight=False)
     if report.mmproj:
         console.print(f"vision part in {report.mmproj}: llama-mtmd-cli --mmproj", highlight=False)

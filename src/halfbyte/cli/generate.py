@@ -9,7 +9,9 @@ from pathlib import Path
 from ..errors import DataError
 
 
-def answer_file(name: str, file: Path, max_new_tokens: int, temperature: float, batch_size: int) -> Iterator[str]:
+def answer_file(
+    name: str, file: Path, max_new_tokens: int, temperature: float, batch_size: int, trust_remote_code: bool = False
+) -> Iterator[str]:
     """Yield a JSON line {"prompt", "answer"} for each prompt of `file`, in its order.
 
     Args:
@@ -25,7 +27,8 @@ def answer_file(name: str, file: Path, max_new_tokens: int, temperature: float, 
     from ..generation import generate as continue_prompts
     from ..saved import load_saved
 
-    talk = Conversation(load_saved(name), Sampling(temperature), max_new_tokens)
+    saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
+    talk = Conversation(saved, Sampling(temperature), max_new_tokens)
     for first in range(0, len(prompts), batch_size):
         some = prompts[first : first + batch_size]
         answers = continue_prompts(

@@ -50,6 +50,7 @@ def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str,
     """The longest rows that fit, then the most of them at once; and their plan."""
     from ..hardware import best_device
     from ..memory.estimate import estimate
+    from ..models.attention import implementation
 
     limit = getattr(model_config, "max_position_embeddings", None) or LENGTHS[0]
     lengths = CPU_LENGTHS if best_device().type == "cpu" else LENGTHS
@@ -60,7 +61,7 @@ def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str,
                 "per_device_train_batch_size": rows,
                 "gradient_accumulation_steps": ROWS_PER_STEP // rows,
             }
-            plan = estimate(base.model_copy(update=chosen), model_config)
+            plan = estimate(base.model_copy(update=chosen), model_config, attention=implementation)
             if plan.fits:
                 return chosen, plan
     return chosen, plan

@@ -11,7 +11,14 @@ from ..errors import ConfigError
 BASES = ("auto", "original", "dequantized")
 
 
-def merge_run(run: Path, out: Path | None, base: str, verify: bool, quantize: str | None = None) -> None:
+def merge_run(
+    run: Path,
+    out: Path | None,
+    base: str,
+    verify: bool,
+    quantize: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
     """Merge the adapter of `run` into `out`, say how close the result is, and add that to the run's report.
 
     Args:
@@ -27,7 +34,15 @@ def merge_run(run: Path, out: Path | None, base: str, verify: bool, quantize: st
 
     console = Console(soft_wrap=True)
     place = out or run / (f"merged-{slug(quantize)}" if quantize else "merged")
-    report = merge(run, place, base=base, quantize=_target(quantize), verify=verify, console=console)
+    report = merge(
+        run,
+        place,
+        base=base,
+        quantize=_target(quantize),
+        verify=verify,
+        trust_remote_code=trust_remote_code,
+        console=console,
+    )
     console.print(str(report), highlight=False)
     console.print(f"merged model in {report.out_dir}")
     if report.run_dir and report.targets:

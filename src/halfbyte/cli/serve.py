@@ -8,11 +8,23 @@ from typing import Any
 from ..errors import ConfigError
 
 
-def serve_model(name: str, host: str, port: int, adapters: Sequence[str], **limits: Any) -> None:
+def serve_model(
+    name: str,
+    host: str,
+    port: int,
+    adapters: Sequence[str],
+    hosts: Sequence[str] = (),
+    api_key: str | None = None,
+    trust_remote_code: bool = False,
+    **limits: Any,
+) -> None:
     """Serve until a signal.
 
     Args:
         adapters: "name=path" each.
+        hosts: names that clients use for this server, beside those of this machine and `host`.
+        api_key: what clients must send; needed where other machines reach `host`.
+        trust_remote_code: run the Python code that comes with the model; a run's own configuration does not count.
         limits: of `serve.model.Limits`.
 
     Raises:
@@ -29,7 +41,7 @@ def serve_model(name: str, host: str, port: int, adapters: Sequence[str], **limi
     from ..serve.model import Limits
     from ..serve.run import serve
 
-    serve(name, host, port, folders, Limits(**limits))
+    serve(name, host, port, folders, Limits(**limits), hosts, api_key, trust_remote_code)
 
 
 def _named(adapter: str) -> tuple[str, str]:

@@ -5,9 +5,10 @@ key-value cache (masking_utils, 5.23). With a mask of ones beside them, or with 
 outside of Trainer, documents would see each other, silently. So a batch has a mask or positions, never both, and a
 model must be given a flat batch with `use_cache=False`.
 
-For the fused step on an accelerator (`fused=True`) batches come in few shapes, so that each can be a CUDA graph:
-lengths are rounded up. They need no mask: a row is padded on its right, which causal attention never looks at from the
-left, and the padding is not trained. And they say where documents begin, so that no layer waits for the device for it.
+For the fused step on a GPU (`fused=True`) batches come in few shapes, so that each can be a CUDA graph: widths are
+rounded up, to four in each octave above 512, since every width costs a graph, its first steps and cuDNN's plans. They
+need no mask: a row is padded on its right, which causal attention never looks at from the left, and the padding is not
+trained. And they say where documents begin, so that no layer waits for the device for it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,24 @@ def make_collator(
     """The collator that `config` asks for: flat for packing or padding_free, else padded."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if config.packing or config.padding_free:
-        return PackedCollator(pad, config.padding_free, fused)
-    return PaddedCollator(pad, fused)
+        return PackedCollator(pad, config.padding_free, fused, config.max_length)
+    return PaddedCollator(pad, fused, config.max_length)
+
+
+def fused_batches(config: RunConfig, device: torch.device) -> bool:
+    """Whether a run on `device` gets fused batches: also where no graph is captured, few shapes cost less."""
+    return config.use_kernels and device.type == "cuda"
+
+
+def width_of(longest: int, most: int | None = None) -> int:
+    """The width of a fused batch whose longest row has `longest` tokens.
+
+    Args:
+        most: tokens that no row exceeds, if that is known: then no wider than needed for them.
+    """
+    octave = (longest - 1).bit_length()
+    width = _up(longest, max(LENGTHS, 1 << max(octave - 3, 0)))
+    return width if most is None else min(width, _up(most, LENGTHS))
 
 
 @dataclass(frozen=True)
@@ -46,10 +63,11 @@ class PaddedCollator:
 
     pad_token_id: int
     fused: bool = False
+    max_length: int | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         longest = max(len(row["input_ids"]) for row in rows)
-        width = _up(longest, LENGTHS) if self.fused else longest
+        width = width_of(longest, self.max_length) if self.fused else longest
         batch = {
             "input_ids": _stack([row["input_ids"] for row in rows], width, self.pad_token_id),
             "labels": _stack([_without_first(row["labels"], [0]) for row in rows], width, IGNORED),
@@ -76,6 +94,7 @@ class PackedCollator:
     pad_token_id: int
     one_row: bool = False
     fused: bool = False
+    max_length: int | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         ids = [list(row["input_ids"]) for row in rows]
@@ -83,8 +102,10 @@ class PackedCollator:
         labels = [_without_first(row["labels"], _starts(parts)) for row, parts in zip(rows, lengths, strict=True)]
         if self.one_row:
             ids, labels, lengths = ([[item for row in rows for item in row]] for rows in (ids, labels, lengths))
-        longest = max(map(len, ids))
-        width = _up(longest, LENGTHS) if self.fused else longest
+        longest, most = max(map(len, ids)), self.max_length
+        if self.one_row and most is not None:
+            most *= len(rows)
+        width = width_of(longest, most) if self.fused else longest
         documents = [(*parts, width - sum(parts)) for parts in lengths]
         positions = [[position for length in parts for position in range(length)] for parts in documents]
         batch: Batch = {

@@ -23,7 +23,7 @@ from .chat import ChatTemplate
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, recognise
 from .pack import pack
-from .report import endings, ragged, samples, split_report
+from .report import endings, held_out, ragged, samples, split_report
 from .sources import read_sources
 
 ROWS_PER_PROCESS = 5_000  # with fewer, a process costs more to start than it saves
@@ -92,15 +92,15 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     """
     template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
-    training, held_out = _read(config, config.dataset, template), None
+    training, evaluated = _read(config, config.dataset, template), None
     sources = training.sources
     if config.eval_dataset is not None:
-        held_out = _read(config, config.eval_dataset, template)
-        sources = sources + held_out.sources
+        evaluated = _read(config, config.eval_dataset, template)
+        sources = sources + evaluated.sources
     elif config.eval_split_size:
-        training, held_out = _split(training, config.eval_split_size, config.seed)
+        training, evaluated = _split(training, config.eval_split_size, config.seed)
     train = _finish(training, encoder, config, "training")
-    evaluation = _finish(held_out, encoder, config, "evaluation") if held_out else None
+    evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
     report = {
         "sources": sources,
         "template": tokenizer.chat_template,
@@ -109,6 +109,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
         "eval": evaluation.report if evaluation else None,
         **endings(train.kept, tokenizer),
         "samples": samples(train.kept, tokenizer),
+        "held_out": held_out(evaluation.kept) if evaluation else [],
     }
     return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
 

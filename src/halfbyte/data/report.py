@@ -13,6 +13,7 @@ from ..notices import notice
 from .encode import IGNORED
 
 SAMPLES, SAMPLE_TOKENS = 3, 400
+HELD_OUT_TOKENS = 4096  # enough to tell 0.01 nats between two models that are nearly the same
 BINS = 30
 
 
@@ -90,6 +91,21 @@ def samples(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[dict[str,
         ids, labels = row["input_ids"][:SAMPLE_TOKENS], row["labels"][:SAMPLE_TOKENS]
         shown.append({"tokens": token_strings(tokenizer, ids), "trained": [label != IGNORED for label in labels]})
     return shown
+
+
+def held_out(kept: Dataset) -> list[dict[str, list[Any]]]:
+    """The first held-out documents as ids and whether each counts in the loss, `HELD_OUT_TOKENS` in all: what `merge`
+    compares losses on, wherever the data are by then."""
+    found: list[dict[str, list[Any]]] = []
+    left = HELD_OUT_TOKENS
+    for row in kept:
+        ids, labels = row["input_ids"][:left], row["labels"][:left]
+        if any(label != IGNORED for label in labels[1:]):
+            found.append({"input_ids": ids, "trained": [label != IGNORED for label in labels]})
+            left -= len(ids)
+        if left <= 0:
+            break
+    return found
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:

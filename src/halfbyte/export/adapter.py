@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, PeftType, get_peft_model
+from peft import PeftModel, PeftType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from halfbyte.adapters import load_adapter_weights
+from halfbyte.adapters import load_adapter_weights, place_adapter, saved_adapter_config
 from halfbyte.architectures import auto_class
 from halfbyte.config import RunConfig
-from halfbyte.errors import CheckpointError, HalfbyteError
+from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
 from halfbyte.formats.choice import configured
 from halfbyte.models.load import load_model_config
 from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
 
-ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base weights alone
 UNMERGED = (
     "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config",
@@ -120,20 +119,12 @@ def _formats(config: RunConfig) -> dict[str, Format]:
 
 
 def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftModel:
-    lora: Any = PeftConfig.from_pretrained(str(folder))
+    lora: Any = saved_adapter_config(folder)
     _check_mergeable(lora, folder)
-    lora.inference_mode, lora.init_lora_weights, lora.base_model_name_or_path = False, False, None
-    try:
-        peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    except ValueError as error:  # its target modules are not there
-        raise CheckpointError(f"{folder}: {error}", ANOTHER_MODEL) from error
+    lora.inference_mode, lora.init_lora_weights = False, False
+    peft_model = place_adapter(model, lora, folder, autocast=False)
     _materialize(peft_model, device)
-    try:
-        load_adapter_weights(peft_model, folder)
-    except CheckpointError:
-        raise
-    except HalfbyteError as error:
-        raise CheckpointError(error.message, ANOTHER_MODEL) from error
+    load_adapter_weights(peft_model, folder)
     return peft_model
 
 

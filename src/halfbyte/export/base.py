@@ -106,8 +106,6 @@ class BaseCheckpoint:
         if "formats" in entry:
             return list(dict.fromkeys(type(named(spec)) for spec in entry["formats"]))
         found = [type(format_) for cls in FORMATS.values() if (format_ := cls.from_quantization_config(entry))]
-        if not found and entry.get("load_in_8bit"):  # bitsandbytes' LLM.int8()
-            found = [FORMATS["int8"]]
         if not found:
             raise CheckpointError(
                 f"{self.folder} is stored as {entry.get('quant_method')}, which halfbyte does not read",

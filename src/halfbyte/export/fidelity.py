@@ -15,13 +15,17 @@ writing, and that share of the adapter's own effect is added to the bound: nearl
 
 A weight that is stored quantized is moved again by normal noise with the size that its quantization error has in each
 row. The logits' bound is the same then, but wide where bits are few; so that verify.py also compares every weight.
+
+What is not quantized may have been cast for training: an fp16 checkpoint's embeddings and norms, say, in a run that
+computed in bf16. The merged model keeps the checkpoint's values, so that the cast lies between the two models. It is
+rounding, too, and known: the noisy model takes these weights as they were cast.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +34,11 @@ from torch import Tensor, nn
 
 from halfbyte.tensor import QuantizedTensor
 
+from .kept import Kept
+
 MARGIN = 2.0
 FLOAT32_ERROR = 2e-5  # of the largest logit: the order of summation differs between x·W + (x·A)·B and x·(W + A·B)
+Document = tuple[Tensor, Tensor]  # int64 [T] ids; bool [T], which of them count
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of the significand, the implied one included
 DRAWS = 2  # of the noise; the larger effect counts: where tokens are routed to experts, a rare flip weighs much
 
@@ -50,6 +57,46 @@ class Distance:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """Cross-entropy of a merged model and of the 16-bit merge, on the same tokens.
+
+    There are two of those, onto the base trained on and onto the original one, either of them a fair result of the run:
+    the worse one counts.
+
+    Attributes:
+        merged, in_16_bits: means over the tokens, in nats.
+        error: standard error of their difference.
+        tokens: how many there are.
+        held_out: the run was not trained on them.
+    """
+
+    merged: float
+    in_16_bits: float
+    error: float
+    tokens: int
+    held_out: bool
+
+    @classmethod
+    def between(cls, merged: Tensor, in_16_bits: Iterable[Tensor], held_out: bool) -> Loss:
+        """Of the models' losses of each token, fp64 [tokens]."""
+        worse = max(in_16_bits, key=lambda losses: float(losses.mean()))
+        error = float((merged - worse).std(correction=0)) / len(merged) ** 0.5
+        return cls(float(merged.mean()), float(worse.mean()), error, len(merged), held_out)
+
+    @property
+    def excess(self) -> float:
+        """What the merged model loses, in nats per token."""
+        return self.merged - self.in_16_bits
+
+    def __str__(self) -> str:
+        text = "held-out text" if self.held_out else "the run's text"
+        return (
+            f"loss {self.merged:.4f} on {self.tokens} tokens of {text}, {self.in_16_bits:.4f} in 16 bits"
+            f" ({self.excess:+.4f} ± {self.error:.4f})"
+        )
+
+
+@dataclass(frozen=True)
 class Fidelity:
     """A merged model against what it was merged from.
 
@@ -58,8 +105,10 @@ class Fidelity:
         exact: distance from the same merge without rounding: the base merged onto, with the adapter unmerged.
         noise: what moving each rounded weight by up to half an ulp does, the most of `DRAWS` draws.
         adapter: what the adapter does, unmerged: distance of the base from the base with it.
-        lost: share of the update that rounding dropped.
+        lost: share of the update that rounding dropped, or added.
         largest_logit: the scale of the logits.
+        kept: what of the update is in the weights as they are stored.
+        loss: where weights are quantized, that of the merged model beside the 16-bit merge's.
     """
 
     trained: Distance
@@ -68,6 +117,8 @@ class Fidelity:
     adapter: Distance
     lost: float
     largest_logit: float
+    kept: Kept
+    loss: Loss | None = None
 
     @property
     def bound(self) -> float:
@@ -102,21 +153,48 @@ def most(distances: Iterable[Distance]) -> Distance:
     return Distance(max(each.kl for each in found), max(each.max_logit_difference for each in found))
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What lies between the weights of a merged model and those that it is compared with.
+
+    Attributes:
+        noise_on: names of the parameters that were rounded, to move by up to half an ulp.
+        cast: name of a parameter that the other model has in another dtype → that dtype.
+    """
+
+    noise_on: Collection[str] = ()
+    cast: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+
+NONE = Rounding()
+
+
 @torch.no_grad()
-def logits(model: nn.Module, ids: Tensor, noise_on: Collection[str] = (), seed: int = 0) -> Tensor:
+def logits(model: nn.Module, ids: Tensor, rounding: Rounding = NONE, seed: int = 0) -> Tensor:
     """fp32 logits [rows, T, vocabulary] of `ids` [rows, T], on the CPU.
 
     Args:
-        noise_on: names of the parameters to move by up to half an ulp.
-        seed: of that noise.
+        rounding: to be done once more; `seed`: of its noise.
     """
     device = next(model.parameters()).device
-    with in_float32(model.eval(), noise_on, seed):
+    with in_float32(model.eval(), rounding, seed):
         return model(input_ids=ids.to(device), use_cache=False).logits.float().cpu()
 
 
+@torch.no_grad()
+def token_losses(model: nn.Module, documents: Iterable[Document]) -> Tensor:
+    """fp64 [tokens], on the CPU: the loss of each token of `documents` that counts, one document at a time."""
+    device, found = next(model.parameters()).device, []
+    with in_float32(model.eval()):
+        for ids, counts in documents:
+            predicted = model(input_ids=ids[None].to(device), use_cache=False).logits[0, :-1].float()
+            losses = F.cross_entropy(predicted, ids[1:].to(device), reduction="none").cpu()
+            found.append(losses[counts[1:]].double())
+    return torch.cat(found)
+
+
 @contextlib.contextmanager
-def in_float32(model: nn.Module, noise_on: Collection[str] = (), seed: int = 0) -> Iterator[None]:
+def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> Iterator[None]:
     """Within it, `model` computes in fp32; each module's weights are widened only while it runs."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
@@ -125,8 +203,9 @@ def in_float32(model: nn.Module, noise_on: Collection[str] = (), seed: int = 0) 
     def widen(module: nn.Module, _inputs: Any) -> None:
         stored[module] = [(parameter, parameter.data) for parameter in _own(module)]
         for parameter, data in stored[module]:
-            noisy = names.get(id(parameter)) in noise_on
-            parameter.data = data.float() + _half_ulp_noise(data, generator) if noisy else data.float()
+            name = names.get(id(parameter), "")
+            values = data.to(rounding.cast.get(name, data.dtype)).float()
+            parameter.data = values + _half_ulp_noise(data, generator) if name in rounding.noise_on else values
 
     def restore(module: nn.Module, _inputs: Any, _output: Any) -> None:
         for parameter, data in stored.pop(module, ()):
@@ -135,7 +214,7 @@ def in_float32(model: nn.Module, noise_on: Collection[str] = (), seed: int = 0) 
     hooks = []
     for module in model.modules():
         if isinstance(module, StoredLinear):
-            module.generator = generator if f"{module.name}.weight" in noise_on else None
+            module.generator = generator if f"{module.name}.weight" in rounding.noise_on else None
         elif any(True for _ in _own(module)):
             hooks.append(module.register_forward_pre_hook(widen))
             hooks.append(module.register_forward_hook(restore, always_call=True))

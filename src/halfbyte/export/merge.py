@@ -7,6 +7,8 @@ to 16 bits or to a quantized format.
 
 Weights go from the base's files to the new ones one tensor at a time, shard by shard, into a folder beside the target
 that is renamed when everything in it is checked.
+
+What is stored quantized is judged, too (judge.py): a target in which the update or the loss is gone is refused.
 """
 
 from __future__ import annotations
@@ -18,24 +20,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from transformers import AutoTokenizer
 
 from halfbyte.config import SIXTEEN, RunConfig
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import chosen_device
-from halfbyte.models.load import load_tokenizer
 from halfbyte.notices import notice
-from halfbyte.saved import find, saved_config, tokenizer_keys
+from halfbyte.saved import find, saved_config, trained_tokenizer
 
 from .adapter import AdapterLayers
 from .base import BaseCheckpoint
 from .fidelity import Fidelity
+from .judge import loss_is_higher, update_is_lost
+from .kept import Kept
 from .packing import Quantize, check_loader, packing
 from .shards import check_shard
 from .verify import Verifier
@@ -58,6 +59,7 @@ class MergeReport:
         quantize: what the linear layers are stored in; "16bit" where nothing is quantized.
         nbytes: of the weights.
         targets: target → its distance from the model as it was trained; empty without verification.
+        kept: target → what of the update is in the weights written onto it; also without verification.
         closer: the target with the smaller KL; None without verification.
         tokens: how many tokens of text the distances are means over.
         seconds: of the whole merge.
@@ -71,6 +73,7 @@ class MergeReport:
     quantize: str
     nbytes: int
     targets: Mapping[Target, Fidelity] = field(default_factory=dict)
+    kept: Mapping[Target, Kept] = field(default_factory=dict)
     closer: Target | None = None
     tokens: int = 0
     seconds: float = 0.0
@@ -82,10 +85,12 @@ class MergeReport:
             name: asdict(each.trained) | {"from_unrounded": asdict(each.exact), "noise": asdict(each.noise)}
             | {"bound": each.bound, "kl_bound": each.kl_bound, "explained_by_rounding": each.explained}
             | {"lost_update": each.lost, "adapter": asdict(each.adapter)}
+            | {"loss": asdict(each.loss) | {"excess": each.loss.excess} if each.loss else None}
             for name, each in self.targets.items()
         }  # fmt: skip
         return {
             "targets": targets,
+            "update_kept": {name: {"share": each.share, "error": each.error} for name, each in self.kept.items()},
             "closer": self.closer,
             "written": self.target,
             "reason": self.reason,
@@ -111,6 +116,8 @@ class MergeReport:
                 f"  {name:<11} KL {each.trained.kl:.3g} nats per token, largest logit difference "
                 f"{each.trained.max_logit_difference:.3g} from the base with its adapter{mark}"
             )
+        for name, kept in self.kept.items():
+            lines.append(f"  {name:<11} {kept}" if kept.total else f"  {name:<11} no adapter")
         if self.targets:
             written = self.targets[self.target]
             cause = "rounding" if self.quantize == SIXTEEN else "quantizing"
@@ -118,6 +125,8 @@ class MergeReport:
                 f"verified on {self.tokens} tokens: {cause} moved logits by up to "
                 f"{written.exact.max_logit_difference:.3g} (passes up to {written.bound:.3g})"
             )
+            if written.loss:
+                lines.append(str(written.loss))
             if written.lost > LOST_NOTEWORTHY:
                 lines.append(
                     f"{written.lost:.0%} of the update is too small for {self.dtype} beside these weights and was"
@@ -151,6 +160,7 @@ def merge(
     quantize: Quantize = None,
     verify: bool = True,
     overwrite: bool = False,
+    trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> MergeReport:
     """Write a model with the adapter merged: safetensors, config, tokenizer, chat template, generation config.
@@ -165,40 +175,46 @@ def merge(
             a whole model too.
         out_dir: a folder that does not exist yet.
         base: "original": onto the checkpoint's weights; "dequantized": onto what 4-bit training saw; "auto": the one
-            that measures closer to the model as it was trained (without `verify`: the dequantized one).
+            that measures closer to the model as it was trained, of those that keep what was trained (without `verify`:
+            the dequantized one in 16 bits, else the original).
         quantize: what the linear layers are stored in: a format of `quantization:`, or patterns of them; or for another
             tool, which then loads the model: bnb-nf4, bnb-fp4, bnb-int8, fp8-block, nvfp4-modelopt. None: 16
             bits, or what the run was trained for (`qat_scheme`).
         verify: reload the merged model with that tool and compare logits with base and adapter, and the quantized
             weights with the merged ones.
         overwrite: replace `out_dir` if it is there.
+        trust_remote_code: run the Python code that comes with the base; the run's own configuration does not count.
         console: where progress is shown; default: nowhere.
 
     Raises:
-        ConfigError: `base` or `quantize` does not fit, or `out_dir` is there already.
+        ConfigError: `base` or `quantize` does not fit, or `out_dir` is there already; or stored so, the update or the
+            loss is gone (judge.py).
         CheckpointError: no adapter, no base, an adapter for another base, or logits that rounding does not explain.
         TrainingError: no space. In every case nothing is left under `out_dir`.
     """
     started = time.perf_counter()
     out = Path(out_dir)
     _check_out(out, Path(run_or_adapter_dir), base, overwrite)
-    job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify)
+    job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify, trust_remote_code)
     with _progress(console) as progress, new_directory(out) as aside:
         _write_side_files(job, aside)
         if verify:
-            found, written, tokens = _write_closest(job, aside, base, progress)
+            found, written, tokens = _write_closest(job, aside, progress)
         else:
-            _write(job, aside, job.preferred, progress)
+            _write_unverified(job, aside, progress)
             found, written, tokens = {}, job.preferred, 0
-    closer = _closer(found)
     reason = job.reason
-    if verify and len(job.targets) > 1:
-        reason = "it is closer to the trained model" if base == "auto" else "as asked"
+    if len(found) > 1:
+        reason = "it is closer to the trained model"
+    elif found and len(job.targets) > 1:
+        reason = "stored so, the other one loses what was trained"
     dtype, stored = str(job.weights.config()["dtype"]), job.weights.packing.name
+    kept = {target: kept for target in job.targets if (kept := job.weights.kept(target)).total}
     seconds = time.perf_counter() - started
     report = MergeReport(
-        out, written, reason, dtype, stored, job.weights.nbytes, found, closer, tokens, seconds, run_dir=job.run_dir
-    )
+        out, written, reason, dtype, stored, job.weights.nbytes, found, kept, _closer(found), tokens, seconds,
+        run_dir=job.run_dir,
+    )  # fmt: skip
     if verify and job.run_dir:
         write_json(job.run_dir / report.file_name, report.as_dict())
     return report
@@ -223,11 +239,11 @@ def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
         raise ConfigError(f"{out} holds the adapter to be merged", "name another folder")
 
 
-def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool) -> _Job:
+def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool, trust_remote_code: bool) -> _Job:
     place = find(str(source))
     if place.adapter is None and not source.is_dir():
         raise CheckpointError(f"there is no folder {source}", "name a run's output_dir or an adapter")
-    config = saved_config(place)
+    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     quantize = quantize or config.qat_scheme
     if place.adapter is None and quantize in (None, SIXTEEN):
         raise CheckpointError(
@@ -238,23 +254,26 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     checkpoint = BaseCheckpoint(config)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    targets, preferred, reason = _targets(config, checkpoint, base)
     stored = packing(quantize, config)
+    targets, preferred, reason = _targets(config, checkpoint, base, bool(stored.formats))
     if config.qat_scheme is not None and not stored.is_scheme(config.qat_scheme):
         said = f"the run was trained to be stored as {config.qat_scheme}"
         notice("merge-qat", f"{said}: in {stored.name} the model computes something else than in training")
     if verify:
         check_loader(stored.loader)
-    elif stored.calibrated:
-        raise ConfigError(f"{stored.name} takes its activations' scales from verifying", "merge without --no-verify")
     weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device), stored)
     _check_space(out, weights.nbytes)
     run_dir = place.resolved.parent if place.resolved else None
     return _Job(config, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
 
 
-def _targets(config: RunConfig, base: BaseCheckpoint, wanted: str) -> tuple[tuple[Target, ...], Target, str]:
-    """The bases there are to merge onto, the one to write unless another measures closer, and why."""
+def _targets(
+    config: RunConfig, base: BaseCheckpoint, wanted: str, quantized: bool
+) -> tuple[tuple[Target, ...], Target, str]:
+    """The bases to try, the one to write unless another measures closer, and why.
+
+    `quantized`: the merged weights will be. The dequantized base may lie on their grid, which snaps the update back.
+    """
     if base.quantized:
         if wanted == "original":
             raise ConfigError(
@@ -264,10 +283,13 @@ def _targets(config: RunConfig, base: BaseCheckpoint, wanted: str) -> tuple[tupl
     if not config.quantized:
         return ("original",), "original", "training quantized no base, so both bases are the same"
     if wanted == "original":
-        return ("original", "dequantized"), "original", "as asked"
+        return ("original",), "original", "as asked"
     if wanted == "dequantized":
-        return ("original", "dequantized"), "dequantized", "as asked"
-    return ("original", "dequantized"), "dequantized", "the adapter was trained on it (not measured: verify is off)"
+        return ("dequantized",), "dequantized", "as asked"
+    both: tuple[Target, ...] = ("original", "dequantized")
+    if quantized:
+        return both, "original", "its weights do not lie on a grid that would take the update back (not measured)"
+    return both, "dequantized", "the adapter was trained on it (not measured: verify is off)"
 
 
 def _check_space(out: Path, needed: int) -> None:
@@ -283,29 +305,59 @@ def _check_space(out: Path, needed: int) -> None:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _write_closest(job: _Job, aside: Path, base: str, progress: Progress) -> tuple[dict[Target, Fidelity], Target, int]:
-    """Write and measure each target, one after the other in the same place; the last one written is the one to keep."""
+def _write_closest(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Target, Fidelity], Target, int]:
+    """Write and measure each target, one after the other in the same place; the last one written is the one to keep.
+
+    Raises:
+        ConfigError: in every target, the update or the loss is gone.
+    """
     verifier = Verifier(job.config, job.adapter_dir, job.weights, aside, job.run_dir, progress)
     found: dict[Target, Fidelity] = {}
+    refusals: dict[Target, ConfigError] = {}
     order = sorted(job.targets, key=lambda target: target == job.preferred)
     for target in order:
-        found[target] = _write_and_verify(job, aside, target, verifier, progress)
-    written = order[-1]
-    closer = _closer(found)
-    if base == "auto" and closer and closer != written:
-        written = closer
+        measured = _write_and_verify(job, aside, target, verifier, progress)
+        if isinstance(measured, ConfigError):
+            refusals[target] = measured
+        else:
+            found[target] = measured
+    written = _closer(found)
+    if written is None:
+        raise refusals[job.preferred]
+    if written != order[-1]:
         _write_and_verify(job, aside, written, verifier, progress)
     return found, written, verifier.tokens
+
+
+def _write_unverified(job: _Job, aside: Path, progress: Progress) -> None:
+    if job.weights.packing.calibrated:  # by running the trained model
+        Verifier(job.config, job.adapter_dir, job.weights, aside, job.run_dir, progress)
+    _write(job, aside, job.preferred, progress)
+    if lost := _lost(job, job.preferred):
+        notice("merge-kept", f"{lost.message}; {lost.fix}")
 
 
 def _closer(found: Mapping[Target, Fidelity]) -> Target | None:
     return min(found, key=lambda target: found[target].trained.kl, default=None)
 
 
-def _write_and_verify(job: _Job, aside: Path, target: Target, verifier: Verifier, progress: Progress) -> Fidelity:
+def _write_and_verify(
+    job: _Job, aside: Path, target: Target, verifier: Verifier, progress: Progress
+) -> Fidelity | ConfigError:
+    """How close the model merged onto `target` is, or why it is refused."""
     for file, sums in _write(job, aside, target, progress).items():
         check_shard(aside / file, sums)
-    return verifier.verify(aside, target)
+    if lost := _lost(job, target):
+        return lost
+    measured = verifier.verify(aside, target)
+    return loss_is_higher(measured.loss, job.weights.packing, job.config) or measured
+
+
+def _lost(job: _Job, target: Target) -> ConfigError | None:
+    weights = job.weights
+    if weights.as_trained:  # rounded in every step, the update is what survives rounding
+        return None
+    return update_is_lost(weights.kept(target), weights.packing, target, original=not weights.base.quantized)
 
 
 def _write(job: _Job, aside: Path, target: Target, progress: Progress) -> dict[str, dict[str, int]]:
@@ -320,19 +372,7 @@ def _write_side_files(job: _Job, aside: Path) -> None:
         for file in folder.glob(pattern):
             shutil.copyfile(file, aside / file.name)
     write_json(aside / "config.json", job.weights.config())
-    _tokenizer(job).save_pretrained(aside)
-
-
-def _tokenizer(job: _Job) -> Any:
-    folder = job.adapter_dir or job.weights.base.folder
-    if not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(job.config.model_name_or_path, **tokenizer_keys(job.config))
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=job.config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"cannot load the tokenizer in {folder}: {error}", "copy the base's tokenizer files there"
-        ) from error
+    trained_tokenizer(job.adapter_dir or folder, job.config).save_pretrained(aside)
 
 
 @contextmanager

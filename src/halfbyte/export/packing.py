@@ -48,6 +48,7 @@ FOREIGN = {
 }
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 NVFP4_RANGE = 6 * 448  # the largest E2M1 code times the largest E4M3 scale
+TYPICAL = (4096, 4096)  # a shape to count bits on
 NUMBER = 24  # bytes that the longest repr of a float takes: JSON entries are padded, so that sizes are known before
 
 
@@ -74,6 +75,11 @@ class Packing:
     def is_scheme(self, scheme: str | None) -> bool:
         """Whether every quantized layer is stored as training with `qat_scheme: scheme` rounded it."""
         return scheme is not None and set(self.formats.values()) == {qat_format(scheme)} and not self.peers
+
+    @property
+    def bits(self) -> float:
+        """Of a weight in the layers that have the fewest, scales included."""
+        return min((each.bits_per_weight(TYPICAL) for each in self.formats.values()), default=16.0)
 
     def entries(self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Entry, ...]:
         """The checkpoint entries of a quantized parameter that the checkpoint calls `name`.

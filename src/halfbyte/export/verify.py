@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from halfbyte.adapters import load_adapter
 from halfbyte.adapters_qat import round_merged
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
@@ -25,7 +26,20 @@ from halfbyte.notices import notice
 from halfbyte.saved import model_keys
 
 from .base import DTYPES
-from .fidelity import DRAWS, Distance, Fidelity, StoredLinear, distance, logits, most
+from .fidelity import (
+    DRAWS,
+    NONE,
+    Distance,
+    Document,
+    Fidelity,
+    Loss,
+    Rounding,
+    StoredLinear,
+    distance,
+    logits,
+    most,
+    token_losses,
+)  # fmt: skip
 from .reload import no_loading_bars, reload, stored_values
 from .weights import MergedWeights, Output, Target
 
@@ -62,9 +76,10 @@ class Verifier:
         self._config, self._adapter, self._weights, self._progress = config, adapter, weights, progress
         self._device = _device_for(weights)
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
+        self._documents, self._held_out = loss_documents(run_dir, self._ids) if weights.packing.formats else ([], False)
         observe = self._observe if weights.packing.calibrated else None
-        self._trained, self._bare = self._adapted(weights.trained_dtype, config.quantized, observe)
-        self._unquantized: tuple[Tensor, Tensor] | None = None
+        self._trained, self._bare, self._losses = self._adapted(weights.trained_dtype, config.quantized, observe)
+        self._unquantized: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -77,32 +92,38 @@ class Verifier:
             CheckpointError: the folder does not load, a weight is not the merged one, or rounding does not explain how
                 the logits differ.
         """
-        rounded_before = target == "dequantized" or self._weights.as_trained
-        exact, bare = (self._trained, self._bare) if rounded_before else self._original()
-        merged, *noisy = self._reloaded(folder, target)
+        rounded_before = self._rounded_before(target)
+        exact, bare, before = (self._trained, self._bare, self._losses) if rounded_before else self._original()
+        (merged, *noisy), losses = self._reloaded(folder, target)
+        kept, quantized = self._weights.kept(target), bool(self._weights.packing.formats)
         fidelity = Fidelity(
             trained=distance(self._trained, merged),
             exact=distance(exact, merged),
             noise=most(distance(merged, each) for each in noisy),
             adapter=distance(bare, exact),
-            lost=0.0 if self._weights.packing.formats else self._weights.lost(target),
+            lost=abs(1 - kept.share),
             largest_logit=float(exact.abs().max()),
+            kept=kept,
+            loss=Loss.between(losses, (before, self._losses), self._held_out) if quantized else None,
         )
         if not fidelity.explained:
             raise CheckpointError(_unexplained(fidelity, target), KEPT)
         return fidelity
 
-    def _original(self) -> tuple[Tensor, Tensor]:
-        """Logits of the base's stored weights with the adapter and without it."""
+    def _rounded_before(self, target: Target) -> bool:
+        """Whether the base merged onto is the one trained on, quantized as it was."""
+        return target == "dequantized" or self._weights.as_trained
+
+    def _original(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_adapted`, of the base's stored weights."""
         if self._unquantized is None:
             self._unquantized = self._adapted(DTYPES[self._weights.base.dtype], load_in_4bit=False)
         return self._unquantized
 
     def _adapted(
         self, dtype: torch.dtype, load_in_4bit: bool, observe: Callable[[Any], None] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of a base with the adapter, and without it; `observe` sees the model before."""
-        from peft import PeftModel
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of a base with the adapter, and without it; its losses with it. `observe` sees the model before."""
 
         def load() -> nn.Module:
             keys = model_keys(self._config) | {"load_in_4bit": load_in_4bit, "dtype": dtype, "device": self._device}
@@ -110,7 +131,8 @@ class Verifier:
             if not self._weights.as_trained:
                 keys["qat_scheme"] = None
             base = load_model(self._config.model_name_or_path, **keys)
-            model = base if self._adapter is None else PeftModel.from_pretrained(base, str(self._adapter))
+            name = self._config.model_name_or_path
+            model = base if self._adapter is None else load_adapter(base, self._adapter, name)
             round_merged(model)
             if observe:
                 observe(base)
@@ -118,8 +140,8 @@ class Verifier:
 
         bits = "quantized base" if load_in_4bit else "base"
         said = f"measuring the {bits}" + (" with its adapter" if self._adapter else "")
-        found = self._measure(said, load, [()], with_bare=self._adapter is not None)
-        return found[0], found[-1]
+        found, losses = self._measure(said, load, [NONE], with_bare=self._adapter is not None)
+        return found[0], found[-1], losses
 
     def _observe(self, model: nn.Module) -> None:
         """Have the layers that will be quantized record their largest input."""
@@ -138,8 +160,10 @@ class Verifier:
         packing = self._weights.packing
         return {parameter: packing.peers.get(parameter, (parameter,)) for parameter in packing.formats}
 
-    def _reloaded(self, folder: Path, target: Target) -> list[Tensor]:
-        rounded, packing = self._weights.rounded(target), self._weights.packing
+    def _reloaded(self, folder: Path, target: Target) -> tuple[list[Tensor], Tensor]:
+        weights, packing, before = self._weights, self._weights.packing, self._rounded_before(target)
+        cast = weights.cast(weights.trained_dtype if before else DTYPES[weights.base.dtype], before)
+        rounding = Rounding(weights.rounded(target), cast)
 
         def load() -> nn.Module:
             dtype = str(self._weights.config()["dtype"])
@@ -148,7 +172,7 @@ class Verifier:
                 self._check_weight(model, output, target)
             return model
 
-        return self._measure("reloading the merged model", load, [(), *[rounded] * DRAWS])
+        return self._measure("reloading the merged model", load, [NONE, *[rounding] * DRAWS])
 
     @torch.no_grad()
     def _check_weight(self, model: Any, output: Output, target: Target) -> None:
@@ -167,14 +191,15 @@ class Verifier:
         model.set_submodule(name, StoredLinear(name, partial(stored_values, module), error, module.bias))
 
     def _measure(
-        self, description: str, load: Callable[[], Any], noises: Sequence[Collection[str]], *, with_bare: bool = False
-    ) -> list[Tensor]:
-        """Logits of a model, once for each set of parameters to put noise on, and last, if asked, without its
-        adapter; the model is dropped."""
+        self, description: str, load: Callable[[], Any], roundings: Sequence[Rounding], *, with_bare: bool = False
+    ) -> tuple[list[Tensor], Tensor]:
+        """Logits of a model, once for each rounding to be done again, and last, if asked, without its adapter; and its
+        losses (none where none are compared). The model is dropped."""
         task = self._progress.add_task(description, total=None)
         with no_loading_bars():
             model = load()
-        found = [logits(model, self._ids, noise_on, seed) for seed, noise_on in enumerate(noises)]
+        found = [logits(model, self._ids, rounding, seed) for seed, rounding in enumerate(roundings)]
+        losses = token_losses(model, self._documents) if self._documents else torch.empty(0)
         if with_bare:
             with model.disable_adapter():
                 found.append(logits(model, self._ids))
@@ -183,7 +208,7 @@ class Verifier:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._progress.remove_task(task)
-        return found
+        return found, losses
 
 
 def _check_same(found: Tensor, expected: Tensor, output: Output) -> None:
@@ -212,13 +237,28 @@ def _device_for(weights: MergedWeights) -> torch.device:
 
 def text_ids(tokenizer: Path, run_dir: Path | None) -> Tensor:
     """int64 [rows, T]: the documents shown in the run's data report, cut into equal rows; else a built-in text."""
-    report: dict[str, Any] = {}
-    if run_dir and (run_dir / "data_report.json").is_file():
-        report = json.loads((run_dir / "data_report.json").read_text(encoding="utf-8"))
-    text = "".join("".join(sample["tokens"]) for sample in report.get("samples", ()))
+    text = "".join("".join(sample["tokens"]) for sample in _data_report(run_dir).get("samples", ()))
     if not text:
         notice("merge-text", "no text of the run is left, so the merge is measured on a short built-in one")
     ids = load_tokenizer(str(tokenizer))(text or TEXT, add_special_tokens=False)["input_ids"]
     length = min(LENGTH, len(ids))
     rows = min(ROWS, len(ids) // length)
     return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+def loss_documents(run_dir: Path | None, ids: Tensor) -> tuple[list[Document], bool]:
+    """The documents that losses are compared on: those that the run held out, else `ids` [rows, T], all tokens of which
+    count; and whether they were held out."""
+    found = [
+        (torch.tensor(each["input_ids"]), torch.tensor(each["trained"]))
+        for each in _data_report(run_dir).get("held_out", ())
+    ]
+    if found:
+        return found, True
+    return [(row.cpu(), torch.ones(len(row), dtype=torch.bool)) for row in ids], False
+
+
+def _data_report(run_dir: Path | None) -> dict[str, Any]:
+    """A run's data_report.json; empty without one."""
+    path = run_dir / "data_report.json" if run_dir else None
+    return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfbyte.adapters import ANOTHER_MODEL
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.files import write_json
@@ -23,8 +24,9 @@ from halfbyte.models.checkpoint_files import INDEX
 from halfbyte.models.load import resolve_dtype
 from halfbyte.tensor import QuantizedTensor
 
-from .adapter import ANOTHER_MODEL, AdapterLayers
+from .adapter import AdapterLayers
 from .base import DTYPES, BaseCheckpoint, Stored
+from .kept import Kept
 from .packing import NVFP4_RANGE, Packing, padded_state, quantize_together
 from .shards import Entry, write_shard
 
@@ -57,7 +59,6 @@ class MergedWeights:
         trained_dtype: what the base was cast to when it was trained on, before any quantization.
         as_trained: quantization-aware training rounded the weights to the very formats of `packing`.
         shards: file name → its tensors; the base's own files and order.
-        updates: target → [Σ kept·ΔW, Σ ΔW²] over the 16-bit weights written: what of the update survived rounding.
         packing: how the linear layers are stored.
         input_amax: module name → largest magnitude among its inputs, for a packing that stores it.
         untied: the base shares one weight between embedding and head, and the adapter changes one of them, or each in
@@ -75,7 +76,7 @@ class MergedWeights:
         self.trained_dtype = DTYPES[base.dtype] if adapter.whole_model else resolve_dtype(config.dtype, adapter.device)
         self.as_trained = self.packing.is_scheme(config.qat_scheme)
         self.untied = False
-        self.updates: dict[Target, list[float]] = {}
+        self._kept: dict[Target, dict[str, Kept]] = {}
         self.shards: dict[str, list[Output]] = {file: [] for file in base.headers}
         self._pieces: set[str] = set()
         for stored in base.weights:
@@ -176,7 +177,6 @@ class MergedWeights:
             CheckpointError: a merged weight is NaN, or does not fit the dtype.
         """
         sums = {}
-        self.updates.pop(target, None)
         for file, outputs in self.shards.items():
             by_name = {output.written[0].name: output for output in outputs}
 
@@ -194,7 +194,7 @@ class MergedWeights:
         """Entry → tensor, of one weight of the merged model."""
         if not output.packed:
             return {output.entry.name: self.tensor(output, target)}
-        packed = self.quantized(output, target)
+        packed = self._packed_and_counted(output, target)
         state = packed.format.to_state(packed.parts, tuple(packed.shape), packed.dtype)
         if self.packing.calibrated:
             amax = self.input_amax[output.parameter.removesuffix(".weight")]
@@ -202,11 +202,13 @@ class MergedWeights:
         sizes = {entry.name: entry.nbytes for entry in output.packed}
         return padded_state({entry_name(output.entry.name, key): value for key, value in state.items()}, sizes)
 
-    @torch.no_grad()
     def quantized(self, output: Output, target: Target) -> QuantizedTensor:
         """A weight that is stored quantized, in its format."""
+        return self._packed(self.values(output, target), output, target)
+
+    @torch.no_grad()
+    def _packed(self, weight: Tensor, output: Output, target: Target) -> QuantizedTensor:
         format_, name = self.packing.formats[output.parameter], output.entry.name
-        weight = self.values(output, target)
         try:
             if peers := self.packing.peers.get(output.parameter):
                 parts = quantize_together(weight, format_, self._amax(peers, target))
@@ -215,6 +217,17 @@ class MergedWeights:
         except ModelError as error:
             raise CheckpointError(f"the merged {name}: {error.message}", error.fix) from error
         return QuantizedTensor(format_, parts, tuple(weight.shape), self._packed_dtype(output))
+
+    def _packed_and_counted(self, output: Output, target: Target) -> QuantizedTensor:
+        """A weight that is stored quantized, and how much of its update came through, for `kept`."""
+        if output.parameter not in self.adapter.changed:
+            return self.quantized(output, target)
+        before = self._base_values(output, target)
+        weight = self.adapter.merged(output.parameter, before.clone())
+        packed, without = (self._packed(each, output, target) for each in (weight, before))
+        stored, unchanged = packed.dequantize(torch.float32), without.dequantize(torch.float32)
+        self._kept.setdefault(target, {})[output.entry.name] = Kept.of(stored, unchanged, weight - before)
+        return packed
 
     def _amax(self, parameters: tuple[str, ...], target: Target) -> Tensor:
         """fp32 []: the largest magnitude in a group of merged weights, which are made once more for it."""
@@ -253,17 +266,27 @@ class MergedWeights:
             return self._finite(before, before.to(DTYPES[dtype]), output)
         weight = self.adapter.merged(name, before.clone())
         rounded = self._finite(weight, weight.to(DTYPES[dtype]), output)
-        update = weight - before
-        sums = self.updates.setdefault(target, [0.0, 0.0])
-        sums[0] += float(((rounded.float() - before) * update).sum(dtype=torch.float64))
-        sums[1] += float(update.square().sum(dtype=torch.float64))
+        without = before.to(DTYPES[dtype]).float()
+        self._kept.setdefault(target, {})[output.entry.name] = Kept.of(rounded.float(), without, weight - before)
         return rounded
 
-    def lost(self, target: Target) -> float:
-        """The share of the update that rounding dropped, in what was written last: near 1 where ΔW is below half an
-        ulp of a base whose weights are exact in the written dtype, near 0 otherwise."""
-        kept, total = self.updates.get(target, (0.0, 0.0))
-        return max(0.0, 1 - kept / total) if total else 0.0
+    def kept(self, target: Target) -> Kept:
+        """What of the update is in the weights written onto `target`: near nothing where ΔW is below half a step of a
+        base whose weights are exact in what is written, near everything otherwise."""
+        return Kept.sum(self._kept.get(target, {}).values())
+
+    def cast(self, dtype: torch.dtype, trained: bool) -> dict[str, torch.dtype]:
+        """Name → `dtype`, of the 16-bit weights that a base loaded in it has as they were cast, and the merged model as
+        they are stored; `trained`: that base is the one trained on, whose quantized weights were cast before."""
+        before = self._formats if trained else {}
+        return {
+            output.parameter: dtype
+            for output in self.outputs
+            if DTYPES.get(output.entry.dtype, dtype) != dtype
+            and not output.packed
+            and output.parameter not in before
+            and output.parameter not in self.adapter.whole
+        }
 
     @staticmethod
     def _finite(weight: Tensor, rounded: Tensor, output: Output) -> Tensor:

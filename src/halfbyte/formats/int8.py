@@ -12,8 +12,9 @@ it takes codes; halfbyte does not, so that bytes are equal for fp16 weights and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -90,6 +91,12 @@ class Int8(Format):
         if not absmax.is_meta and not bool((absmax.isfinite() & (absmax >= 0)).all()):
             raise CheckpointError(f"{label} has scales that are negative, NaN or Inf", "re-download the checkpoint")
         return cls(), parts, shape, torch.bfloat16
+
+    @classmethod
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Int8 | None:
+        if entry.get("quant_method", "bitsandbytes") != "bitsandbytes" or not entry.get("load_in_8bit"):
+            return None
+        return cls()
 
 
 def _check_layout(layout: Tensor | None, label: str) -> None:

@@ -91,7 +91,7 @@ class StaticEngine:
             Unknown: as above.
         """
         linears = [each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return all(each.renew(self.dtype) for each in [self.head, *linears])
+        return all(each.renew() for each in [self.head, *linears])
 
     def _one_launch(self, batch: int) -> Run | None:
         """A token's way through all layers as one kernel, where there is one and the family is of Llama's kind."""
@@ -319,16 +319,22 @@ class StockEngine:
 
     @contextlib.contextmanager
     def _adapter(self):
-        """The model with the one adapter, and as it was afterwards."""
+        """The model with the one adapter, and as it was afterwards: PEFT freezes or thaws whatever it switches."""
         if not adapter_names(self.model):
             yield
-        elif self.adapter is None:
-            with self.model.disable_adapter():
-                yield
-        else:
-            before = self.model.active_adapter
-            self.model.set_adapter(self.adapter, inference_mode=True)
-            try:
-                yield
-            finally:
-                self.model.set_adapter(before, inference_mode=True)
+            return
+        trained = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        try:
+            if self.adapter is None:
+                with self.model.disable_adapter():
+                    yield
+            else:
+                before = self.model.active_adapter
+                self.model.set_adapter(self.adapter, inference_mode=True)
+                try:
+                    yield
+                finally:
+                    self.model.set_adapter(before, inference_mode=True)
+        finally:
+            for parameter, wanted in trained:
+                parameter.requires_grad_(wanted)

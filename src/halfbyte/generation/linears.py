@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,14 +49,32 @@ def _factors(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, Factor
     return base, adapters
 
 
-def _product(linear: nn.Linear, dtype: torch.dtype) -> Callable[..., Tensor]:
+class _Plain(NamedTuple):
+    """Weight and bias of a linear in the dtype of the products: the model's own memory, or copies."""
+
+    weight: Any
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, dtype: torch.dtype) -> _Plain:
+        weight: Any = linear.weight
+        weight = weight if isinstance(weight, QuantizedTensor) else weight.detach().to(dtype)
+        return cls(weight, None if linear.bias is None else linear.bias.detach().to(dtype))
+
+    def renew(self, linear: nn.Linear) -> None:
+        """Take the values as they are now. That they changed cannot be seen: fused optimizers raise no version."""
+        for own, source in ((self.weight, linear.weight), (self.bias, linear.bias)):
+            if own is not None and not isinstance(own, QuantizedTensor) and own.dtype is not source.dtype:
+                own.copy_(source)
+
+
+def _product(linear: nn.Linear, plain: _Plain) -> Callable[..., Tensor]:
     """[M, K] → [M, N], with an adapter's term u·Bᵀ if one is given; what a call would look up is bound once."""
-    bias = None if linear.bias is None else linear.bias.detach().to(dtype)
-    weight: Any = linear.weight
+    weight, bias = plain
     if isinstance(weight, QuantizedTensor):
         shape = linear.out_features, linear.in_features
         return partial(weight.format.linear_plus, parts=weight.parts, shape=shape, bias=bias)
-    return partial(_linear_plus, weight=weight.detach().to(dtype), bias=bias)
+    return partial(_linear_plus, weight=weight, bias=bias)
 
 
 def _linear_plus(x: Tensor, weight: Tensor, bias: Tensor | None, term: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -64,13 +82,12 @@ def _linear_plus(x: Tensor, weight: Tensor, bias: Tensor | None, term: tuple[Ten
     return y if term is None else y.addmm_(term[0], term[1].t())
 
 
-def _weight4(linear: nn.Linear, dtype: torch.dtype) -> Weight4 | None:
+def _weight4(linear: nn.Linear, plain: _Plain) -> Weight4 | None:
     """A linear whose weight is 4-bit, as `ops.decode_layers` takes it."""
-    weight: Any = linear.weight
+    weight, bias = plain
     if not isinstance(weight, QuantizedTensor) or not isinstance(weight.format, Blockwise4):
         return None
     parts, format_ = weight.parts, weight.format
-    bias = None if linear.bias is None else linear.bias.detach().to(dtype)
     scales = parts["absmax"], format_.nested_parts(parts), format_.blocksize, format_.quant_type
     return Weight4(parts["packed"], *scales, linear.out_features, bias)
 
@@ -93,9 +110,10 @@ class Linears:
     def __init__(self, modules: Sequence[nn.Module], adapters: Sequence[str | None], dtype: torch.dtype):
         self.modules, self.names = modules, sorted({name for name in adapters if name is not None})
         read = self._read()
-        self.places = _places(read, dtype)
-        self.products = [_product(base, dtype) for base, _ in read]
-        self.weights = [_weight4(base, dtype) for base, _ in read]
+        self.places = _places(read)
+        self.plain = [_Plain.of(base, dtype) for base, _ in read]
+        self.products = [_product(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
+        self.weights = [_weight4(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
         owners: list[str | None] = []  # the adapter of each row of A
         self.b: list[tuple[int, Tensor] | None] = []
         for base, factors in read:
@@ -133,15 +151,17 @@ class Linears:
                     b[:, column : column + len(down)].copy_(up * scaling)
                     column += len(down)
 
-    def renew(self, dtype: torch.dtype) -> bool:
-        """Take the adapters' values as they are now; False if these linears must be read anew.
+    def renew(self) -> bool:
+        """Take all values as they are now; False if these linears must be read anew.
 
         Raises:
             Unknown: a module has come to compute something else.
         """
         read = self._read()
-        if _places(read, dtype) != self.places:
+        if _places(read) != self.places:
             return False
+        for (base, _), plain in zip(read, self.plain, strict=True):
+            plain.renew(base)
         self._fill(read)
         return True
 
@@ -169,17 +189,14 @@ def _device(linear: nn.Linear) -> torch.device:
     return linear.weight.device
 
 
-def _places(read: list[tuple[nn.Linear, Factors]], dtype: torch.dtype) -> list[Any]:
+def _places(read: list[tuple[nn.Linear, Factors]]) -> list[Any]:
     """Where all tensors are, and what else must not change for what was read to hold."""
     places: list[Any] = []
     for base, factors in read:
         weight: Any = base.weight
-        tensors = weight.parts.values() if isinstance(weight, QuantizedTensor) else [weight]
-        places += [tensor.data_ptr() for tensor in tensors]
-        for tensor in (weight, base.bias):  # copied where the dtypes differ
-            if tensor is not None and not isinstance(tensor, QuantizedTensor):
-                copied = tensor.dtype is not dtype and not tensor.is_inference()
-                places += [tensor.data_ptr(), tensor._version if copied else 0]
+        tensors = list(weight.parts.values()) if isinstance(weight, QuantizedTensor) else [weight]
+        tensors += [] if base.bias is None else [base.bias]
+        places += [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
         places += [(name, down.shape) for name, (down, _, _) in factors.items()]
     return places
 

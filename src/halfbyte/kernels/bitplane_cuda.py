@@ -7,13 +7,13 @@ Compiled for sm_90 it takes 5.2, 6.9, 6.9, 8.8 instructions a value at k = 2, 3,
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
 from ..ops.bitplane import BLOCK
-from .cuda import Attempts, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at, device_of
 from .gemv4_cuda import CAPABILITY, multiprocessors_of
 from .launch import ceil_div
 
@@ -25,10 +25,10 @@ TABLE_BYTES = {2: 32768, 3: 8192, 4: 32768, 5: 131072}
 _attempt = Attempts("dequantize-planes-cuda", "k-bit weights are dequantized in Triton instead, more slowly")
 
 
-@functools.cache
+@remembered
 def _kernel(bits: int, device: int, bf16: bool) -> Kernel:
     constants = {"BITS": bits, "BF16": int(bf16), "THREADS": THREADS, "STAGES": STAGES}
-    image = cubin("dequantize_planes", torch.cuda.get_device_capability(device), constants)
+    image = cubin("dequantize_planes", device_at(device).capability, constants)
     ring = STAGES * THREADS * (4 * bits + 1)  # a lane's block: words and a scale
     return Kernel(image, "dequantize_planes", TABLE_BYTES[bits] + ring)
 
@@ -36,15 +36,13 @@ def _kernel(bits: int, device: int, bf16: bool) -> Kernel:
 def takes(packed: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> bool:
     """True if the kernel can run and is worth it: the device, whole blocks a row, 16 bits, many weights, alignment."""
     return (
-        packed.device.type == "cuda"
-        and torch.version.hip is None
+        device_of(packed).at_least(CAPABILITY)
         and FEWEST_BLOCKS <= scales.numel() < 2**31
         and scales.numel() % TOGETHER == 0
         and width % BLOCK == 0
         and dtype is not torch.float32
         and packed.data_ptr() % 16 == 0
         and scales.data_ptr() % 16 == 0
-        and torch.cuda.get_device_capability(packed.device) >= CAPABILITY
     )
 
 

@@ -96,7 +96,7 @@ def float8(
     out: Tensor | None = None,
 ) -> Tensor:
     rows, width = shape
-    if not casts_float8(packed.device):
+    if not casts_float8(packed):
         return float8_of_blockwise4.reference(
             packed, absmax, nested, blocksize, quant_type, shape, factor, transposed, out
         )

@@ -9,16 +9,15 @@ where it took 91. Of the 79, loads and stores with little arithmetic take 73, lo
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.cross_entropy import Objective, RowLosses
-from .cuda import BuildError, Kernel, cubin
-from .gemv4_cuda import CAPABILITY, SHARED_BYTES, multiprocessors_of
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at, device_of
+from .gemv4_cuda import CAPABILITY, multiprocessors_of
 from .launch import ceil_div
 
 LOG2_E = 1.4426950408889634
@@ -43,11 +42,12 @@ class Blocks(NamedTuple):
 LARGEST = Blocks(512, 16, 6)
 
 
-def blocks_for(vocabulary: int) -> Blocks | None:
-    """As much of a row in registers as leaves the ring a row's way to run ahead; None where a row does not fit."""
+def blocks_for(vocabulary: int, shared_bytes: int) -> Blocks | None:
+    """As much of a row in registers as leaves the ring a row's way to run ahead; None where a row does not fit into the
+    shared memory that a block may have."""
     threads, kept, ahead = LARGEST
     blocks = Blocks(threads, min(kept, ceil_div(vocabulary, 8 * threads) - ahead), ahead)
-    return blocks if blocks.kept > 0 and blocks.shared_bytes(vocabulary) <= SHARED_BYTES else None
+    return blocks if blocks.kept > 0 and blocks.shared_bytes(vocabulary) <= shared_bytes else None
 
 
 class Task(ctypes.Structure):
@@ -62,26 +62,21 @@ class Task(ctypes.Structure):
     )
 
 
-@functools.cache
-def _kernel(device: int, blocks: Blocks, vocabulary: int, bf16: bool, smoothing: bool, entropy: bool) -> Kernel | None:
-    """None where it does not compile, which is said."""
+_attempt = Attempts("cross-entropy-cuda", "cross-entropies run in Triton instead, more slowly")
+
+
+@remembered
+def _kernel(device: int, blocks: Blocks, vocabulary: int, bf16: bool, smoothing: bool, entropy: bool) -> Kernel:
     constants = {"BF16": int(bf16), "SMOOTHING": int(smoothing), "ENTROPY": int(entropy)}
     constants |= {"THREADS": blocks.threads, "KEPT": blocks.kept, "AHEAD": blocks.ahead}
-    try:
-        with torch.cuda.device(device):
-            code = cubin("cross_entropy", torch.cuda.get_device_capability(device), constants)
-            return Kernel(code, "cross_entropy", blocks.shared_bytes(vocabulary))
-    except BuildError as error:
-        notice("cross-entropy-cuda", f"{error}; cross-entropies run in Triton instead, more slowly")
-        return None
+    code = cubin("cross_entropy", device_at(device).capability, constants)
+    return Kernel(code, "cross_entropy", blocks.shared_bytes(vocabulary))
 
 
 def takes(logits: Tensor, stride: int, objective: Objective) -> bool:
     """True if the kernel can run: the device, the logits' dtype and alignment, and what is asked for."""
     return (
-        logits.device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(logits.device) >= CAPABILITY
+        device_of(logits).at_least(CAPABILITY)
         and logits.dtype is not torch.float32
         and objective.softcap is None
         and objective.slope > 0
@@ -96,15 +91,22 @@ def try_gradient(logits: Tensor, labels: Tensor, objective: Objective, stride: i
         logits: [n, V], `stride` elements from row to row, n > 0.
         labels: [n], contiguous.
     """
-    (rows, vocabulary), device = logits.shape, logits.get_device()
-    blocks = blocks_for(vocabulary)
+    blocks = blocks_for(logits.shape[1], device_of(logits).shared_bytes)
     if blocks is None or not takes(logits, stride, objective):
         return False
+    return _attempt(_gradient, logits, labels, objective, stride, losses, blocks) or False
+
+
+def _gradient(
+    logits: Tensor, labels: Tensor, objective: Objective, stride: int, losses: RowLosses, blocks: Blocks
+) -> bool:
+    """True.
+
+    Raises:
+        BuildError: the kernel does not compile here.
+    """
+    (rows, vocabulary), device = logits.shape, logits.get_device()
     smoothing, entropy = objective.label_smoothing, losses.entropy
-    bf16 = logits.dtype is torch.bfloat16
-    kernel = _kernel(device, blocks, vocabulary, bf16, smoothing > 0, entropy is not None)
-    if kernel is None:
-        return False
     tensors = (logits, labels, losses.loss, losses.logsumexp, entropy)
     task = Task(
         *[None if tensor is None else tensor.data_ptr() for tensor in tensors], stride, objective.ignore_index,
@@ -112,5 +114,7 @@ def try_gradient(logits: Tensor, labels: Tensor, objective: Objective, stride: i
         objective.slope, objective.slope * LOG2_E, smoothing, objective.z_loss,
     )  # fmt: skip
     with torch.cuda.device(device):
+        bf16 = logits.dtype is torch.bfloat16
+        kernel = _kernel(device, blocks, vocabulary, bf16, smoothing > 0, entropy is not None)
         kernel(min(rows, multiprocessors_of(device)), blocks.threads, [task])
     return True

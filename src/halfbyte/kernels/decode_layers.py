@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..notices import notice
 from ..ops.codebooks import codebook4
 from ..ops.decode_layers import DecoderLayer, Projections, Run, Stack, one_launch
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at, device_of
 from .gemv4_cuda import (
     BLOCKSIZE,
     CAPABILITY,
-    SHARED_BYTES,
     STEP,
     TABLE_BYTES,
     Blocks,
@@ -86,10 +85,10 @@ def splits_of(units: int, blocks: int, tiles: int, slots: int) -> int:
     return next(splits for splits in (4, 2, 1) if splits == 1 or (units * splits <= free and (long or splits == 2)))
 
 
-@functools.cache
+@remembered
 def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
     given = dict(constants) | {"ORIGIN": origin_of(device)}
-    return Kernel(cubin("decode", torch.cuda.get_device_capability(device), given), "decode", shared)
+    return Kernel(cubin("decode", device_at(device).capability, given), "decode", shared)
 
 
 class Stacked:
@@ -167,7 +166,8 @@ class Stacked:
 
     def fits_in(self, numbers: int) -> bool:
         """True if shared memory has room for so many of one row's inputs."""
-        return self.batch == 1 and self.shared_bytes() + 2 * numbers <= SHARED_BYTES
+        most = device_of(self.hidden).shared_bytes
+        return self.batch == 1 and self.shared_bytes() + 2 * numbers <= most
 
     def _hold(self, tensor: Tensor) -> int:
         """The address of a tensor that stays."""
@@ -199,11 +199,13 @@ class Stacked:
         below = [None if tensor is None else self._hold(tensor) for tensor in (linears.down, mask)]
         return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)
 
+    def threads(self) -> int:
+        return 32 * (self.blocks.wk + clerks_of(self.batch))
+
     def __call__(self, kernel: Kernel, hidden: Tensor) -> Tensor:
         self.hidden.copy_(hidden)
-        with torch.cuda.device(hidden.device):
-            threads = 32 * (self.blocks.wk + clerks_of(self.step.batch))
-            kernel(multiprocessors_of(hidden.get_device()), threads, [self.step, self.weight], together=True)
+        with torch.cuda.device(hidden.get_device()):
+            kernel(multiprocessors_of(hidden.get_device()), self.threads(), [self.step, self.weight], together=True)
         return self.hidden
 
 
@@ -220,9 +222,7 @@ def takes(hidden: Tensor, stack: Stack) -> bool:
     """True if the kernel can run these layers."""
     batch = hidden.shape[0]
     if not (
-        hidden.device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(hidden.device) >= CAPABILITY
+        device_of(hidden).at_least(CAPABILITY)
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and 1 <= batch <= BATCH
     ):
@@ -267,13 +267,20 @@ def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
 def compile_layers(hidden: Tensor, stack: Stack) -> Run | None:
     if not takes(hidden, stack):
         return None
-    stacked = Stacked(hidden, stack, blocks_for(hidden.shape[0]))
-    shared = stacked.shared_bytes()
-    if shared > SHARED_BYTES:  # adapters of many ranks in all
-        return None
-    try:
-        kernel = _kernel(hidden.get_device(), shared, tuple(stacked.constants().items()))
-    except BuildError as error:
-        notice("decode-cuda", f"{error}; a token's step runs as several kernels a layer instead, more slowly")
-        return None
+    return _attempt(_compiled, hidden, Stacked(hidden, stack, blocks_for(hidden.shape[0])))
+
+
+_attempt = Attempts("decode-cuda", "a token's step runs as several kernels a layer instead, more slowly")
+
+
+def _compiled(hidden: Tensor, stacked: Stacked) -> Run:
+    """
+    Raises:
+        BuildError: the kernel does not compile here, or not all its blocks run at once; adapters of many ranks in all
+            take more shared memory than there is.
+    """
+    device = hidden.get_device()
+    with torch.cuda.device(device):
+        kernel = _kernel(device, stacked.shared_bytes(), tuple(stacked.constants().items()))
+        kernel.check_together(multiprocessors_of(device), stacked.threads())
     return functools.partial(stacked, kernel)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..ops import float8 as reference
 from ..ops.float8 import FP8_MAX, TILE, Scaling
 from . import float8_cuda
+from .device import device_of
 from .launch import Launcher, ceil_div, evenly_spaced, power_of_2
 
 BLOCK = 4096  # values of a row that a program takes
@@ -128,11 +129,10 @@ _amax_launcher = Launcher(_amax)
 _cast_launcher = Launcher(_cast, enable_fp_fusion=False)
 
 
-def casts_float8(device: torch.device) -> bool:
-    """Whether Triton converts to E4M3 there: NVIDIA from compute capability 8.9, and its interpreter."""
-    return device.type == "cpu" or (
-        device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+def casts_float8(tensor: Tensor) -> bool:
+    """Whether Triton converts to E4M3 where it is: NVIDIA from compute capability 8.9, and Triton's interpreter."""
+    device = device_of(tensor)
+    return device.kind == "cpu" or device.at_least((8, 9))
 
 
 @reference.cast_float8.twin("cuda", "xpu")
@@ -146,7 +146,7 @@ def cast_float8(
     settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
-    if not casts_float8(scale.device) or not rows * min(widths):
+    if not casts_float8(scale) or not rows * min(widths):
         return reference.cast_float8.reference(scale, parts, factors, target, newest, dtype, settled)
     codes = torch.empty(rows, sum(widths), dtype=dtype, device=scale.device)
     inverse = torch.empty_like(scale)

@@ -8,14 +8,13 @@ Triton took 55 and 49.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..notices import notice
-from .cuda import BuildError, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at, device_of
 from .launch import ceil_div
 
 CAPABILITY = (9, 0)
@@ -31,23 +30,31 @@ class Weight(ctypes.Structure):
     ]
 
 
-@functools.cache
-def _kernel(name: str, device: int, nested: bool, blocksize: int) -> Kernel | None:
-    """None where it does not compile, which is said."""
+_attempt = Attempts("float8-cuda", "weights go to FP8 by Triton kernels instead, more slowly")
+
+
+@remembered
+def _kernel(name: str, device: int, nested: bool, blocksize: int) -> Kernel:
     constants = {"NESTED": int(nested), "SHIFT": blocksize.bit_length() - 1}
-    try:
-        with torch.cuda.device(device):
-            return Kernel(cubin("float8", torch.cuda.get_device_capability(device), constants), name, 0)
-    except BuildError as error:
-        notice("float8-cuda", f"{error}; weights go to FP8 by Triton kernels instead, more slowly")
-        return None
+    return Kernel(cubin("float8", device_at(device).capability, constants), name, 0)
+
+
+def _launch(
+    name: str, nested: bool, blocksize: int, blocks: int, threads: int, arguments: Sequence, out: Tensor
+) -> bool:
+    """True.
+
+    Raises:
+        BuildError: the kernel does not compile here.
+    """
+    with torch.cuda.device(out.get_device()):
+        _kernel(name, out.get_device(), nested, blocksize)(blocks, threads, arguments)
+    return True
 
 
 def _suits(tensor: Tensor, multiples: tuple[int, int], shape: tuple[int, int], out: Tensor) -> bool:
     return (
-        tensor.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(tensor.device) >= CAPABILITY
+        device_of(tensor).at_least(CAPABILITY)
         and shape[0] % multiples[0] == shape[1] % multiples[1] == out.stride(0) % 16 == 0
         and tensor.data_ptr() % 16 == out.data_ptr() % 16 == 0
     )
@@ -66,25 +73,20 @@ def try_of_blockwise4(
     rows, width = shape
     if not _suits(weight[0], (4, 32), shape, out):
         return False
-    kernel = _kernel("turned" if turned else "straight", out.get_device(), nested, blocksize)
-    if kernel is None:
-        return False
     threads = 128 if turned else 256
     blocks = ceil_div(rows, 128) * ceil_div(width, 128) if turned else ceil_div(rows * width // 16, threads)
     described = Weight(*[tensor.data_ptr() for tensor in weight], rows, width)
-    with torch.cuda.device(out.device):
-        kernel(blocks, threads, [described, ctypes.c_void_p(out.data_ptr()), ctypes.c_uint32(out.stride(0))])
-    return True
+    arguments = [described, ctypes.c_void_p(out.data_ptr()), ctypes.c_uint32(out.stride(0))]
+    name = "turned" if turned else "straight"
+    return _attempt(_launch, name, nested, blocksize, blocks, threads, arguments, out) or False
 
 
 def try_transpose(codes: Tensor, out: Tensor) -> bool:
     """Write FP8 codes [N, K], contiguous, into `out` [K, N], where this can; returns whether it could."""
     rows, width = codes.shape
-    kernel = _kernel("transposed", out.get_device(), False, 64) if _suits(codes, (4, 16), (rows, width), out) else None
-    if kernel is None:
+    if not _suits(codes, (4, 16), (rows, width), out):
         return False
     places = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, out)]
     numbers = [ctypes.c_uint32(number) for number in (rows, width, out.stride(0))]
-    with torch.cuda.device(out.device):
-        kernel(ceil_div(rows, 128) * ceil_div(width, 128), 256, [*places, *numbers])
-    return True
+    blocks = ceil_div(rows, 128) * ceil_div(width, 128)
+    return _attempt(_launch, "transposed", False, 64, blocks, 256, [*places, *numbers], out) or False

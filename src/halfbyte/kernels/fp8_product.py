@@ -17,6 +17,7 @@ from torch import Tensor
 from ..notices import notice
 from ..ops.float8 import E5M2
 from ..ops.fp8_product import Term, emulated, fp8_product
+from .device import device_of
 
 MULTIPLE = 16  # of the sizes of an FP8 product
 WORKSPACE = 32 << 20  # bytes that cuBLASLt may ask for, as NVIDIA recommends for Hopper
@@ -123,7 +124,7 @@ def _added(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, 
         a_type = E5M2_CODES if a.dtype is E5M2 else E4M3_CODES
         plan = _plan(out.get_device(), *out.shape, a.shape[1], a_type, fast)
         term.write(out)
-        with torch.cuda.device(out.device):
+        with torch.cuda.device(out.get_device()):
             plan(a, b, a_scale, b_scale, out)
     except CublasError as error:
         _refused = True
@@ -135,7 +136,7 @@ def _added(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, 
 def _obstacle(a: Tensor, b: Tensor, b_scale: Tensor) -> str | None:
     """Why torch._scaled_mm does not take these."""
     needed = (9, 0) if b_scale.dim() else (8, 9)  # scales per row: Hopper and later
-    if torch.version.hip or torch.cuda.get_device_capability(a.device) < needed:
+    if not device_of(a).at_least(needed):
         return f"{a.device.type} has no FP8 units that torch multiplies with"
     if a.shape[1] % MULTIPLE or b.shape[0] % MULTIPLE:
         return f"{a.shape[1]} and {b.shape[0]} are not both multiples of {MULTIPLE}, as FP8 products need"

@@ -6,13 +6,13 @@ It takes what the kernels of `cuda/product.cuh` take (`gemv4_cuda`), on a GPU of
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cuda import Attempts, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at, device_of
 from .gemv4_cuda import BLOCKSIZE, TABLE_BYTES, Nested, multiprocessors_of, origin_of, weight_of
 from .gemv4_cuda import takes as takes_few
 from .launch import ceil_div
@@ -64,19 +64,19 @@ def grid_for(tiles: int, steps: int, multiprocessors: int) -> int:
     return ceil_div(tiles * steps, ceil_div(tiles * steps, blocks))
 
 
-@functools.cache
+@remembered
 def _kernel(
     name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, row: int, constants: tuple
 ) -> tuple[Kernel, Kernel]:
     """What multiplies, and what adds up the tiles' parts."""
     values = {"GROUPS": blocks.groups, "STAGES": blocks.stages, "NT": tiles, "BF16": int(bf16), **dict(constants)}
-    image = cubin(name, torch.cuda.get_device_capability(device), values | {"ORIGIN": origin_of(device)})
+    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)})
     return Kernel(image, name, blocks.shared_bytes(tiles, row)), Kernel(image, "add", 0)
 
 
 def takes(x: Tensor, *of_weight: Tensor) -> bool:
     """True if these kernels can run: the device, x's dtype and size, and how tensors are aligned."""
-    return takes_few(x, *of_weight, most=BATCH) and torch.cuda.get_device_capability(x.device)[0] == CAPABILITY
+    return takes_few(x, *of_weight, most=BATCH) and device_of(x).capability[0] == CAPABILITY
 
 
 def adds(term: Term) -> bool:

@@ -31,12 +31,12 @@ from ..ops.blockwise4 import NESTED_BLOCK
 from ..ops.codebooks import codebook4
 from ..ops.gemv4 import dequantized, linear_blockwise4
 from . import gemm_cuda, gemv4_cuda, gemv4_row
+from .device import device_of
 from .gemm_cuda import Term
 from .launch import Launcher, ceil_div, power_of_2
 
 GEMV_ROWS = 3  # of 16 bits: from 4 on the tensor cores are as fast; they take no fp32, which has up to 4
 SMALL_ROWS = 64
-SHUFFLE = torch.version.hip is None and torch.cuda.is_available()
 
 
 @triton.jit
@@ -231,6 +231,11 @@ _gemv_launcher, _small_launcher, _add_launcher = Launcher(_gemv), Launcher(_smal
 ADDED = 1024  # values a program of `_add` sums
 
 
+def shuffles(x: Tensor) -> bool:
+    """Whether the codebook is looked up in the lanes of a warp: by instructions of NVIDIA's GPUs."""
+    return device_of(x).kind == "cuda"
+
+
 class GemvBlocks(NamedTuple):
     """Rows of W a program has, 4-byte words of each that it takes at a time, and how many of them a thread reads."""
 
@@ -270,7 +275,7 @@ def gemv(
         ceil_div(rows, blocks.rows),
         (*_weight(packed, absmax, nested, quant_type), x, x if bias is None else bias, out),
         (rows, columns // 8),
-        (batch, *blocks, blocksize // 8, nested is not None, NESTED_BLOCK, bias is not None, SHUFFLE),
+        (batch, *blocks, blocksize // 8, nested is not None, NESTED_BLOCK, bias is not None, shuffles(x)),
         warps=blocks.words // (32 * blocks.vector),
     )
     return out
@@ -288,7 +293,7 @@ def small(
         (*_weight(packed, absmax, nested, quant_type), x, part),
         (rows, columns // 8, batch, blocks.splits),
         (max(power_of_2(batch), 16), blocks.rows, blocks.words, blocksize // 8, nested is not None,
-         NESTED_BLOCK, SHUFFLE, blocks.stages),
+         NESTED_BLOCK, shuffles(x), blocks.stages),
         warps=8 if blocks.rows >= 128 else 4,
     )  # fmt: skip
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)

@@ -6,21 +6,20 @@ It takes a Hopper GPU or newer (griddepcontrol), 16-bit x, blocks of 64 and K in
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops.codebooks import codebook4
-from .cuda import Attempts, BuildError, Kernel, cubin
+from .cuda import Attempts, BuildError, Kernel, cubin, remembered
+from .device import device_at, device_of
 from .launch import ceil_div, power_of_2
 
 BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
 CAPABILITY = (9, 0)
 TABLE_BYTES = 65536
-SHARED_BYTES = 232448  # of a block at most
-RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
+SHARED_BYTES = 232448  # of a block at most, from Hopper on
 
 Nested = tuple[Tensor, Tensor, Tensor] | None
 
@@ -58,18 +57,16 @@ def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
     return Blocks(rt, groups, warps // groups, 3)
 
 
-@functools.cache
 def multiprocessors_of(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return device_at(device).multiprocessors
 
 
-@functools.cache
 def origin_of(device: int) -> int:
     """Bytes of a block's shared memory that are not the kernel's, and come first."""
-    reserved = ctypes.c_int()
-    if ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(reserved), RESERVED_SHARED_BYTES, device):
+    reserved = device_at(device).reserved_bytes
+    if reserved is None:
         raise BuildError("the driver does not say where shared memory begins")
-    return reserved.value
+    return reserved
 
 
 def row_bytes(nested: bool) -> int:
@@ -81,10 +78,10 @@ def image(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> 
     """`gemv4.cu`, compiled for `tiles` tiles of 8 rows of x."""
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "ORIGIN": origin_of(device)}
-    return cubin("gemv4", torch.cuda.get_device_capability(device), constants)
+    return cubin("gemv4", device_at(device).capability, constants)
 
 
-@functools.cache
+@remembered
 def _kernel(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> Kernel:
     code = image(blocks, device, tiles, bf16, nested)
     return Kernel(code, "gemv4", blocks.shared_bytes(8 * tiles, nested))
@@ -100,9 +97,7 @@ def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_t
 def takes(x: Tensor, *of_weight: Tensor, most: int = BATCH) -> bool:
     """True if a kernel of `cuda/product.cuh` can run: the device, x's dtype and size, and how tensors are aligned."""
     return (
-        x.device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(x.device) >= CAPABILITY
+        device_of(x).at_least(CAPABILITY)
         and x.dtype is not torch.float32
         and 1 <= x.shape[0] <= most
         and x.shape[1] % STEP == 0

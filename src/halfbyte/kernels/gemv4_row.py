@@ -6,13 +6,13 @@ It takes what `gemv4_cuda` takes, and blocks of any size that divides K.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cuda import Attempts, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at
 from .gemv4_cuda import TABLE_BYTES, Nested, multiprocessors_of, origin_of, takes, weight_of
 from .launch import ceil_div, power_of_2
 
@@ -43,10 +43,10 @@ def image(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blo
     """`row4.cu`, compiled."""
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"BATCH": batch, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "SHIFT": (blocksize // 32).bit_length() - 1, "ORIGIN": origin_of(device)}
-    return cubin("row4", torch.cuda.get_device_capability(device), constants)
+    return cubin("row4", device_at(device).capability, constants)
 
 
-@functools.cache
+@remembered
 def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blocksize: int) -> Kernel:
     code = image(blocks, device, batch, bf16, nested, blocksize)
     return Kernel(code, "row4", blocks.shared_bytes(batch, nested, blocksize))

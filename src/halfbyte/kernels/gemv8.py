@@ -206,7 +206,7 @@ def _product(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Te
 
 @linear_float8.twin("cuda", "xpu")
 def float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
-    found = _product(x, codes, scale, scaling, bias) if casts_float8(x.device) else None
+    found = _product(x, codes, scale, scaling, bias) if casts_float8(x) else None
     return linear_float8.reference(x, codes, scale, scaling, bias) if found is None else found
 
 

@@ -6,7 +6,6 @@ Up to 16 rows `cuda/planes.cu`, up to 64 with 4 bits `cuda/gemm_planes.cu`; othe
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from ..ops.gemv_planes import linear_bitplane, linear_hqq
 from . import gemm_cuda, gemv_planes_row
-from .cuda import Attempts, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at
 from .gemv4_cuda import multiprocessors_of, takes
 from .launch import ceil_div, power_of_2
 
@@ -62,13 +62,13 @@ def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks
     return Blocks(rt, groups, warps // groups, 2)
 
 
-@functools.cache
+@remembered
 def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, bits: int, group: int) -> Kernel:
     """For `batch` rows of x, a power of two."""
     bytes_ = blocks.shared_bytes(bits, group, batch)
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
     constants |= {"BITS": bits, "GROUP": group, "NT": ceil_div(batch, 8), "BF16": int(bf16)}
-    return Kernel(cubin("planes", torch.cuda.get_device_capability(device), constants), "planes", bytes_)
+    return Kernel(cubin("planes", device_at(device).capability, constants), "planes", bytes_)
 
 
 def product(

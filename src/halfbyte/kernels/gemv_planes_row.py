@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cuda import Kernel, cubin
+from .cuda import Kernel, cubin, remembered
+from .device import device_at
 from .gemv4_cuda import multiprocessors_of, origin_of
 from .launch import ceil_div, power_of_2
 
@@ -50,11 +50,11 @@ def blocks_for(bits: int, rows: int, multiprocessors: int) -> Blocks:
     return Blocks(rt, groups, 16 // groups)
 
 
-@functools.cache
+@remembered
 def _kernel(blocks: Blocks, device: int, bf16: bool, bits: int) -> Kernel:
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True))
     constants |= {"BITS": bits, "BF16": int(bf16), "ORIGIN": origin_of(device)}
-    image = cubin("row_planes", torch.cuda.get_device_capability(device), constants)
+    image = cubin("row_planes", device_at(device).capability, constants)
     return Kernel(image, "row_planes", blocks.shared_bytes(bits))
 
 

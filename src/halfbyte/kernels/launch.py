@@ -9,6 +9,9 @@ takes Triton's own way. No lambdas, no autotuning: grid and blocks are functions
 Checks, strides and grids are functions of the operands' layouts alone. An operation whose own Python costs as much as
 the launch gives those as a key, and what was launched for them once is launched again (`repeat`).
 
+A kernel that does not compile for a device, or asks for more than it has, is refused there before anything is launched:
+that is said once, and dispatch runs the reference (`Refused`), also while a CUDA graph is captured.
+
 A step of fixed shape meets a handful of keys. Batches of ever new lengths would meet ever more, so the table is emptied
 when it has grown past any use.
 """
@@ -22,9 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
 
+from ..dispatch import Refused
+from ..notices import notice
 from ..ops.checks import row_stride
+from .device import device_of
 
 TABLE = 4096
 
@@ -51,6 +59,7 @@ class Launcher:
     def __init__(self, function: Any, **options: Any):
         self.function, self.options = function, options
         self._compiled: dict[tuple, Any] = {}
+        self._refused: set[tuple] = set()
         self.known: dict[tuple, tuple[Any, int, tuple]] = {}
 
     def repeat(self, key: tuple, tensors: tuple[Tensor, ...]) -> bool:
@@ -82,6 +91,9 @@ class Launcher:
 
         `warps` must follow from the constants and dtypes: the table's key leaves it out. `repeat` will be asked for
         `key`.
+
+        Raises:
+            Refused: the kernel does not compile for this device or asks for more than it has; nothing was launched.
         """
         device = tensors[0].get_device()
         # Triton launches on the current device. A model spread over several has tensors on others.
@@ -99,14 +111,51 @@ class Launcher:
         addresses = [*map(Tensor.data_ptr, tensors)]
         aligned = reduce(operator.or_, addresses) % 16 == 0
         compiled = self._compiled.get(key) if aligned else None
-        if compiled is not None:
-            _run(compiled, programs, device, addresses, (*numbers, *constants))
-            return compiled
-        compiled = self.function[(programs, 1, 1)](*tensors, *numbers, *constants, num_warps=warps, **self.options)
-        if compiled is None or not aligned:  # the interpreter compiles nothing
+        if compiled is None:
+            compiled = self._compile(key, programs, tensors, numbers, constants, warps)
+            if compiled is None:
+                return None
+            if aligned:
+                _keep(self._compiled, key, compiled)
+        _run(compiled, programs, device, addresses, (*numbers, *constants))
+        return compiled if aligned else None
+
+    def _compile(self, key, programs, tensors, numbers, constants, warps) -> Any:
+        """The kernel for these arguments, loaded; None where the interpreter has run it, which compiles nothing."""
+        variant = key[1:]  # what a refusal follows from; numbers are ever new ones
+        if variant in self._refused:
+            raise Refused(self._name)
+        grid, options = (programs, 1, 1), {"num_warps": warps, **self.options}
+        if isinstance(self.function, InterpretedFunction):
+            self.function[grid](*tensors, *numbers, *constants, **options)
             return None
-        _keep(self._compiled, key, compiled)
+        try:
+            compiled = self.function.warmup(*tensors, *numbers, *constants, grid=grid, **options)
+            compiled.run  # noqa: B018  (it loads the kernel, which shows whether the device has what it needs)
+        except (TritonError, RuntimeError) as error:  # of Triton, of its passes, of ptxas, of the driver
+            if _in_capture(tensors[0]) and not isinstance(error, TritonError):
+                raise  # of the capture, perhaps: nothing is known of the kernel
+            self._refused.add(variant)
+            self._say(tensors[0], error)
+            raise Refused(self._name) from error
         return compiled
+
+    @property
+    def _name(self) -> str:
+        return f"{self.function.__module__.removeprefix('halfbyte.kernels.')}.{self.function.__name__.lstrip('_')}"
+
+    def _say(self, tensor: Tensor, error: Exception) -> None:
+        told = getattr(error, "error_message", None) or str(error.__cause__ or error)  # else the kernel's source
+        reason = next((line for line in told.splitlines() if line.strip()), type(error).__name__)
+        device = device_of(tensor).name
+        notice(
+            f"kernel-{self._name}-{device}",
+            f"{self._name} does not run on {device}: {reason.strip()}; the torch reference runs instead, more slowly",
+        )
+
+
+def _in_capture(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _run(compiled: Any, programs: int, device: int, addresses: list[int], arguments: tuple) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from ..ops.float8 import E5M2
 from ..ops.fp8_scaling import Slot
 from ..ops.lora_glu import Factors, Gradients
-from .cuda import Attempts, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at, device_of
 from .gemv4_cuda import multiprocessors_of
 from .launch import ceil_div
 
@@ -84,7 +85,7 @@ class Unit(ctypes.Structure):
         return self
 
 
-@functools.cache
+@remembered
 def _kernel(
     backward: bool, blocks: Blocks, device: int, bf16: bool, activation: str, ranks: tuple[int, int, int], float8: int,
     columns: bool,
@@ -95,7 +96,7 @@ def _kernel(
         "BACKWARD": int(backward), "BF16": int(bf16), "SILU": int(activation == "silu"), "FLOAT8": float8,
         "COLUMNS": int(columns),
     }  # fmt: skip
-    image = cubin("lora_glu", torch.cuda.get_device_capability(device), constants)
+    image = cubin("lora_glu", device_at(device).capability, constants)
     shared = blocks.shared_bytes(3 if backward else 2, 4 if backward else 2)
     return Kernel(image, "lora_glu", shared), Kernel(image, "finish", 0)
 
@@ -175,9 +176,7 @@ def takes(activation: str, factors: Factors, *tensors: Tensor) -> bool:
     gate = tensors[0]
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
     return (
-        gate.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(gate.device) >= CAPABILITY
+        device_of(gate).at_least(CAPABILITY)
         and gate.dtype is not torch.float32
         and activation in ACTIVATIONS
         and all(rank in RANKS for rank in ranks)

@@ -24,7 +24,8 @@ from ..ops.checks import row_stride
 from ..ops.float8 import E5M2
 from ..ops.fp8_scaling import Slot
 from ..ops.lora_read import Read, lora_read
-from .cuda import Attempts, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at, device_of
 from .gemv4_cuda import multiprocessors_of
 from .launch import ceil_div
 
@@ -73,14 +74,14 @@ class Operands(ctypes.Structure):
     )
 
 
-@functools.cache
+@remembered
 def _kernel(
     blocks: Blocks, device: int, bf16: bool, learn: bool, turned: bool, float8: int, columns: bool
 ) -> tuple[Kernel, Kernel]:
     """The kernel, and the one that adds what its blocks leave."""
     own = {"bf16": bf16, "learn": learn, "turned": turned, "float8": float8, "columns": columns}
     upper = {name.upper(): int(value) for name, value in (blocks._asdict() | own).items()}
-    image = cubin("lora_read", torch.cuda.get_device_capability(device), upper)
+    image = cubin("lora_read", device_at(device).capability, upper)
     return Kernel(image, "lora_read", blocks.shared_bytes), Kernel(image, "finish", 0)
 
 
@@ -135,7 +136,7 @@ def _run(
     numbers = {"rows": rows, "width": width, "ranks": ranks, "strips": strips, "share": share}
     operands = Operands((Part * PARTS)(*parts), **addresses, **numbers)
     float8 = 0 if slot is None else 2 if slot.dtype is E5M2 else 1
-    with torch.cuda.device(x.device):
+    with torch.cuda.device(x.get_device()):
         bf16, learn, turned = x.dtype is torch.bfloat16, bool(gradients), _turned(there[0])
         kernel, finish = _kernel(BLOCKS, x.get_device(), bf16, learn, turned, float8, columns is not None)
         kernel(ceil_div(strips * steps, share), 32 * BLOCKS.warps, [operands])
@@ -152,9 +153,7 @@ def takes(tensors: Sequence[Tensor], factors: Sequence[Tensor | None], low: Tens
     x, there = tensors[0], [factor for factor in factors if factor is not None]
     others = there if low is None else [*there, low]
     return (
-        x.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(x.device) >= CAPABILITY
+        device_of(x).at_least(CAPABILITY)
         and x.dtype in (torch.float16, torch.bfloat16)
         and 0 < len(tensors) <= PARTS
         and x.shape[0] > 0 < len(there)

@@ -6,13 +6,13 @@ It takes a Hopper GPU or newer (clusters), 16 bits, K in multiples of 32 and R i
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
 from ..ops.low_rank import low_rank_rows
-from .cuda import Attempts, Kernel, cubin
+from .cuda import Attempts, Kernel, cubin, remembered
+from .device import device_at, device_of
 from .launch import ceil_div
 
 BATCH, CAPABILITY = 64, (9, 0)
@@ -20,19 +20,17 @@ SPLIT, WARPS = 8, 16  # blocks of a cluster, which is the most that every GPU ru
 TILE = 16  # rows of A, and of x, that a cluster has
 
 
-@functools.cache
+@remembered
 def _kernel(device: int, bf16: bool) -> Kernel:
     constants = {"SPLIT": SPLIT, "WARPS": WARPS, "BF16": int(bf16)}
-    image = cubin("low_rank", torch.cuda.get_device_capability(device), constants)
+    image = cubin("low_rank", device_at(device).capability, constants)
     return Kernel(image, "low_rank", (WARPS + 1) * TILE * TILE * 4)
 
 
 def takes(x: Tensor, a: Tensor) -> bool:
     """True if the kernel can run: the device, dtype and shapes, and how tensors are aligned."""
     return (
-        torch.version.hip is None
-        and x.device.type == "cuda"
-        and torch.cuda.get_device_capability(x.device) >= CAPABILITY
+        device_of(x).at_least(CAPABILITY)
         and x.dtype in (torch.bfloat16, torch.float16)
         and 0 < x.shape[0] <= BATCH
         and x.shape[1] % 32 == 0
@@ -50,7 +48,7 @@ def product(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     (batch, columns), rank = x.shape, a.shape[0]
     out = torch.empty(batch, rank, dtype=x.dtype, device=x.device)
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, a, mask, out)]
-    with torch.cuda.device(x.device):
+    with torch.cuda.device(x.get_device()):
         kernel = _kernel(x.get_device(), x.dtype is torch.bfloat16)
         sizes = [ctypes.c_uint32(size) for size in (batch, columns, rank)]
         kernel(rank // TILE * ceil_div(batch, TILE) * SPLIT, 32 * WARPS, [*pointers, *sizes])

@@ -6,7 +6,7 @@ The floor of an RMSNorm of n values in 16 bits is 4n bytes / bandwidth forward a
 for each of residual, sum and residual gradient.
 
 The weight's gradient is a sum over all rows. `PARTIALS` programs, two for each multiprocessor, then add up their own
-rows in registers and write one fp32 row each (`kernels.partial_sums` finishes). So few programs hide nothing of each
+rows in registers and write one fp32 row each (`ops.partial_sums` finishes). So few programs hide nothing of each
 other's waiting: each has its next rows on the way to shared memory while it computes.
 """
 
@@ -23,9 +23,9 @@ from ..ops import norms as reference
 from ..ops.checks import check_rows
 from ..ops.float8 import FP8_MAX
 from ..ops.fp8_scaling import Slot
+from ..ops.partial_sums import sum_rows
 from .float8 import casts_float8, largest, observe, to_float8
 from .launch import Launcher, ceil_div, evenly_spaced, fresh, fresh_statistic, layouts, power_of_2, same
-from .partial_sums import sum_rows
 
 TILE = 2048  # values a program takes when rows are narrower
 VALUES_PER_THREAD = 16
@@ -220,7 +220,7 @@ def rms_norm(
 def rms_norm_float8(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not casts_float8(x.device):
+    if not casts_float8(x):
         return reference.rms_norm_float8.reference(x, residual, weight, eps, offset, slot)
     return _normed(x, residual, weight, eps, offset, slot)
 

@@ -1,4 +1,4 @@
-"""The end of a gradient that is a sum over all rows: the rows of partial sums that programs left are added, in order.
+"""Triton twin of `halfbyte.ops.partial_sums`: the rows of partial sums that programs left are added, in order.
 
 Few programs leave them, so this pass is short: a launch, and one look at what mostly still is in the L2 cache. No
 atomics: equal runs give equal bits.
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops import partial_sums as reference
 from .launch import Launcher, ceil_div
 
 TILE = 8192  # values a program reads at a time
@@ -35,11 +36,8 @@ def _sum_rows(partial_ptr, out_ptr, rows, first, D: tl.constexpr, ROWS: tl.const
 _launcher = Launcher(_sum_rows)
 
 
+@reference.sum_rows.twin("cuda", "xpu")
 def sum_rows(partials: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
-    """The sum of the rows of partials, fp32 [R, D], as [1, D] in `dtype`.
-
-    With `first`, [2, D]: the sum of so many rows, and that of the others.
-    """
     rows, width = partials.shape
     columns = 32 if width >= 2048 else 8  # 128 or 32 bytes of a row: enough programs for narrow rows, too
     parts = 1 if first is None else 2

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..ops import rope as reference
 from ..ops.checks import check_same
+from ..ops.partial_sums import sum_rows
 from .launch import Launcher, ceil_div, changed, layouts, power_of_2, put_back, same
-from .partial_sums import sum_rows
 
 VALUES_PER_THREAD = 32
 PROGRAMS = 528  # that sum a weight's gradient: four for each of 132 multiprocessors

@@ -4,8 +4,9 @@ What a layer saves is copied to pinned memory on a stream of its own while the l
 memory is free once it is there. As many bytes as one layer saves may be on their way: where copies are slower than
 layers, the layers wait. Backward asks for the last first; while a layer computes, as many bytes are on their way back.
 
-Host buffers are made once for each size and used in every step. They are registered with CUDA rather than taken from
-torch's pinned allocator, which rounds sizes up to powers of two: 32 inputs of 2.8 GiB would take 128 GiB instead of 90.
+Copies on the host are views of a few large slabs (`_Slabs`), so what is pinned is what the largest batch needs,
+whatever lengths the others have. Slabs are registered with CUDA rather than taken from torch's pinned allocator, which
+rounds sizes up to powers of two: 32 inputs of 2.8 GiB would take 128 GiB instead of 90.
 
 A CUDA graph cannot hold this: its copies belong to a stream and to buffers that other steps share.
 """
@@ -16,7 +17,7 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,17 @@ from torch import Tensor
 from ..errors import TrainingError
 
 SMALLEST = 2**20  # bytes; smaller tensors stay on the device
+ALIGNED = 512  # bytes; where copies on the host begin
+LARGEST_SLAB = 2**30  # bytes; of those that hold several copies
+
+
+@dataclass(eq=False)
+class _Copy:
+    """The last copy of some memory, to the host or back: what is on the device then, and when it is there."""
+
+    device: Tensor | None
+    copied: Any  # event
+    compute: Any  # the stream that `device` was made on
 
 
 @dataclass(eq=False)
@@ -34,15 +46,77 @@ class _Offloaded:
 
     number: int
     host: Tensor
-    device: Tensor | None
     version: int
-    copied: Any  # event of the last copy
+    last: _Copy
     views: int = 0  # that stand for tensors in it
     asked: int = 0  # how many of them backward has asked for
 
     @property
     def nbytes(self) -> int:
         return self.host.nbytes
+
+    @property
+    def device(self) -> Tensor | None:
+        return self.last.device
+
+
+@dataclass(eq=False)
+class _Slab:
+    """Pinned memory that is filled from its beginning, and begun again once nothing in it is alive."""
+
+    memory: Tensor  # uint8
+    used: int = 0
+    alive: int = 0
+
+    def has_room(self, size: int) -> bool:
+        return self.used + size <= self.memory.nbytes
+
+    def take(self, size: int) -> Tensor:
+        self.alive += 1  # first: what garbage collection gives back meanwhile must not begin it again
+        begin = self.used
+        self.used = begin + size
+        return self.memory[begin : begin + size]
+
+    def give_back(self) -> None:
+        self.alive -= 1
+        if not self.alive:
+            self.used = 0
+
+
+class _Slabs:
+    """Pinned memory for copies of any size, which die about in the reverse of the order they came in.
+
+    What is pinned grows to what is alive at once and no further: shorter batches lie in the same slabs. A slab holds
+    several copies, and is as large as all before it or `LARGEST_SLAB`; an empty one that became too small gives way.
+    """
+
+    def __init__(self, settle: Callable[[], None]):
+        self.settle = settle  # waits for copies
+        self.slabs: list[_Slab] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.memory.nbytes for slab in self.slabs)
+
+    def take(self, size: int) -> tuple[_Slab, Tensor]:
+        """A slab and `size` bytes in it; `give_back` to the slab once they are read for the last time.
+
+        Raises:
+            TrainingError: as `_pin`.
+        """
+        room = -(-size // ALIGNED) * ALIGNED
+        slab = next((slab for slab in self.slabs if slab.has_room(room)), None) or self._another(room)
+        return slab, slab.take(room)[:size]
+
+    def _another(self, room: int) -> _Slab:
+        several = min(max(4 * room, self.nbytes), LARGEST_SLAB) // room
+        small = [slab for slab in self.slabs if not slab.alive]  # `room` is more than all of it
+        if small:
+            self.settle()
+            self.slabs[:] = [slab for slab in self.slabs if slab not in small]
+            _unregister(small)
+        self.slabs.append(_Slab(_pin(torch.empty(room * max(several, 1), dtype=torch.uint8))))
+        return self.slabs[-1]
 
 
 @dataclass(frozen=True)
@@ -60,13 +134,17 @@ class Offload:
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._pinned: list[Tensor] = []
-        weakref.finalize(self, _unpin, self._pinned)
+        self._host = _Slabs(self.stream.synchronize)
+        weakref.finalize(self, _unpin, self._host.slabs)
         self._leaving: deque[_Offloaded] = deque()  # whose device memory is held while it is copied
         self._waiting: dict[int, weakref.ref[_Offloaded]] = {}  # all that backward has not asked for, oldest first
         self._numbers = itertools.count()
         self._of_layer, self._in_flight = 0, 0  # bytes saved by this layer so far, and by the one that saved most
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that is pinned."""
+        return self._host.nbytes
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -94,12 +172,12 @@ class Offload:
         if memory in self._leaving:  # it may be written from here on, and a copy may still read it
             self._leaving.remove(memory)
         self._fetch(memory, compute)
-        compute.wait_event(memory.copied)
+        compute.wait_event(memory.last.copied)
         assert memory.device is not None
         tensor = memory.device.as_strided(packed.shape, packed.stride)
         memory.asked += 1
         if memory.asked == memory.views:  # a second backward fetches it again: this one may write to what it gets
-            memory.device, memory.asked = None, 0
+            memory.last.device, memory.asked = None, 0
             self._waiting.pop(memory.number, None)
         self._foresee(compute)
         return tensor
@@ -117,15 +195,15 @@ class Offload:
 
     def _send(self, flat: Tensor) -> _Offloaded:
         compute = torch.cuda.current_stream(self.device)
-        host = self._buffer(flat)
+        slab, taken = self._host.take(flat.nbytes)
+        host = taken.view(flat.dtype)
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
             host.copy_(flat, non_blocking=True)
             copied = self.stream.record_event()
-        memory = _Offloaded(next(self._numbers), host, flat, flat._version, copied)
+        memory = _Offloaded(next(self._numbers), host, flat._version, _Copy(flat, copied, compute))
         self._waiting[memory.number] = weakref.ref(memory)
-        free = self._free[host.numel(), host.dtype]
-        weakref.finalize(memory, _forget, self._waiting, memory.number, free, host)
+        weakref.finalize(memory, _forget, self._waiting, memory.number, slab, memory.last).atexit = False
         self._of_layer += flat.nbytes
         self._in_flight = max(self._in_flight, self._of_layer)
         self._leaving.append(memory)
@@ -136,32 +214,30 @@ class Offload:
     @staticmethod
     def _release(memory: _Offloaded, compute: Any) -> None:
         """Free its device memory once the copy is done, in the order of the computing stream."""
-        compute.wait_event(memory.copied)
-        memory.device = None
+        compute.wait_event(memory.last.copied)
+        memory.last.device = None
 
     def _fetch(self, memory: _Offloaded, compute: Any) -> None:
         """Start its way back, unless it is under way or never left."""
         if memory.device is not None:
             return
         # Made on the computing stream, whose earlier work may still use this memory.
-        memory.device = torch.empty_like(memory.host, device=self.device)
+        device = torch.empty_like(memory.host, device=self.device)
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
-            memory.device.copy_(memory.host, non_blocking=True)
-            memory.copied = self.stream.record_event()
-
-    def _buffer(self, flat: Tensor) -> Tensor:
-        free = self._free.setdefault((flat.numel(), flat.dtype), [])
-        if not free:
-            free.append(_pin(torch.empty(flat.numel(), dtype=flat.dtype)))
-            self._pinned.append(free[-1])
-        return free.pop()
+            device.copy_(memory.host, non_blocking=True)
+            copied = self.stream.record_event()
+        memory.last.device, memory.last.copied, memory.last.compute = device, copied, compute
 
 
-def _forget(waiting: dict[int, Any], number: int, free: list[Tensor], host: Tensor) -> None:
-    """Nobody holds that memory any more."""
+def _forget(waiting: dict[int, Any], number: int, slab: _Slab, last: _Copy) -> None:
+    """Nobody holds that memory any more. What backward never asked for may still be on its way, and its device memory
+    is free for others on the stream that made it: that stream waits."""
     waiting.pop(number, None)
-    free.append(host)
+    slab.give_back()
+    if last.device is not None:
+        last.compute.wait_event(last.copied)
+        last.device = None
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
@@ -196,7 +272,11 @@ def _pin(buffer: Tensor) -> Tensor:
     return buffer
 
 
-def _unpin(buffers: list[Tensor]) -> None:
+def _unpin(slabs: list[_Slab]) -> None:
     torch.cuda.synchronize()  # copies may be under way
-    for buffer in buffers:
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    _unregister(slabs)
+
+
+def _unregister(slabs: list[_Slab]) -> None:
+    for slab in slabs:
+        torch.cuda.cudart().cudaHostUnregister(slab.memory.data_ptr())

@@ -22,12 +22,13 @@ between levels depends on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, get_args
 
 from ..config import Level
+from .scores import NO_SCORES, ScoreBytes
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 OFFLOADED: dict[str, Level] = {  # level → what is on the host then, and not on the device
@@ -44,8 +45,11 @@ TILE_ROWS = 8192
 GEMM_FLOPS = {"bf16": 700e12, "fp8-hybrid": 1250e12, "nvfp4": 700e12}
 ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZED_BYTES, LINK_BYTES = 400e12, 4.0e12, 3.1e12, 50e9
 LORA = 1.16
-# A layer of a step as Python launches it (Qwen3-0.6B: 90 ms for 28): copies to the host keep it out of a CUDA graph.
-LAUNCHES = 3.2e-3
+# A layer of a step as Python launches it outside of a CUDA graph, and what levels launch more. Hosts differ:
+# Qwen3-0.6B's 28 layers take 90 to 190 ms.
+LAUNCHES = 5e-3
+MORE_LAUNCHES = {"keep": 1.0, "recompute": 1.1, "recompute_mlp": 1.3, "checkpoint": 1.5}
+OFFLOAD_LAUNCHES = 1.2
 
 # What tells the fused families apart in memory, by transformers' model_type; `models.families` has the rest.
 FUSED: dict[str, tuple[str, ...]] = {
@@ -73,6 +77,7 @@ class LayerShape:
         rank: of each adapter.
         dropout: whether the adapters drop inputs.
         itemsize: bytes of an activation.
+        scores: what attention scores take, where there are any.
         traits: of its family, from `FUSED`.
         recipe: what its products are computed in.
     """
@@ -87,6 +92,7 @@ class LayerShape:
     rank: int
     dropout: bool = False
     itemsize: int = 2
+    scores: ScoreBytes = NO_SCORES
     traits: tuple[str, ...] = ()
     recipe: str = "bf16"
 
@@ -109,6 +115,11 @@ class LayerShape:
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 
+    def evaluated(self) -> int:
+        """Bytes at the highest moment of a forward without gradients: an MLP, or attention's inputs and result."""
+        attention = self.tokens * 2 * (self.queries + self.keys) * self.itemsize
+        return max(self.forward("checkpoint"), 3 * self.stream + attention + self._scratch)
+
     @property
     def stream(self) -> int:
         """One tensor [tokens, hidden]: a layer's input."""
@@ -128,7 +139,7 @@ class LayerShape:
         numbers = 4 + 4 * self.heads + 4 * ("sandwich" in self.traits)  # fp32: the norms' rstd, attention's logsumexp
         factors = r * ((adapters + 1) * h + 2 * q + 2 * k)
         masks = (adapters * h + q) * self.dropout
-        return self.tokens * (values * self.itemsize + numbers + masks) + factors * self.itemsize
+        return self.tokens * (values * self.itemsize + numbers + masks) + factors * self.itemsize + self.scores.kept
 
     def _mlp(self, tokens: int) -> int:
         """What the MLP half keeps, the stream that it normalises among it."""
@@ -161,12 +172,19 @@ class LayerShape:
 
     def forward(self, level: Level) -> int:
         """Bytes beyond what is saved and what is on its way to the host, at the highest moment of a forward."""
+        return max(self._forward(level), self.scores.scratch + self._computed_scores(level))
+
+    def _computed_scores(self, level: Level) -> int:
+        """Scores that a forward computes and a level does not save."""
+        return 0 if level in ("keep", "recompute", "recompute_mlp") else self.scores.kept
+
+    def _forward(self, level: Level) -> int:
         stream, inner = self.stream, self.tokens * self.inner * self.itemsize
         attention = self.tokens * 2 * (self.queries + self.keys) * self.itemsize
         if level == "tiled":  # the input, and either attention or the sum and the result
             return stream + max(2 * stream + attention, 2 * stream + self._tile()) + self._scratch
         if level in OFFLOADED:
-            return self.forward(OFFLOADED[level]) + self._in_hand(level)
+            return self._forward(OFFLOADED[level]) + self._in_hand(level)
         if level in ("keep", "recompute"):
             return inner + 2 * stream + self._scratch + (2 * stream if level == "recompute" else 0)
         return 3 * inner + (3 if level == "recompute_mlp" else 4) * stream + self._scratch
@@ -174,7 +192,9 @@ class LayerShape:
     def backward(self, level: Level) -> int:
         """Bytes beyond what is saved and what is on its way back, at the highest moment of a backward."""
         stream, inner = self.stream, self.tokens * self.inner * self.itemsize
-        flowing = inner + 3 * stream + self._scratch  # dh, the gradient that came and the one that goes
+        flowing = (
+            max(inner, self.scores.scratch) + 3 * stream + self._scratch
+        )  # dh, the gradient that came and the one that goes
         if level == "tiled":  # its input; then the MLP's tiles, or attention with fp32 sums of dq
             gradients = self.tokens * (4 * self.queries + 2 * self.keys) * self.itemsize
             return self._attention() + max(3 * stream + self._tile(), stream + gradients) + self._scratch
@@ -270,26 +290,55 @@ def mixes(layers: int) -> Iterator[tuple[Level, ...]]:
             yield tuple(SPREAD if i % every == every - 1 else level for i, level in enumerate(split))
 
 
-def cost(shape: LayerShape, levels: Sequence[Level]) -> float:
-    """Seconds that a step takes longer than one that keeps all, whose backward takes about as long as its forward."""
+@dataclass(frozen=True)
+class Choice:
+    """What each layer keeps, and whether micro-batches run as CUDA graphs, which hold their activations in a pool."""
+
+    levels: tuple[Level, ...]
+    graphs: bool
+
+
+def cost(shape: LayerShape, levels: Sequence[Level], graphs: bool = True) -> float:
+    """Seconds that a step takes longer than one that keeps all, whose backward takes about as long as its forward.
+
+    Args:
+        graphs: whether steps that offload nothing are CUDA graphs; else Python launches them.
+    """
     extra = sum(count * shape.seconds(level) for level, count in Counter(levels).items()) + shape.waiting(levels)
-    if OFFLOADED.keys().isdisjoint(levels):
+    if graphs and OFFLOADED.keys().isdisjoint(levels):
         return extra
-    return max(extra, len(levels) * (LAUNCHES - 2 * shape.forward_seconds))
+    launches = sum(count * _launches(level) for level, count in Counter(levels).items())
+    return max(extra, launches - 2 * len(levels) * shape.forward_seconds)
+
+
+def _launches(level: Level) -> float:
+    """Seconds that Python needs for a layer."""
+    if level in OFFLOADED:
+        return OFFLOAD_LAUNCHES * _launches(OFFLOADED[level])
+    return LAUNCHES * MORE_LAUNCHES[level]
 
 
 def choose(
-    shape: LayerShape, layers: int, budget: int, *, host: int, loss: int, gradients: int, accumulated: bool
-) -> tuple[Level, ...]:
-    """The fastest mix of levels whose peak stays within `budget` bytes and its offloads within `host`'s; failing that,
-    the one with the lowest peak."""
-    moments: dict[str, Any] = {"loss": loss, "gradients": gradients, "accumulated": accumulated}
-    on_host = {level: shape.on_host(level) for level in LEVELS}
+    layers: int, budget: int, need: Callable[[Choice], int], *, usual: LayerShape, largest: LayerShape, host: int,
+    graphs: bool = True,
+) -> Choice:  # fmt: skip
+    """The fastest choice that `need`s at most `budget` bytes and offloads at most `host`; failing that, the one that
+    needs least.
+
+    Args:
+        usual: the micro-batch whose time counts.
+        largest: the one whose offloads count.
+        graphs: whether steps may be CUDA graphs.
+    """
+    on_host = {level: largest.on_host(level) for level in LEVELS}
     possible = [levels for levels in mixes(layers) if sum(map(on_host.__getitem__, levels)) <= host]
-    for levels in sorted(possible, key=lambda levels: cost(shape, levels)):
-        if peak(shape, levels, **moments) <= budget:
-            return levels
-    return min(possible, key=lambda levels: peak(shape, levels, **moments))
+    choices = [Choice(levels, False) for levels in possible]
+    if graphs:
+        choices = [Choice(each, True) for each in possible if OFFLOADED.keys().isdisjoint(each)] + choices
+    for choice in sorted(choices, key=lambda choice: cost(usual, choice.levels, choice.graphs)):
+        if need(choice) <= budget:
+            return choice
+    return min(choices, key=need)
 
 
 def in_words(levels: Sequence[Level]) -> str:

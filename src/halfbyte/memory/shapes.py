@@ -21,6 +21,7 @@ from ..errors import ModelError
 from ..formats.choice import qat_format, stored_formats
 from ..hardware import compute_dtype
 from ..notices import notice
+from .batches import Shape
 from .replay import (
     FakeQuantizedStandIn,
     QuantizedStandIn,
@@ -43,11 +44,17 @@ class Trainable:
 
 
 def planned_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The dtype of computation and of unquantized weights on `device`, which need not be in this machine."""
+    """The dtype of computation on `device`, which need not be in this machine."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     absent = device.type == "cuda" and not torch.cuda.is_available()
     return torch.bfloat16 if absent else compute_dtype(device).dtype
+
+
+def weights_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
+    """The dtype of unquantized weights. Full fine-tuning keeps float32 ones (an update of 1e-4 of a weight is lost in
+    bfloat16's 8 bits), unless a dtype is asked for."""
+    return torch.float32 if not config.use_peft and config.dtype == "auto" else computed
 
 
 class ModelShapes:
@@ -75,9 +82,13 @@ class ModelShapes:
         self.model = self._adapted() if config.use_peft else self.causal_lm.train()
 
     def _build(self, model_config: Any) -> Any:
-        options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, "dtype": self.dtype}
-        if self.config.attn_implementation in ("eager", "sdpa"):  # kernels of packages stand behind sdpa's numbers
-            options["attn_implementation"] = self.config.attn_implementation
+        stored = weights_dtype(self.config, self.dtype)
+        options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, "dtype": stored}
+        attention = self.config.attn_implementation
+        if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
+            attention = "eager"  # as `models.load` does
+        if attention in ("eager", "sdpa"):  # kernels of packages stand behind sdpa's numbers
+            options["attn_implementation"] = attention
         if hasattr(model_config, "quantization_config"):
             del model_config.quantization_config
         try:
@@ -135,7 +146,7 @@ class ModelShapes:
 
     # --- what comes and goes -----------------------------------------------------------------------------------------
 
-    def replays(self, checkpointed: bool, length: int) -> tuple[Replay, Replay]:
+    def replays(self, checkpointed: bool, batch: Shape) -> tuple[Replay, Replay]:
         """(a step through all layers, a step through one layer), extrapolated from few layers where they are alike."""
         if checkpointed:
             if not getattr(self.causal_lm, "supports_gradient_checkpointing", False):
@@ -147,11 +158,11 @@ class ModelShapes:
         layers = self._layers()
         try:
             if layers is None or len(layers) <= 2 or not _alike(layers):
-                whole = self._replay(length)
+                whole = self._replay(batch)
                 return whole, whole
-            two, one = self._replay(length, layers, 2), self._replay(length, layers, 1)
+            two, one = self._replay(batch, layers, 2), self._replay(batch, layers, 1)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
-            whole = self._rough(checkpointed, length)
+            whole = self._rough(checkpointed, batch.tokens)
             notice(
                 "rough_memory", f"activation memory is a rough guess: this model cannot be replayed on shapes ({error})"
             )
@@ -165,7 +176,7 @@ class ModelShapes:
         lists = [module for module in self.causal_lm.modules() if isinstance(module, nn.ModuleList)]
         return next((layers for layers in lists if len(layers) == depth), None)
 
-    def _replay(self, length: int, layers: nn.ModuleList | None = None, count: int = 0) -> Replay:
+    def _replay(self, batch: Shape, layers: nn.ModuleList | None = None, count: int = 0) -> Replay:
         text_config = self.causal_lm.config.get_text_config()
         before = (dict(layers._modules), text_config.num_hidden_layers) if layers is not None else None
         if layers is not None:
@@ -178,7 +189,7 @@ class ModelShapes:
                 give_shapes_a_device(model)
                 return replay_step(
                     model,
-                    self._batch(length),
+                    self._inputs(batch),
                     compute_dtype=self.dtype,
                     device_type=self.device.type,
                     softcap=getattr(text_config, "final_logit_softcapping", None),
@@ -188,20 +199,17 @@ class ModelShapes:
                 layers._modules.update(before[0])
                 text_config.num_hidden_layers = before[1]
 
-    def _batch(self, length: int) -> dict[str, Tensor]:
-        """The largest micro-batch the collator makes."""
-        rows = self.config.per_device_train_batch_size
-        if self.config.padding_free and not self.config.packing:
-            rows, length = 1, rows * length
-        tokens = torch.zeros(rows, length, dtype=torch.int64)
+    def _inputs(self, batch: Shape) -> dict[str, Tensor]:
+        """A micro-batch as the collator makes it."""
+        tokens = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
         if self.config.packing or self.config.padding_free:
             return {"input_ids": tokens, "position_ids": torch.zeros_like(tokens)}
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} if rows > 1 else {"input_ids": tokens}
+        masked = batch.rows > 1 and not (self.config.use_kernels and self.device.type == "cuda")
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} if masked else {"input_ids": tokens}
 
-    def _rough(self, checkpointed: bool, length: int) -> Replay:
+    def _rough(self, checkpointed: bool, tokens: int) -> Replay:
         """Outputs of all linears, twice (before and after what follows them); or a layer's share, and the inputs."""
         text_config = self.causal_lm.config.get_text_config()
-        tokens = self.config.per_device_train_batch_size * length
         width = sum(m.out_features for m in self.causal_lm.modules() if isinstance(m, QuantizedStandIn | nn.Linear))
         kept = 2 * width * tokens * self.dtype.itemsize
         if checkpointed:

@@ -22,6 +22,7 @@ from ..memory.offload import Offload
 from ..memory.policy import LEVELS, OFFLOADED, TILE_ROWS, Level
 from ..notices import notice
 from .blocks import attention_half, mlp_half
+from .copies import run_again
 
 ACTIVATIONS = "_halfbyte_activations"  # the attribute of a layer that holds its `Activations`
 
@@ -79,7 +80,7 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     if activations is not None and self.training and not on_compiler():  # a compiler decides what it keeps
         return _with_level(self, activations, hidden_states, kwargs)
     if CHECKPOINTS_FORWARD and self.gradient_checkpointing and self.training:
-        return self._gradient_checkpointing_func(partial(_block, self, **kwargs), hidden_states)
+        return self._gradient_checkpointing_func(run_again(self, partial(_block, self, **kwargs)), hidden_states)
     return _block(self, hidden_states, **kwargs)
 
 
@@ -115,7 +116,7 @@ def _recomputed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[str,
             return (_mlp_recomputed(self, stream, TILE_ROWS, output),)
         return mlp_half(self, *attention_half(self, x, None, **kwargs), output=output)
 
-    return recompute(block, hidden_states, _trained(self), random=_draws(self))
+    return recompute(run_again(self, block), hidden_states, _trained(self), random=_draws(self))
 
 
 def _mlp_recomputed(self: Any, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
@@ -124,7 +125,7 @@ def _mlp_recomputed(self: Any, stream: Tensor, rows: int | None = None, output: 
     def half(x: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
         return mlp_half(self, x, None, output=needed)
 
-    return recompute(half, stream, _trained(self), rows=rows, random=_draws(self), output=output)
+    return recompute(run_again(self, half), stream, _trained(self), rows=rows, random=_draws(self), output=output)
 
 
 def _trained(layer: nn.Module) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Causal attention on a CUDA device without a mask: cuDNN for whole rows, variable lengths for packed ones and windows.
 
 Variable lengths are FlashAttention 3's where its package (`flash_attn_interface`) is installed, else FlashAttention 2's
-from torch. Capped scores (Gemma 2) need FlashAttention 3; without it they stay with transformers' eager attention.
+from torch. Capped scores (Gemma 2) are FlashAttention 3's, or made a tile of queries at a time.
 
 Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
 a model uses "sdpa", or "eager" because its scores are capped. What the layers need to know is worked out once a batch,
@@ -38,10 +38,11 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..autograd import attention as repeatable
+from ..autograd.capped_attention import Scores, capped_attention
 from ..dispatch import on_compiler
 from ..notices import notice
 from ..ops.attention import Spans, spans
-from .copies import refresh_copies
+from .copies import fresh_copies
 
 NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
@@ -62,6 +63,7 @@ class Implementation:
         name: in words.
         scores: whether it builds the scores, T × T for every head, and keeps them for backward.
         mask: whether it reads a mask of T × T for every row of the batch.
+        tiles: whether it builds the scores of a few queries at a time (`autograd.capped_attention`).
         obstacle: why it is not halfbyte's; "" where it is.
     """
 
@@ -69,6 +71,7 @@ class Implementation:
     scores: bool
     mask: bool
     obstacle: str = ""
+    tiles: bool = False
 
 
 def implementation(
@@ -87,6 +90,8 @@ def implementation(
     eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
     obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
     if not obstacle and not padded:
+        if _is_capped(config) and flash3() is None:
+            return Implementation("tiles of queries", False, False, tiles=True)
         if packed or window or _is_capped(config):
             return Implementation("FlashAttention 3" if flash3() else "variable lengths", False, False)
         return Implementation("cuDNN", False, False)
@@ -126,8 +131,6 @@ def _unbound(config: Any, device: torch.device) -> str:
     capped, chosen = _is_capped(config), _name_of(config)
     if device.type != "cuda":
         return f"on {device.type}"
-    if capped and flash3() is None:
-        return "only FlashAttention 3 caps its scores, and it is not installed"
     if getattr(config, "use_bidirectional_attention", False):
         return "this model's attention is not causal"
     if chosen != ("eager" if capped else "sdpa"):
@@ -141,7 +144,7 @@ def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: b
         return "attention_dropout is set"
     if dtype not in DTYPES:
         return f"it is computed in {dtype}"
-    if (capability(device) or AMPERE) < AMPERE:
+    if (capability(device) or AMPERE) < AMPERE and not _is_capped(config):
         return "FlashAttention needs a GPU of compute capability 8.0 (Ampere) or later"
     return ""
 
@@ -151,7 +154,7 @@ def bind_attention(backbone: Any) -> str:
     config, device = backbone.config, next(backbone.parameters()).device
     flash = "FlashAttention 3" if flash3() else "variable lengths"
     if config._attn_implementation == CAPPED:
-        return f"halfbyte: {flash}, its scores capped; no mask"
+        return f"halfbyte: {flash if flash3() else 'tiles of queries'}, its scores capped; no mask"
     if config._attn_implementation == NAME:
         if (capability(device) or AMPERE) < AMPERE:
             return "halfbyte: PyTorch's memory-efficient attention, with transformers' masks: no FlashAttention here"
@@ -181,8 +184,8 @@ def unbind_attention(backbone: Any) -> None:
 
 def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A backbone's forward; first the attention's metadata of this batch, and the adapters in the compute dtype."""
-    refresh_copies(self)
-    return _with_metadata(self, self, args, kwargs)
+    with contextlib.nullcontext() if on_compiler() else fresh_copies(self):
+        return _with_metadata(self, self, args, kwargs)
 
 
 def multimodal_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -314,6 +317,11 @@ def attend(
         return _transformers(module, query, key, value, attention_mask, softcap, options)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if softcap is not None and flash3() is None:
+        begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
+        reach = min(window or length, max_length_q or length)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return capped_attention(query, key, value, Scores(scale, softcap, reach), begins).transpose(1, 2), None
     plain = window is None and softcap is None
     whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
     if cu_seq_lens_q is None or (whole and not _varying_lengths):
@@ -337,6 +345,15 @@ def _transformers(
         key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
+    """int64 [B, T]: where in its row the document of each token begins; None where every row is one document."""
+    if bounds.numel() == rows + 1:
+        return None
+    places = torch.arange(rows * length, device=bounds.device)
+    begins = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+    return begins.view(rows, length) - torch.arange(0, rows * length, length, device=bounds.device)[:, None]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

@@ -3,13 +3,18 @@
 PEFT trains A and B in fp32; products take them in 16 bits. Cast where they are used, that is 128 launches a step in an
 8B model, each too small to fill a GPU: 2.1 ms on an H200, where one launch for all of them takes 0.1.
 
-A copy is used while its factor is what it was when it was cast; otherwise, and for whatever is not listed here (an
-adapter that came later), the product casts for itself. Copies lie side by side in the order of the modules, so that the
-A of projections that read one input are one stacked matrix.
+Whether a copy still holds what its factor holds cannot be seen afterwards: fused optimizers, bitsandbytes' and replayed
+CUDA graphs change a parameter without raising its version. So copies are made in every forward of the backbone, with
+gradients or without, and used only while that forward runs, or is run again for its backward. Anywhere else, and for
+whatever is not listed here (an adapter that came later), the product casts for itself. Copies lie side by side in the
+order of the modules, so that the A of projections that read one input are one stacked matrix.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,69 +22,119 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from ..autograd.lora import Copy
-from ..dispatch import on_compiler
-
-COPIES = "_halfbyte_copies"  # of a backbone: `Copies`; of a LoRA module: {name of the adapter: (copy of A, copy of B)}
+# Of a backbone and its layers: `Copies`; of a LoRA module: (`Copies`, {name of the adapter: (copy of A, copy of B)})
+COPIES = "_halfbyte_copies"
 ALIGNED = 8  # elements of 16 bits: products want 16 bytes
 
 
 @dataclass
 class Copies:
-    """Factors of one model, and their copies in one buffer."""
+    """Factors of one model, and their copies in one buffer.
+
+    Attributes:
+        places: (lora_A or lora_B of a module, name of the adapter) of each factor.
+        open: whether the copies may be read.
+    """
 
     dtype: torch.dtype
     device: torch.device
+    places: list[tuple[Any, str]]
     factors: list[Tensor]
-    copies: list[Copy]
+    copies: list[Tensor]
+    open: bool = False
 
     @classmethod
-    def of(cls, backbone: nn.Module, dtype: torch.dtype, device: torch.device) -> Copies:
-        """Buffers for all trained factors of another dtype; tells the LoRA modules of `backbone` of them."""
-        pairs: list[tuple[nn.Module, str, Any, Any]] = [
-            (module, name, module.lora_A[name].weight, module.lora_B[name].weight)
+    def of(cls, backbone: Any, dtype: torch.dtype, device: torch.device) -> Copies:
+        """Buffers for all trained factors of another dtype; tells the layers and LoRA modules of `backbone` of them."""
+        found: list[tuple[Any, str]] = [
+            (module, name)
             for module in backbone.modules()
             if isinstance(module, LoraLinear)
             for name in module.active_adapters
             if name in module.lora_A and _castable(module.lora_A[name].weight, dtype, device)
         ]
-        factors: list[Tensor] = [a for _, _, a, _ in pairs] + [b for _, _, _, b in pairs]
+        places = [(module.lora_A, name) for module, name in found] + [(module.lora_B, name) for module, name in found]
+        factors: list[Tensor] = [holder[name].weight for holder, name in places]
         sizes = [-(-factor.numel() // ALIGNED) * ALIGNED for factor in factors]
         parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
-        copies = [Copy(part[: f.numel()].view(f.shape), -1) for part, f in zip(parts, factors, strict=True)]
-        for at, (module, name, _, _) in enumerate(pairs):
-            module.__dict__.setdefault(COPIES, {})[name] = copies[at], copies[at + len(pairs)]
-        return cls(dtype, device, factors, copies)
+        copies = [part[: f.numel()].view(f.shape) for part, f in zip(parts, factors, strict=True)]
+        self = cls(dtype, device, places, factors, copies)
+        for layer in backbone.layers:
+            layer.__dict__[COPIES] = self
+        for at, (module, name) in enumerate(found):
+            _, pairs = module.__dict__.setdefault(COPIES, (self, {}))
+            pairs[name] = copies[at], copies[at + len(found)]
+        return self
+
+    def fit(self) -> bool:
+        """Whether the model's adapters are still these parameters: one may be deleted, and another have its name."""
+        factors = (holder._modules.get(name) for holder, name in self.places)
+        return all(
+            module is not None and module._parameters["weight"] is factor
+            for module, factor in zip(factors, self.factors, strict=True)
+        )
 
     def refresh(self) -> None:
-        tensors = [copy.tensor for copy in self.copies]
         # A forward that is still to be differentiated has saved them, and finds equal values: had somebody changed the
         # parameters in between, it could not be differentiated in any case.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-            torch._foreach_copy_(tensors, self.factors)
-        for copy, factor in zip(self.copies, self.factors, strict=True):
-            copy.version = factor._version
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.copies)):
+            torch._foreach_copy_(self.copies, self.factors)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        before, self.open = self.open, True
+        try:
+            yield
+        finally:
+            self.open = before
 
 
 def _castable(factor: Any, dtype: torch.dtype, device: torch.device) -> bool:
     return factor.requires_grad and factor.dtype is not dtype and factor.device == device
 
 
-def refresh_copies(backbone: Any) -> None:
-    """Cast the factors of `backbone`, a transformers model about to run forward, if it is to be differentiated."""
-    if not torch.is_grad_enabled() or on_compiler():
-        return
+def fresh_copies(backbone: Any) -> contextlib.AbstractContextManager[None]:
+    """Around a forward of `backbone`, a transformers model: casts its factors, one launch, and has products use them.
+
+    Buffers are made in the first forward that is to be differentiated.
+    """
     device: torch.device = backbone.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else backbone.dtype
     copies: Copies | None = backbone.__dict__.get(COPIES)
+    if copies is not None and not copies.fit():
+        clear_copies(backbone)
+        copies = None
     if copies is None or copies.dtype is not dtype or copies.device != device:
+        if not torch.is_grad_enabled():
+            return contextlib.nullcontext()
         clear_copies(backbone)
         backbone.__dict__[COPIES] = copies = Copies.of(backbone, dtype, device)
     if copies.factors:
         copies.refresh()
+    return copies.opened()
+
+
+def copies_of(module: nn.Module, adapter: str) -> tuple[Tensor, Tensor] | None:
+    """A and B of an adapter of a LoRA module, cast; None where the forward that is under way has made none."""
+    copies, pairs = module.__dict__.get(COPIES, (None, {}))
+    return pairs.get(adapter) if copies is not None and copies.open else None
+
+
+def run_again(layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, a part of the forward of `layer`, for backward to run again: with the copies it reads now."""
+    copies: Copies | None = layer.__dict__.get(COPIES)
+    if copies is None or not copies.open:
+        return function
+
+    @functools.wraps(function)
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with copies.opened():
+            return function(*args, **kwargs)
+
+    return again
 
 
 def clear_copies(backbone: nn.Module) -> None:
-    """Undo `refresh_copies`."""
+    """Undo `fresh_copies`."""
     for module in backbone.modules():
         module.__dict__.pop(COPIES, None)

@@ -56,14 +56,14 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
             outside the vocabulary (on an accelerator the loss is NaN instead).
     """
     _check_batch(batch)
-    inputs = {key: value for key, value in batch.items() if key != "labels"} | _rows_of_positions(model, batch)
+    inputs = backbone_inputs(model, batch)
     labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX)
     trained_tokens = (labels != IGNORE_INDEX).sum()
     head = _head_of(model, inputs)
     if isinstance(head, str):
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
         return _loss_of_full_logits(model, inputs, labels, trained_tokens), trained_tokens
-    causal_lm = _causal_lm(model)
+    causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
     weight = causal_lm.get_output_embeddings().weight
     loss_sum = linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
@@ -94,14 +94,23 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
                         f"give int64 {list(shape)}")  # fmt: skip
 
 
-def _rows_of_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Positions [B, T] as M-RoPE takes them, [4, B, T]: the text's first, without which transformers looks for no
-    documents and packed ones would see each other; then time, height and width, which are the same in text."""
-    positions = batch.get("position_ids")
-    if positions is None or positions.dim() != 2:
-        return {}
+def backbone_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """`batch` without labels, as the forward of `model` takes it.
+
+    Positions [B, T] become [4, B, T] for M-RoPE: the text's first, without which transformers looks for no documents
+    and packed ones would see each other; then time, height and width, which are the same in text.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    positions = inputs.get("position_ids")
     rope = getattr(_config(model), "rope_parameters", None) or {}
-    return {"position_ids": positions.expand(4, -1, -1)} if "mrope_section" in rope else {}
+    if positions is not None and positions.dim() == 2 and "mrope_section" in rope:
+        inputs["position_ids"] = positions.expand(4, -1, -1)
+    return inputs
+
+
+def reads_hidden_states(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether the loss is computed from the backbone's hidden states, without full logits."""
+    return not isinstance(_head_of(model, dict(inputs)), str)
 
 
 def _loss_of_full_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, trained_tokens: Tensor) -> Tensor:
@@ -137,7 +146,7 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
         logits = model(**inputs, use_cache=False).logits[asked].float()
         return -F.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1) == wanted
-    causal_lm = _causal_lm(model)
+    causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[asked]
     weight = causal_lm.get_output_embeddings().weight
     log_probs, _ = linear_log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
@@ -146,13 +155,14 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     return log_probs, torch.cat(likeliest) == wanted
 
 
-def _causal_lm(model: nn.Module) -> Any:
+def causal_lm_of(model: nn.Module) -> Any:
+    """The Hugging Face model inside a `peft.PeftModel`, or `model` itself."""
     get_base_model: Any = getattr(model, "get_base_model", None)  # a PeftModel's
     return model if get_base_model is None else get_base_model()
 
 
 def _config(model: nn.Module) -> Any:
-    return _causal_lm(model).config.get_text_config()
+    return causal_lm_of(model).config.get_text_config()
 
 
 def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
@@ -160,14 +170,14 @@ def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     obstacle = _obstacle(model)
     if obstacle:
         return obstacle
-    causal_lm = _causal_lm(model)
+    causal_lm = causal_lm_of(model)
     if causal_lm not in _heads:
         _heads[causal_lm] = _probe(causal_lm, _configured_head(model), inputs)
     return _heads[causal_lm]
 
 
 def _obstacle(model: nn.Module) -> str | None:
-    causal_lm = _causal_lm(model)
+    causal_lm = causal_lm_of(model)
     name = type(causal_lm).__name__
     if not hasattr(causal_lm, "get_output_embeddings") or getattr(causal_lm, "base_model", causal_lm) is causal_lm:
         return f"{name} is not a Hugging Face model with a backbone and a head"

@@ -53,10 +53,23 @@ def read_model_config(
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if refused := untrusted(error, name_or_path):
+            raise refused from error
         raise ModelError(
             f"cannot read the model config of {name_or_path!r}: {error}",
             "give a folder with config.json, or a hub id you can reach",
         ) from error
+
+
+def untrusted(error: Exception, name: str) -> ModelError | None:
+    """What to say where transformers will not run the Python code in `name`; None for any other error."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return ModelError(
+        f"{name} brings Python code of its own, which is run only where you say so",
+        "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the command"
+        " (trust_remote_code=True in Python)",
+    )
 
 
 def load_model_config(
@@ -176,6 +189,8 @@ def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
     except HalfbyteError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
+        if refused := untrusted(error, name_or_path):
+            raise refused from error
         raise CheckpointError(f"cannot load {name_or_path!r}: {error}", "check the checkpoint's files") from error
     model, info = loaded
     _check_loaded(info, name_or_path)
@@ -198,9 +213,8 @@ def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
     format_ = next(filter(None, found), None)
     if format_ is None:
         raise ModelError(
-            f"{name} is stored as {entry.get('quant_method')}{' 8-bit' if entry.get('load_in_8bit') else ''}, "
-            "which halfbyte does not load yet",
-            "use the 16-bit model, or a bitsandbytes 4-bit one",
+            f"{name} is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
+            "use the 16-bit model, or a bitsandbytes one",
         )
     notice("prequantized", f"{name} is already quantized ({format_.spec}); its bytes are kept")
     skip = entry.get("llm_int8_skip_modules") or entry.get("modules_to_not_convert")
@@ -256,6 +270,8 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if refused := untrusted(error, name_or_path):
+            raise refused from error
         raise ModelError(
             f"cannot load the tokenizer of {name_or_path!r}: {error}", "put tokenizer.json beside the weights"
         ) from error

@@ -17,7 +17,7 @@ from ..autograd.lora import LoRA, Products, lora_linear, lora_qkv
 from ..dispatch import on_compiler
 from ..layers_qat import QATLinear
 from ..notices import notice
-from .copies import COPIES
+from .copies import copies_of
 
 
 class Projection(NamedTuple):
@@ -80,8 +80,8 @@ def _read_adapted(module: BaseTunerLayer) -> Projection | str:
     if hooked(a) or hooked(b) or not isinstance(dropout, (nn.Dropout, nn.Identity)):
         return "a part of its adapter is not PEFT's own"
     probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    copies = module.__dict__.get(COPIES, {}).get(name)
-    return _read_base(module.base_layer, LoRA(a.weight, b.weight, module.scaling[name], copies), probability)
+    lora = LoRA(a.weight, b.weight, module.scaling[name], copies_of(module, name))
+    return _read_base(module.base_layer, lora, probability)
 
 
 def read_together(modules: Sequence[nn.Module]) -> list[Projection] | None:

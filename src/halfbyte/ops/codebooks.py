@@ -25,7 +25,7 @@ def codebook4(quant_type: str, device: torch.device) -> Tensor:
     if quant_type == "nf4":
         return torch.tensor(NF4, dtype=torch.float32, device=device)
     half = torch.tensor(FP4_TWELFTHS, dtype=torch.float32, device=device) / 12.0
-    return torch.cat([half, -half])
+    return torch.cat([half, 0.0 - half])  # code 8 is +0.0 in bitsandbytes' table, too
 
 
 @functools.cache

@@ -6,14 +6,16 @@
 Columns of x that hold an outlier, |x| ≥ threshold, leave the int8 product (their codes are zero; the outliers do not
 count in the row's absmax) and are multiplied in x's own dtype with the dequantized columns of W (section 3.2).
 
-Which columns those are is known on the device only. bitsandbytes asks for their number, and waits for the GPU; here a
-fixed number of columns is always gathered: the C largest ones, C = ⌈K/32⌉ and at least 64, those below the threshold as
-zeros. It costs C/K of a 16-bit product, about 3%, and one topk; it can be captured in a graph. When more than C columns
-have outliers the smallest of them are quantized like the rest. (Models have outliers in some 0.1% of columns;
-section 4.)
+Which columns those are is known on the device only. As bitsandbytes does, we ask for their number, which waits for a
+GPU. While a CUDA graph is captured nothing can be asked: then a fixed number of columns is gathered, the C largest
+ones, C = ⌈K/32⌉ and at least 64, those below the threshold as zeros. It costs C/K of a 16-bit product, about 3%, and
+one topk. Where more than C columns have outliers, a graph quantizes the smallest of them like the rest. (Models have
+outliers in some 0.1% of columns; section 4.)
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -73,22 +75,37 @@ for _op in (quantize_rows_int8, dequantize_rows_int8, scale_int8_product):
 
 
 def outlier_capacity(width: int) -> int:
-    """How many columns of `width` the 16-bit path takes."""
+    """How many columns of `width` the 16-bit path of a CUDA graph takes."""
     return min(width, max(FEWEST_OUTLIERS, -(-width // (16 * OUTLIER_SHARE)) * 16))
 
 
 def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """int64 [C]: the C columns of x [M, K] with the largest magnitudes; bool [C]: which of them reach the threshold."""
+    """int64 [C]: the columns of x [M, K] that hold an outlier; bool [C]: which of them reach the threshold, all.
+
+    In a CUDA graph they are the C = `outlier_capacity(K)` with the largest magnitudes: some may hold none, and an
+    outlier can be missing.
+    """
     largest = torch.linalg.vector_norm(x, torch.inf, dim=0)
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        columns = (largest >= threshold).nonzero().view(-1)
+        return columns, torch.ones_like(columns, dtype=torch.bool)
     top = torch.topk(largest, outlier_capacity(x.shape[1]), sorted=False)
     return top.indices, top.values >= threshold
 
 
 def multiplies_int8(x: Tensor, rows: int) -> bool:
-    """True where torch._int_mm takes [*, K] codes like `x` and [`rows`, K] ones; CUDA wants multiples of 8."""
+    """True where torch._int_mm multiplies [*, K] codes like `x` and [`rows`, K] ones; CUDA wants multiples of 8."""
     if x.device.type == "cuda":
         return x.shape[-1] % 8 == 0 and rows % 8 == 0
-    return x.device.type == "cpu"
+    return x.device.type == "cpu" and _exact_on_this_cpu()
+
+
+@functools.cache
+def _exact_on_this_cpu() -> bool:
+    """Whether a product of the largest codes is right: on x86 CPUs without VNNI oneDNN adds products of codes in 16
+    bits, which saturate, and torch._int_mm returns that."""
+    codes = torch.full((CUDA_ROWS, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(codes, codes.t()) == 64 * 127**2).all())
 
 
 def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:

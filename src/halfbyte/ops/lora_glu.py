@@ -27,8 +27,6 @@ from ..errors import ModelError
 from .fp8_scaling import Slot
 from .glu import Activation, activation_and_derivative, check_glu
 
-MAX_RANK_BYTES = 128  # of a row of factors: the kernels' shared memory; wider ranks are better off with GEMMs, too
-
 
 class Factors(NamedTuple):
     """The adapters around the unit, in the dtype of the activations.
@@ -88,6 +86,15 @@ def _completed(gate: Tensor, up: Tensor, low: Tensor, factors: Factors) -> tuple
     g = gate.to(exact) + factors.gate_scale * (u_gate @ factors.b_gate.to(exact).t())
     u = up.to(exact) + factors.up_scale * (u_up @ factors.b_up.to(exact).t())
     return g, u
+
+
+@op(twins="lora_glu")
+def in_one_pass(x: Tensor, rank: int) -> bool:
+    """Whether the device of x has kernels for adapters of up to this rank around tensors of its dtype.
+
+    Others are better off with products of their own: on a CPU, and where factors are too wide for shared memory.
+    """
+    return False
 
 
 @op(twins="lora_glu")
@@ -167,5 +174,5 @@ def lora_glu_backward_float8(
     return found, slot.cast(gate, up, factors=columns).values
 
 
-for _op in (lora_glu, lora_glu_backward_, lora_glu_float8, lora_glu_backward_float8):
+for _op in (in_one_pass, lora_glu, lora_glu_backward_, lora_glu_float8, lora_glu_backward_float8):
     _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product

@@ -28,7 +28,8 @@ class Read(NamedTuple):
 
 def summed(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """scale · a·b, summed in fp32 and rounded to `dtype` only, where the device's GEMM can do that."""
-    if a.is_cuda and dtype is torch.float32 and a.dtype in (torch.float16, torch.bfloat16):
+    half = a.dtype in (torch.float16, torch.bfloat16)
+    if a.is_cuda and torch.version.hip is None and dtype is torch.float32 and half:  # ROCm's GEMM has no out_dtype
         found = torch.mm(a, b, out_dtype=torch.float32)
         return found if scale == 1.0 else found.mul_(scale)
     return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale).to(dtype)

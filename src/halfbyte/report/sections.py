@@ -274,6 +274,7 @@ def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
     rows = []
     for merge in merges:
         written = (merge.get("targets") or {}).get(merge.get("written")) or {}
+        kept = ((merge.get("update_kept") or {}).get(merge.get("written")) or {}).get("share")
         stored = merge.get("quantize") or "16bit"
         rows.append(
             (
@@ -282,9 +283,12 @@ def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
                 size(merge.get("bytes")),
                 text(written.get("kl")),
                 text(written.get("max_logit_difference")),
+                text(kept),
+                text((written.get("loss") or {}).get("excess")),
             )
         )
-    head = ("Merge target", "onto the base", "weights", "KL divergence", "largest logit difference")
+    measures = ("KL divergence", "largest logit difference", "update kept", "loss above the 16-bit merge's")
+    head = ("Merge target", "onto the base", "weights", *measures)
     return table(head, rows)
 
 

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from .guard import LOCAL, Access
 from .model import Served, Work
 from .replies import Reply, event
 from .requests import ChatRequest, CompletionRequest, Request, RequestError, parse
@@ -236,9 +237,10 @@ def _nobody(_: HttpRequest, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def application(endpoints: Endpoints) -> Starlette:
+def application(endpoints: Endpoints, access: Access = LOCAL) -> Starlette:
     """The ASGI application."""
     return Starlette(
+        middleware=access.middleware(),
         routes=[
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from peft import PeftModel
 
+from ..adapters import check_adapter_files, load_adapter
 from ..chat import Conversation
 from ..errors import CheckpointError, ConfigError
 from ..generation import Sampling
@@ -152,20 +152,21 @@ class Served:
         return asked or min(limits.max_tokens, room)
 
 
-def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits()) -> Served:
+def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trust_remote_code: bool = False) -> Served:
     """Load a run or a model, and further adapters of the same base.
 
     Args:
         name: a run's output_dir, an adapter, or a model. A run answers to its folder's name with its adapter, and to
             its base's name without.
         adapters: name in requests → folder of an adapter or a run.
+        trust_remote_code: run the Python code that comes with the model; a run's own configuration does not count.
 
     Raises:
-        CheckpointError: no adapter in a folder, or one made for another model.
+        CheckpointError: no adapter in a folder, a damaged one, or one made for another model.
         ConfigError: a name used twice.
     """
     found = {key: _adapter(path) for key, path in adapters.items()}
-    saved = load_saved(name)
+    saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
     names: dict[str, str | None] = {_name(name): "default" if saved.place.adapter else None}
     if saved.place.adapter:
         names.setdefault(_name(saved.config.model_name_or_path), None)
@@ -186,19 +187,12 @@ def _adapter(path: str) -> Path:
     folder = find(path).adapter
     if folder is None:
         raise CheckpointError(f"{path} has no adapter_config.json", "name an adapter's folder or a run's output_dir")
+    check_adapter_files(folder)
     return folder
 
 
 def _attach(saved: Saved, folder: Path, name: Any) -> None:
-    model: Any = saved.model
     template = folder / "chat_template.jinja"
     if template.is_file() and template.read_text(encoding="utf-8") != saved.tokenizer.chat_template:
         notice(f"serve {folder}", f"{folder} was trained with another chat template; the server's own is used for it")
-    try:
-        if isinstance(model, PeftModel):
-            model.load_adapter(str(folder), name)
-        else:
-            saved.model = PeftModel.from_pretrained(model, str(folder), name)
-    except (RuntimeError, ValueError) as error:  # PEFT's words for shapes and for modules that are not there
-        first = " ".join(str(error).split("\n\t")[:2])  # torch lists every tensor
-        raise CheckpointError(f"{folder} does not fit the model: {first}", "use an adapter of this base") from error
+    saved.model = load_adapter(saved.model, folder, saved.config.model_name_or_path, name)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import uvicorn
 
 from ..errors import ConfigError
 from ..notices import notice
 from .app import Endpoints, application
+from .guard import LOOPBACK, access_to
 from .model import Limits, load
 
 GRACE_SECONDS = 10.0  # that running requests get to finish
@@ -31,26 +33,39 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(name: str, host: str, port: int, adapters: Mapping[str, str], limits: Limits) -> None:
+def serve(
+    name: str,
+    host: str,
+    port: int,
+    adapters: Mapping[str, str],
+    limits: Limits,
+    hosts: Sequence[str] = (),
+    api_key: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
     """Serve a run or a model until SIGINT or SIGTERM; returns after running requests have ended.
 
     Args:
         name: a run's output_dir, an adapter, or a model.
         port: 0 for any free one; the line printed at the start has it.
         adapters: name in requests → folder.
+        hosts, api_key: see `guard.access_to`.
+        trust_remote_code: see `model.load`.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be had, or needs a key.
         HalfbyteError: the model or an adapter cannot be loaded.
     """
     listener = _bind(host, port)
     with listener:
-        served = load(name, adapters, limits)
-        if not _is_local(host):
-            notice("serve", f"whoever reaches {host} can use the model: there is no authentication")
+        access = access_to(host, listener.getsockname()[0], hosts, api_key)
+        served = load(name, adapters, limits, trust_remote_code)
+        if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified and not hosts:
+            said = f"clients that call this server other than {', '.join(LOOPBACK)} are refused"
+            notice("serve", f"{said}; --allowed-host names what they call it")
         endpoints = Endpoints(served)
         config = uvicorn.Config(
-            application(endpoints),
+            application(endpoints, access),
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=int(GRACE_SECONDS) + HANGUP_SECONDS,
@@ -82,7 +97,3 @@ def _bind(host: str, port: int) -> socket.socket:
             listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}", "choose another --host or --port") from error
     return listener
-
-
-def _is_local(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

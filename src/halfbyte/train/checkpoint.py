@@ -1,31 +1,41 @@
 """Checkpoints that are whole or absent, and resuming that continues the same run.
 
-A checkpoint is written beside its place and renamed, with `halfbyte.json` in it: the configuration, the size of the
-data and the open metrics window. A folder without that file was never finished and is not resumed from.
+A checkpoint is written beside its place and renamed, with `halfbyte.json` in it (the configuration, the size of the
+data and the open metrics window) and, last, a manifest of all its files. What is not as the manifest says is damaged:
+it is named, and the newest whole checkpoint is taken. A folder's name says nothing about what is in it.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from halfbyte.adapters import WEIGHTS as ADAPTER
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
+from halfbyte.models.checkpoint_files import read_header, safetensors_files
 from halfbyte.notices import notice
 from halfbyte.ops.fp8_scaling import DelayedScaling
 
+from .manifest import FORMAT, damage_by_manifest, read_manifest
 from .metrics import MetricsFile, Window
 
 STATE = "halfbyte.json"
 TRAINER_STATE = "trainer_state.json"
 SCALING = "fp8_scaling.safetensors"
+PICKLED = ("optimizer.pt", "scheduler.pt", "rng_state.pth")  # transformers' names; torch writes them as zip files
+EARLIER = "resume from an earlier checkpoint, or start a new run in another output_dir"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 # Keys that do not change what is learned: where things are written, how often, and on what.
@@ -40,31 +50,110 @@ FREE_KEYS = frozenset(
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step in a checkpoint's name; -1 for any other path."""
-    match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match else -1
+    """The optimizer step that a checkpoint's state is after, whatever its folder is called; -1 where nothing says."""
+    try:
+        if (checkpoint / STATE).is_file() and "format" in read_state(checkpoint):
+            return read_manifest(checkpoint)["step"]
+        return int(json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"])
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Whole checkpoints in `output_dir`, oldest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if step_of(path) >= 0 and is_whole(path)]
-    return sorted(found, key=step_of)
+    """Checkpoints in `output_dir` with all their files, oldest first."""
+    return sorted((path for path in _named(output_dir) if damage(path) is None), key=_order)
 
 
-def is_whole(checkpoint: Path) -> bool:
-    return (checkpoint / STATE).is_file() and (checkpoint / TRAINER_STATE).is_file()
+def _named(output_dir: Path) -> list[Path]:
+    """The folders that are named as checkpoints."""
+    return [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _order(checkpoint: Path) -> tuple[int, int]:
+    """By step; the name counts where the state does not say."""
+    step, name = step_of(checkpoint), int(checkpoint.name.removeprefix("checkpoint-"))
+    return (name if step < 0 else step), name
+
+
+def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
+    """What keeps a folder from being resumed from, in words; None for a whole checkpoint.
+
+    Args:
+        contents: read every file, too, and not only their sizes.
+    """
+    try:
+        if not checkpoint.is_dir():
+            return "there is no such folder"
+        if not (checkpoint / STATE).is_file():
+            return f"{STATE} is missing"
+        state = read_state(checkpoint)
+        if missing := {"config", "data", "window"} - state.keys():
+            return f"{STATE} lacks {min(missing)!r}"
+        if "format" in state:
+            return damage_by_manifest(checkpoint, read_manifest(checkpoint), contents)
+        return _damage_without_manifest(checkpoint, contents)
+    except CheckpointError as error:
+        return error.message
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        return str(error)
+
+
+def _damage_without_manifest(checkpoint: Path, contents: bool) -> str | None:
+    """The same of a checkpoint from before there were manifests: by the files that resuming reads."""
+    for name in (TRAINER_STATE, *PICKLED):
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+    single = checkpoint / ADAPTER
+    weights = [single] if single.is_file() else safetensors_files(checkpoint)
+    if not weights:
+        return f"{ADAPTER} is missing"
+    if contents:
+        if step_of(checkpoint) < 0:
+            return f"{TRAINER_STATE} is truncated or names no step"
+        for file in weights:
+            read_header(file)
+        for name in PICKLED:
+            if not zipfile.is_zipfile(checkpoint / name):
+                return f"{name} is truncated"
+            with zipfile.ZipFile(checkpoint / name) as archive:
+                if archive.testzip():
+                    return f"{name} is damaged"
+    return None
 
 
 def write_state(folder: Path, config: RunConfig, data: dict[str, int], window: Window) -> None:
     """Put beside the weights what resuming has to check and to continue."""
-    write_json(folder / STATE, {"config": config.model_dump(), "data": data, "window": window.as_dict()})
+    state = {"config": config.model_dump(), "data": data, "window": window.as_dict()}
+    write_json(folder / STATE, {"format": FORMAT, **state})
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The contents of `halfbyte.json`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
-        return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {checkpoint / STATE}: {error}", "resume from an earlier one") from error
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {checkpoint / STATE}: {error}", EARLIER) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", EARLIER)
+    return state
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Around loading the state of a whole checkpoint: what does not fit this run is an error that names the folder.
+
+    Raises:
+        CheckpointError: in place of torch's errors, which name no file.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        words = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(f"cannot load the state in {checkpoint}: {words[0]}", EARLIER) from error
 
 
 def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
@@ -76,7 +165,7 @@ def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
     try:
         scaling.load_state_dict(load_file(checkpoint / SCALING))
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {checkpoint / SCALING}: {error}", "resume from an earlier one") from error
+        raise CheckpointError(f"cannot read {checkpoint / SCALING}: {error}", EARLIER) from error
 
 
 def keep_newest(output_dir: Path, limit: int | None) -> None:
@@ -92,6 +181,23 @@ def remove_leftovers(output_dir: Path) -> None:
         shutil.rmtree(path)
 
 
+def set_aside_newer(output_dir: Path, chosen: Path) -> None:
+    """Rename the checkpoints of steps that a run resumed from `chosen` has yet to make, damaged ones too.
+
+    Rotation would take them for newer than what the run saves, and a later --resume would continue them.
+    """
+    step = step_of(chosen)
+    for path in _named(output_dir):
+        if _order(path)[0] > step and path.resolve() != chosen.resolve():
+            aside, number = path.with_name(f"{path.name}.set-aside"), 1
+            while aside.exists():
+                number += 1
+                aside = path.with_name(f"{path.name}.set-aside-{number}")
+            path.rename(aside)
+            what = f"{path} is newer and is now called {aside.name}, out of the way; remove it when you do not need it"
+            notice(f"set-aside {path}", f"the run continues from {chosen}: {what}")
+
+
 # --- may this run start here? ----------------------------------------------------------------------------------------
 
 
@@ -99,13 +205,11 @@ def starting_point(config: RunConfig, resume: str | bool | None) -> Path | None:
     """The checkpoint to continue from; None for a start at step 0.
 
     Raises:
-        ConfigError: `output_dir` is a file, or holds another run and `resume` is not set; there is nothing to resume;
-            or the run to resume was started with other settings.
-        CheckpointError: the checkpoint named is not a whole one.
+        ConfigError: `output_dir` holds another run and `resume` is not set; there is nothing to resume; or the run to
+            resume was started with other settings.
+        CheckpointError: the checkpoint named is not a whole one, or none in `output_dir` is.
     """
     output = config.output_path
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output_dir: {output} is a file", "name a folder")
     if not resume:
         if held := _results_in(output):
             raise ConfigError(
@@ -114,23 +218,50 @@ def starting_point(config: RunConfig, resume: str | bool | None) -> Path | None:
             )
         return None
     if resume is True:
-        if not (output / "config.resolved.yaml").is_file() and not checkpoints(output):
-            raise ConfigError(f"output_dir: there is no run to resume in {output}", "leave out --resume to start one")
-        if not (found := checkpoints(output)):
+        checkpoint = _newest_whole(output)
+        if checkpoint is None:
+            if not (output / "config.resolved.yaml").is_file():
+                fix = "leave out --resume to start one"
+                raise ConfigError(f"output_dir: there is no run to resume in {output}", fix)
             notice("resume_from_start", f"{output} holds no checkpoint yet, so the run starts again at step 0")
             return None
-        checkpoint = found[-1]
     else:
         checkpoint = Path(resume)
-        if not is_whole(checkpoint):
-            raise CheckpointError(f"resume_from_checkpoint: {checkpoint} is not a whole checkpoint of halfbyte")
+        if (wrong := damage(checkpoint, contents=True)) is not None:
+            raise CheckpointError(
+                f"resume_from_checkpoint: {checkpoint} is not a whole checkpoint of halfbyte: {wrong}", EARLIER
+            )
     check_same_run(config, checkpoint)
     return checkpoint
 
 
+def _newest_whole(output: Path) -> Path | None:
+    """The newest checkpoint that is whole, saying why a newer one is not taken; None where there is not one folder.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    damaged = []
+    for path in sorted(_named(output), key=_order, reverse=True):
+        if (wrong := damage(path, contents=True)) is not None:
+            damaged.append(f"{path}: {wrong}")
+            continue
+        if damaged:
+            notice("damaged_checkpoint", f"the run continues from {path}, because {'; '.join(damaged)}")
+        if (step := step_of(path)) != _order(path)[1]:
+            notice("renamed_checkpoint", f"{path} holds step {step}, which its name does not say; it continues there")
+        return path
+    if damaged:
+        raise CheckpointError(
+            f"output_dir: no checkpoint in {output} is whole: {'; '.join(damaged)}",
+            "copy the missing or damaged files there again, or start a new run in another output_dir",
+        )
+    return None
+
+
 def _results_in(output: Path) -> list[str]:
     """What would be lost or mixed up by a second run in `output`."""
-    held = [path.name for path in checkpoints(output)[-1:]]
+    held = [path.name for path in sorted(_named(output), key=_order)[-1:]]
     held += [name for name in ("adapter", "model") if (output / name).exists()]
     if any(record["kind"] == "train" for record in MetricsFile(output / "metrics.jsonl").records()):
         held.append("metrics.jsonl")

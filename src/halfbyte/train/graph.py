@@ -3,11 +3,16 @@
 Below about 4k tokens a step's time is that of its launches, not of its arithmetic; a graph replays them in one
 (docs/design.md, decision 5). A graph holds for the shapes it was captured with, so there is one for each, in one memory
 pool: they never run at the same time.
+
+The pool keeps what the largest captured shape needs, and whatever runs beside it (another shape's first steps,
+evaluation) takes its own. So the pool is made by the largest shape: a larger one starts it anew, and those that were
+there are captured again as they come. When memory runs out all graphs go, and training goes on from Python.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +20,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import TrainingError
+from halfbyte.hardware import is_out_of_memory
 from halfbyte.notices import notice
+
+from .gradients import Gradients
 
 WARMUP = 3  # steps in which kernels compile, autotune and make their buffers, which a capture does not allow
 GRAPHS = 24  # shapes that get one: each holds its inputs, its results and its kernels' parameters
@@ -25,12 +33,18 @@ Batch = Mapping[str, Any]
 Shapes = tuple[Any, ...]
 
 
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The stream of all warm-ups and captures on a device: cuBLAS keeps 64 MiB for each stream it has met."""
+    return torch.cuda.Stream(device)
+
+
 class _Captured:
-    """A graph, the tensors it reads, and the result it writes."""
+    """A graph, the tensors it reads, the result it writes, and the indices of the gradients it adds to."""
 
     def __init__(self, step: Callable[[Batch], Tensor], batch: Batch, stream: torch.cuda.Stream, pool: Any):
         self.batch = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        self.gradients: list[Tensor | None] = []
+        self.written: set[int] = set()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, stream=stream):
             self.result = step(self.batch)
@@ -53,26 +67,34 @@ class _Graphs:
         step: batch → a tensor to report, such as the loss. What changes between steps it reads from the device.
         discard: drops the gradients that a failed capture may leave, which were never computed.
 
+    Attributes:
+        pool_bytes: of device memory that the graphs hold, for results and all in between.
+        most_pool_bytes: that they ever held.
+
     Call with a batch of tensors on the device and plain numbers; a number is part of the shape. Returns the step's
     result, a tensor of its own.
     """
 
     def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any]):
         self.step, self.discard = step, discard
-        self.stream = torch.cuda.Stream()  # warm-up and capture share it: autograd remembers a leaf's stream
+        self.stream = _stream(torch.cuda.current_device())  # for both, since autograd remembers a leaf's stream
         self.pool = torch.cuda.graph_pool_handle()
+        self.pool_bytes = self.most_pool_bytes = 0
         self._seen: dict[Shapes, int] = {}
         self._captured: dict[Shapes, _Captured | None] = {}
+        self._largest = 0  # captured
+        self._eager_only = False
 
     def __call__(self, batch: Batch) -> Tensor:
         shapes = tuple((key, _shape(value)) for key, value in sorted(batch.items()))
-        if shapes not in self._captured:
-            if self._seen.get(shapes, 0) < WARMUP or len(self._captured) >= GRAPHS:
-                self._seen[shapes] = self._seen.get(shapes, 0) + 1
-                return self._eager(batch)
+        if shapes not in self._captured and self._is_due(shapes):
             self._captured[shapes] = self._capture(batch)
-        captured = self._captured[shapes]
+        captured = self._captured.get(shapes)
         return self._eager(batch) if captured is None else self._replay(captured, batch)
+
+    def _is_due(self, shapes: Shapes) -> bool:
+        seen = self._seen[shapes] = self._seen.get(shapes, 0) + 1
+        return seen > WARMUP and len(self._captured) < GRAPHS and not self._eager_only
 
     def _eager(self, batch: Batch) -> Tensor:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -82,18 +104,52 @@ class _Graphs:
         return result
 
     def _capture(self, batch: Batch) -> _Captured | None:
+        size = max(value.numel() for value in batch.values() if isinstance(value, Tensor))
+        if size > self._largest:
+            self.drop()
+        torch.cuda.empty_cache()  # then what is reserved grows by the pool alone
+        before = torch.cuda.memory_reserved(self.stream.device)
         try:
-            return _Captured(self.step, batch, self.stream, self.pool)
+            captured = _Captured(self.step, batch, self.stream, self.pool)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason, no_memory = str(error).splitlines()[0], is_out_of_memory(error)
+        else:
+            self.pool_bytes += torch.cuda.memory_reserved(self.stream.device) - before
+            self.most_pool_bytes = max(self.most_pool_bytes, self.pool_bytes)
+            self._largest = max(self._largest, size)
+            return captured
+        self.discard()
+        _leave_failed_capture(self.stream.device.index, self.pool, FAR if self.holds_graphs else 0)
+        if no_memory:
+            self.give_up()
+        else:
             notice("cuda-graph", f"the training step is launched from Python, not as a CUDA graph: {reason}")
-            self.discard()
-            captured_before = any(self._captured.values())
-            _leave_failed_capture(self.stream.device.index, self.pool, FAR if captured_before else 0)
-            return None
+        return None
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
         return captured.replay(batch)
+
+    @property
+    def holds_graphs(self) -> bool:
+        return any(captured is not None for captured in self._captured.values())
+
+    def drop(self) -> None:
+        """Free all graphs and their pool; shapes that come again are captured again."""
+        if self.holds_graphs:
+            torch.cuda.synchronize(self.stream.device)
+            self._captured = {shapes: None for shapes, captured in self._captured.items() if captured is None}
+        self.pool, self.pool_bytes, self._largest = torch.cuda.graph_pool_handle(), 0, 0
+        torch.cuda.empty_cache()
+
+    def give_up(self) -> None:
+        """Free all graphs and capture no more, since memory ran out."""
+        notice(
+            "cuda-graph-memory",
+            "the GPU's memory ran out beside the CUDA graphs of the training step: from here on it is launched from"
+            " Python",
+        )
+        self._eager_only = True
+        self.drop()
 
 
 def _leave_failed_capture(device: int, pool: tuple[int, int], ahead: int) -> None:
@@ -141,48 +197,59 @@ class GraphedStep(_Graphs):
 class GraphedBackward(_Graphs):
     """A micro-batch's forward and backward: gradients are added to the parameters' `.grad`, as eager does.
 
-    A graph writes its gradients where it was captured to. They are handed over as they are while `.grad` is None: a
-    graph's next replay overwrites them, so an accumulating caller (`accumulates`) gets copies.
+    There is one set of gradients, for all shapes and for eager steps too (`Gradients`). `.grad` is that set while it is
+    used; setting it to None begins a new sum. A step that runs out of memory beside graphs is run again without them,
+    with the same random numbers.
 
     Args:
         step: batch → a tensor to report; runs `backward` and nothing after it.
         parameters: those that get gradients.
-        accumulates: several calls before the gradients are used.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], accumulates: bool):
-        super().__init__(step, self._take)
-        self.parameters, self.accumulates = list(parameters), accumulates
+    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor]):
+        self.gradients = Gradients(parameters)
 
-    def _take(self) -> list[Tensor | None]:
-        """The gradients that are there, which are there no more."""
-        found = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        return found
+        def collected(batch: Batch) -> Tensor:
+            result = step(batch)
+            self.gradients.flush()
+            return result
+
+        super().__init__(collected, self.gradients.forget)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        self.gradients.begin()
+        result = super().__call__(batch)
+        self.gradients.hand_over()
+        return result
+
+    def _eager(self, batch: Batch) -> Tensor:
+        random = torch.cuda.get_rng_state(self.stream.device)
+        try:
+            return super()._eager(batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or not self.holds_graphs:
+                raise
+        # out of the handler, whose error would keep the step's tensors
+        self.gradients.forget()
+        self.give_up()
+        torch.cuda.set_rng_state(random, self.stream.device)
+        return super()._eager(batch)
 
     def _capture(self, batch: Batch) -> _Captured | None:
-        before = self._take()
         captured = super()._capture(batch)
         if captured is not None:
-            captured.gradients = self._take()
-        for parameter, gradient in zip(self.parameters, before, strict=True):
-            parameter.grad = gradient
+            captured.written = self.gradients.written
+        self.gradients.written = set()  # nothing was computed
         return captured
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
-        result = super()._replay(captured, batch)
-        pairs = [(p, new) for p, new in zip(self.parameters, captured.gradients, strict=True) if new is not None]
-        fresh = [(parameter, new) for parameter, new in pairs if parameter.grad is None]
-        added = [(parameter.grad, new) for parameter, new in pairs if parameter.grad is not None]
-        if added:
-            torch._foreach_add_(*map(list, zip(*added, strict=True)))
-        handed = [new for _, new in fresh]
-        if self.accumulates and handed:
-            handed = list(torch._foreach_add(handed, 0.0))
-        for (parameter, _), new in zip(fresh, handed, strict=True):
-            parameter.grad = new
-        return result
+        self.gradients.written = captured.written
+        return super()._replay(captured, batch)
+
+    def close(self) -> None:
+        """Free all graphs and gradients; the next call begins anew."""
+        self.drop()
+        self.gradients.close()
 
 
 def _shape(value: Any) -> Any:

@@ -88,6 +88,15 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
+def reserved_memory(device: torch.device) -> dict[str, int]:
+    """The most that torch's allocator took of an accelerator, cached memory and the pools of graphs among it."""
+    import torch
+
+    if device.type not in ("cuda", "xpu"):
+        return {}
+    return {"reserved_bytes": torch.get_device_module(device).max_memory_reserved(device)}
+
+
 def restart_peak(device: torch.device) -> None:
     """Count the peak from here on; a process's peak on a CPU cannot be taken back."""
     import torch

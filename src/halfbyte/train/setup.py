@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from pyarrow import compute
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from halfbyte.adapters import check_adapter_files
 from halfbyte.config import RunConfig, dump_config
 from halfbyte.data import PreparedData, prepare
-from halfbyte.data.collate import LENGTHS
+from halfbyte.data.batches import batches_of, widths_of
 from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
@@ -24,6 +23,8 @@ from halfbyte.formats.choice import qat_format
 from halfbyte.hardware import chosen_device
 from halfbyte.memory.estimate import MemoryPlan, estimate
 from halfbyte.memory.policy import in_words
+from halfbyte.memory.shapes import weights_dtype
+from halfbyte.models.attention import implementation
 from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.load import load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
@@ -70,11 +71,7 @@ class Job:
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Full fine-tuning keeps float32 weights (an update of 1e-4 of a weight is lost in bfloat16's 8 bits), unless
-        a dtype is asked for."""
-        if not self.config.use_peft and self.config.dtype == "auto":
-            return torch.float32
-        return self.compute_dtype
+        return weights_dtype(self.config, self.compute_dtype)
 
 
 def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) -> Job:
@@ -97,10 +94,13 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     where["quantization"] = config.quantization
     model_config = load_model_config(config.model_name_or_path, **where)
     check_checkpoint(Path(config.model_name_or_path))  # damaged files are found before the data is tokenized
+    if config.adapter_path:
+        check_adapter_files(Path(config.adapter_path))
     tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
     data = prepare(config, tokenizer)
     print_data(console, data.report)
-    plan = estimate(config, model_config, device=device, length=_longest(data.train, config.max_length))
+    batches = batches_of(config, data, device)
+    plan = estimate(config, model_config, device=device, batches=batches, attention=implementation)
     print_memory(console, plan)
     if not plan.fits:
         notice("memory_plan", f"the plan needs {plan.total / 2**30:.2f} GiB, of {plan.capacity_bytes / 2**30:.2f} free")
@@ -122,27 +122,23 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     return job
 
 
-def _longest(rows: Dataset, max_length: int) -> int:
-    """Tokens of the longest row, from Arrow's offsets: no row is read."""
-    lengths = compute.list_value_length(rows.data.column("input_ids"))
-    return min(compute.max(lengths).as_py(), max_length)
-
-
 def lengths_differ(job: Job) -> bool:
-    """Whether rows that are one document each come in so many lengths that planning for each does not pay."""
+    """Whether rows that are one document each come in so many widths that planning for each does not pay."""
     if job.config.packing or job.config.padding_free:
         return False
-    lengths = compute.list_value_length(job.data.train.data.column("input_ids")).to_numpy()
-    classes = len(set(-(-lengths // LENGTHS)))
-    return classes > 1 and job.total_steps < STEPS_A_LENGTH * classes
+    widths = widths_of(job.config, job.data)
+    return len(widths) > 1 and job.total_steps < STEPS_A_LENGTH * len(widths)
 
 
 def _open_output(job: Job) -> None:
-    """Check the data against the checkpoint, clear what a killed run left half done, and write the first files."""
+    """Check the data against the checkpoint, clear what a killed run left half done or the resumed one makes again, and
+    write the first files."""
     if job.checkpoint:
         checkpoints.check_same_data(job.size, job.checkpoint)
     job.output.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers(job.output)
+    if job.checkpoint:
+        checkpoints.set_aside_newer(job.output, job.checkpoint)
     job.metrics.keep_until(checkpoints.step_of(job.checkpoint) if job.checkpoint else -1)
     write_text(job.output / "config.resolved.yaml", dump_config(job.config))
     write_json(job.output / "data_report.json", job.data.report)
@@ -160,6 +156,7 @@ def write_memory(job: Job, measured: dict[str, int]) -> None:
         "measured": measured,
         "activation_checkpointing": plan.activation_checkpointing,
         "levels": in_words(plan.levels),
+        "cuda_graphs": plan.use_graphs,
         "reason": plan.reason,
     }
     write_json(job.output / "memory.json", document)

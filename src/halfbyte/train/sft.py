@@ -6,7 +6,10 @@ with the input is found by `prepare_job`, before any weight is loaded.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,15 @@ from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
-from halfbyte.data.collate import make_collator
+from halfbyte.data.collate import PackedCollator, PaddedCollator, fused_batches, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
+from halfbyte.hardware import is_out_of_memory
+from halfbyte.memory.estimate import GIB
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
-from halfbyte.memory.policy import OFFLOADED
+from halfbyte.memory.limit import held_to
 from halfbyte.models.attention import lengths_vary
+from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.models.recipes import configured_recipe
@@ -32,7 +38,8 @@ from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
 from . import checks, samples
 from .arguments import training_arguments
-from .metrics import memory_now, peak_memory, restart_peak
+from .lock import run_lock
+from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
 from .reproducible import repeatable, verdict
 from .setup import Job, lengths_differ, prepare_job, write_environment, write_memory
 from .trainer import HalfbyteTrainer
@@ -74,26 +81,41 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
     """
     console = console or Console(quiet=True)
-    job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
-    try:
-        with repeatable(config, job.device), lengths_vary(lengths_differ(job)):
-            return _run(job, console)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+    with run_lock(config.output_path):
+        job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
+        try:
+            with _settings(job):
+                return _run(job, console)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+        finally:
+            _release(job.device)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return typed or "can't allocate memory" in str(error)  # torch's CPU allocator raises a RuntimeError
+@contextlib.contextmanager
+def _settings(job: Job) -> Iterator[None]:
+    """What holds for the whole process while a run trains: its share of memory, its algorithms."""
+    limit = job.config.memory_limit_gib
+    share = held_to(job.device, None if limit is None else int(limit * GIB))
+    with share, repeatable(job.config, job.device), lengths_vary(lengths_differ(job)):
+        yield
+
+
+def _release(device: torch.device) -> None:
+    """Give a finished run's memory back now: trainer and model refer to each other, which waits for a collection."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
     report = None
     model = _trainable_model(job, measured)
-    trainer = _trainer(job, model)
+    collate = make_collator(job.config, job.tokenizer, fused=fused_batches(job.config, job.device))
+    trainer = _trainer(job, model, collate)
     rows = job.data.train if job.data.eval is None else job.data.eval
     ids = torch.tensor([job.data.train[0]["input_ids"][: checks.TOKENS]], device=job.device)
     templated = job.data.report["template"] is not None
@@ -105,14 +127,21 @@ def _run(job: Job, console: Console) -> RunResult:
             console.print(str(report), highlight=False)
             loss = results["first_step"]["loss"]
             results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
-            if _graphs(job):
-                trainer.use_graphs()
+        isolation = isolate_run(model, job.config, collate, job.data.train, job.compute_dtype)
+        if isolation is not None:
+            results["isolation"] = isolation.document()
+        if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+            trainer.use_graphs()
         if job.config.recipe != "bf16":  # a CPU computes in it, too
             trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
         before = _answers(job, model, prompts)
         _train(job, trainer, console)
         after = _answers(job, model, prompts)
         measured["peak_bytes"] = peak_memory(job.device)
+        if trainer.graph_pool_bytes:
+            measured["graph_pool_bytes"] = trainer.graph_pool_bytes
+        measured |= reserved_memory(job.device)
+        release(model)
         unpatch(model)
         results |= _save(job, model, ids)
     found = results["reproducible"] = job.environment["reproducible"] = verdict(job.config, job.device, report)
@@ -153,7 +182,7 @@ def _recompute_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
+def _trainer(job: Job, model: Any, collate: PackedCollator | PaddedCollator) -> HalfbyteTrainer:
     evaluate = job.data.eval is not None
     rows = len(job.data.train)
     return HalfbyteTrainer(
@@ -165,15 +194,8 @@ def _trainer(job: Job, model: Any) -> HalfbyteTrainer:
         args=training_arguments(job.config, job.device, job.compute_dtype, rows=rows, evaluate=evaluate),
         train_dataset=job.data.train,
         eval_dataset=job.data.eval,
-        data_collator=make_collator(job.config, job.tokenizer, fused=_graphs(job)),
+        data_collator=collate,
     )
-
-
-def _graphs(job: Job) -> bool:
-    """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor with layers offloaded to the host, nor
-    where weights are quantized in every step, for which quantizers look at the values."""
-    fused = job.config.use_kernels and job.device.type == "cuda" and job.compute_dtype != torch.float16
-    return fused and job.config.qat_scheme is None and not set(job.plan.levels or ()) & set(OFFLOADED)
 
 
 def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:

@@ -34,6 +34,7 @@ from halfbyte.adapters import compute, load_adapter_weights, save_adapter
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
+from halfbyte.hardware import is_out_of_memory
 from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
 from halfbyte.ops.fp8_scaling import DelayedScaling
 
@@ -41,9 +42,11 @@ from . import checkpoint as checkpoints
 from .arguments import total_steps
 from .graph import GraphedBackward
 from .late import Mark, StepNumbers, guard, is_guarded
+from .manifest import write_manifest
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"
+SKIPS = 20  # steps in a row that float16 may skip: the scale of 65536 that it begins with is below 1 after 17
 TRAINED = "trained_tokens"  # of a micro-batch where it is collated, of the whole step where a graph reads it
 
 
@@ -90,11 +93,13 @@ class HalfbyteTrainer(Trainer):
         self.scaling: DelayedScaling | None = None  # of the recipe, where it has a state
         self._loss_sum: torch.Tensor | float = 0.0
         self._graphs: GraphedBackward | None = None
+        self.graph_pool_bytes = 0  # the most that graphs held
         self._counts = 0, 0  # tokens and trained tokens of the step being launched
         self._step: StepNumbers | None = None  # being launched, from its gradient norm on
         self._unread: StepNumbers | None = None  # launched
         self._since = Mark(self.args.device)  # until when the window counts the time
         self._norm = math.nan  # the last gradient norm that was read
+        self._skipped = 0  # steps in a row, by fp16's scaler
         self._due: float | None = None  # learning rate of a record that waits for its step's numbers
 
     def train(self, *positional: Any, **keys: Any) -> Any:
@@ -113,6 +118,9 @@ class HalfbyteTrainer(Trainer):
             raise
         finally:
             del self.model.zero_grad
+            if self._graphs is not None:
+                self.graph_pool_bytes = self._graphs.most_pool_bytes
+                self._graphs.close()
 
     @cached_property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -134,8 +142,7 @@ class HalfbyteTrainer(Trainer):
 
     def use_graphs(self) -> None:
         """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
-        accumulates = self.args.gradient_accumulation_steps > 1
-        self._graphs = GraphedBackward(self._forward_and_backward, self.trained, accumulates)
+        self._graphs = GraphedBackward(self._forward_and_backward, self.trained)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -166,9 +173,10 @@ class HalfbyteTrainer(Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Forward and backward of a micro-batch."""
-        # A graph captured before the recipe's scales are there would look for them in every replay.
-        unscaled = self.scaling is not None and not any(self.scaling.settled)
-        if self._graphs is None or unscaled:
+        # A graph captured before the recipe's scales are there would look for them in every replay; before the first
+        # step's end, the optimizer's state would have to find room beside the graphs.
+        early = self.state.global_step == 0 or (self.scaling is not None and not any(self.scaling.settled))
+        if self._graphs is None or early:
             return super().training_step(model, inputs, num_items_in_batch)
         if not model.training:  # after an evaluation; it walks all modules
             model.train()
@@ -200,7 +208,7 @@ class HalfbyteTrainer(Trainer):
         """The last look at a step before the optimizer moves: by the host, or by the device itself.
 
         Raises:
-            TrainingError: see `_check`; of this step, or of the step before.
+            TrainingError: see `_check`; of this step, or of the step before. And `_check_scale`.
         """
         grad_norm = self._clip_grad_norm(model) if grad_norm is None else grad_norm
         loss_sum = torch.as_tensor(self._loss_sum, dtype=torch.float32)
@@ -211,6 +219,8 @@ class HalfbyteTrainer(Trainer):
         self._settle()  # the step before, while the device is busy with this one
         if not guarded or step.number == 1:
             self._check(step)
+        if self.accelerator.scaler is not None:
+            self._check_scale(step)
         return grad_norm
 
     @property
@@ -235,6 +245,21 @@ class HalfbyteTrainer(Trainer):
         if step.number == 1 and self._norm == 0:
             raise TrainingError("step 1: no gradient reaches the trained weights", "check target_modules")
         return loss_sum
+
+    def _check_scale(self, step: StepNumbers) -> None:
+        """fp16 skips a step whose gradients overflow and halves its scale, which ends overflows, but nothing else.
+
+        Raises:
+            TrainingError: it has skipped `SKIPS` steps in a row, or the scale is below 1.
+        """
+        self._skipped = 0 if math.isfinite(self._norm) else self._skipped + 1
+        scale = self.accelerator.scaler.get_scale()
+        if self._skipped >= SKIPS or (self._skipped and scale < 1):
+            raise TrainingError(
+                f"step {step.number}: the gradients of the last {self._skipped} steps were NaN or Inf in float16, at a"
+                f" loss scale down to {scale:g}: no overflow that scaling ends, and no weight has moved since",
+                f"set dtype: bfloat16 (float32 where the device lacks it); {self._last_checkpoint()}",
+            )
 
     def _last_checkpoint(self) -> str:
         last = checkpoints.checkpoints(self.output)
@@ -311,8 +336,7 @@ class HalfbyteTrainer(Trainer):
         with torch.no_grad():
             for batch in dataloader:
                 del batch[TOKENS], batch[TRAINED]
-                with compute(self.model, self.compute_dtype):
-                    batch_sum, batch_tokens = causal_lm_loss(self.model, self._prepare_inputs(batch))
+                batch_sum, batch_tokens = self._held_out_loss(self._prepare_inputs(batch))
                 loss_sum, tokens = loss_sum + float(batch_sum), tokens + int(batch_tokens)
         if not tokens:
             raise TrainingError("the held-out rows have no trained token", "look at them with `halfbyte preview`")
@@ -323,6 +347,18 @@ class HalfbyteTrainer(Trainer):
         metrics["seconds"] = time.perf_counter() - began
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(None, None, named, len(dataloader.dataset))  # type: ignore[arg-type]
+
+    def _held_out_loss(self, inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss's sum and its tokens; where there is no room beside CUDA graphs, the graphs go."""
+        graphs = self._graphs
+        try:
+            with compute(self.model, self.compute_dtype):
+                return causal_lm_loss(self.model, inputs)
+        except RuntimeError as error:
+            if graphs is None or not graphs.holds_graphs or not is_out_of_memory(error):
+                raise
+        graphs.give_up()  # out of the handler, whose error keeps what the forward has made
+        return self._held_out_loss(inputs)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -343,6 +379,7 @@ class HalfbyteTrainer(Trainer):
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
                 checkpoints.write_state(aside, self.config, self.data, self.window)
+                write_manifest(aside, self.state.global_step)
         # safetensors and torch.save have errors of their own for a disk that is full
         except (OSError, RuntimeError, SafetensorError, TrainingError) as error:
             reason = getattr(error, "message", str(error))
@@ -365,7 +402,20 @@ class HalfbyteTrainer(Trainer):
         if isinstance(self.model, PeftModel):
             load_adapter_weights(self.model, folder)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with checkpoints.reading(folder):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.scaling is not None:
             checkpoints.load_scaling(folder, self.scaling)
         self.window = Window(**checkpoints.read_state(folder)["window"])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)

@@ -26,13 +26,16 @@ from .tensors import gguf_name, transformed
 from .types import FLOATS, Type, quantize
 
 
-def export_adapter(run: Path | str, mix: str = "f16", out: Path | str | None = None) -> Path:
+def export_adapter(
+    run: Path | str, mix: str = "f16", out: Path | str | None = None, *, trust_remote_code: bool = False
+) -> Path:
     """Write the adapter of `run` as GGUF.
 
     Args:
         run: a run's output_dir or an adapter that PEFT saved.
         mix: f32, f16 or bf16.
         out: the file; default: adapter-MIX.gguf in the run's folder.
+        trust_remote_code: as in `export_gguf`.
 
     Raises:
         ConfigError: another type, or the file exists.
@@ -44,7 +47,7 @@ def export_adapter(run: Path | str, mix: str = "f16", out: Path | str | None = N
     place = find(str(run))
     if place.adapter is None:
         raise CheckpointError(f"{run} has no adapter", "export it without --adapter-only")
-    config = saved_config(place)
+    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     path = output_path(run, out, f"adapter-{mix.lower()}.gguf")
     with new_file(path) as aside:
         writer = GGUFWriter(aside, gguf.MODEL_ARCH_NAMES[family_of(text_config(config)).arch])

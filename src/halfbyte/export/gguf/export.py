@@ -98,6 +98,7 @@ def export_gguf(
     *,
     importances: Path | str | None = None,
     device: str | None = None,
+    trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> ExportReport:
     """Write a model as GGUF, and an Ollama Modelfile beside it; the vision part, where there is one, as mmproj-….gguf.
@@ -111,6 +112,7 @@ def export_gguf(
             (….gguf), or calibration text (a dataset's file, folder or hub id), which the model is run on, and which
             leaves NAME.imatrix.gguf beside the file.
         device: where to quantize; default: the run's, or the first accelerator.
+        trust_remote_code: run the Python code that comes with the model; a run's own configuration does not count.
         console: where progress is shown; default: nowhere.
 
     Raises:
@@ -121,7 +123,7 @@ def export_gguf(
     """
     started = time.perf_counter()
     mix = check_mix(mix)
-    source = open_source(str(run_or_model), device)
+    source = open_source(str(run_or_model), device, trust_remote_code)
     path = output_path(run_or_model, out, f"{source.name}-{mix}.gguf")
     planned = plan(source.weights, source.config, source.family)
     types = choose(
@@ -213,7 +215,7 @@ def _importances(
         with _progress(console) as progress:
             task = progress.add_task("importances", total=None)
             collect(
-                str(run_or_model), str(given), matrix, names, source.family, source.device,
+                str(run_or_model), str(given), matrix, names, source.family, source.device, source.trusted,
                 lambda done, total: progress.update(task, completed=done, total=total),
             )  # fmt: skip
     return read_importances(matrix)

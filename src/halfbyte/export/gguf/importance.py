@@ -66,7 +66,7 @@ def matrix_path(given: Path | str) -> Path | None:
 
 def collect(
     run_or_model: str, text: str, out: Path, names: Collection[str], family: Family, device: torch.device,
-    progress: Callable[[int, int], None],
+    trust_remote_code: bool, progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
     """Run a model, its adapter applied, over calibration text and write what its matrices meet.
 
@@ -75,12 +75,13 @@ def collect(
         text: a dataset's file, folder or hub id, read as for training.
         out: the file.
         names: of the file's matrices; others are left out.
+        trust_remote_code: as in `export_gguf`.
         progress: called with the rows of text done, and how many there are.
 
     Raises:
         HalfbyteError: the model or the text cannot be used.
     """
-    saved = load_saved(run_or_model, [f"device={device}"])
+    saved = load_saved(run_or_model, [f"device={device}", f"trust_remote_code={trust_remote_code}"])
     keys = {"model_name_or_path": saved.config.model_name_or_path, "dataset": text}
     config = load_config(None, [], keys | {"max_length": ROW, "packing": True, "device": str(device)})
     rows = list(calibration_rows(config, saved.tokenizer, TOKENS, torch.device("cpu")))

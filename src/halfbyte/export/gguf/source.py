@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from halfbyte.config import RunConfig
 from halfbyte.hardware import chosen_device
-from halfbyte.models.load import load_tokenizer, read_model_config
-from halfbyte.saved import Place, find, saved_config, tokenizer_keys
+from halfbyte.models.load import read_model_config
+from halfbyte.saved import find, saved_config, trained_tokenizer
 
 from ..adapter import AdapterLayers
 from ..base import BaseCheckpoint
@@ -38,6 +37,7 @@ class Source:
         device: where to compute.
         merged: onto which base the adapter was merged; empty without one.
         vision: what the model has beside its language model.
+        trusted: whether Python code that comes with the model may be run.
     """
 
     name: str
@@ -49,16 +49,17 @@ class Source:
     device: torch.device
     merged: str = ""
     vision: Vision | None = None
+    trusted: bool = False
 
 
-def open_source(run_or_model: str, device: str | None = None) -> Source:
+def open_source(run_or_model: str, device: str | None = None, trust_remote_code: bool = False) -> Source:
     """Recognise and look over a run, an adapter, a merged model or any other; reads no weights.
 
     Raises:
         CheckpointError, ConfigError, ModelError: nothing that can be exported.
     """
     place = find(run_or_model)
-    config = saved_config(place)
+    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     whole = whole_config(config)
     model_config = text_config(config)
     family = family_of(model_config)
@@ -74,7 +75,10 @@ def open_source(run_or_model: str, device: str | None = None) -> Source:
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
         merged, name = goal, Path(run_or_model).resolve().name
     end_ids, vision = _end_ids(base.folder), vision_of(whole, base.folder, list(weights))
-    return Source(name, weights, model_config, family, tokenizer_of(place, config), end_ids, target, merged, vision)
+    tokenizer = trained_tokenizer(place.adapter, config)
+    return Source(
+        name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, config.trust_remote_code
+    )
 
 
 def text_config(config: RunConfig) -> Any:
@@ -89,13 +93,6 @@ def whole_config(config: RunConfig) -> Any:
     """The model's config of transformers."""
     where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
     return read_model_config(config.model_name_or_path, **where, trust_remote_code=config.trust_remote_code)
-
-
-def tokenizer_of(place: Place, config: RunConfig) -> Any:
-    """The tokenizer a run was trained with, or the model's own."""
-    if place.adapter and (place.adapter / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(place.adapter, trust_remote_code=config.trust_remote_code)
-    return load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
 
 
 def _end_ids(folder: Path) -> list[int]:

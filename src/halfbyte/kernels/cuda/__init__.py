@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels of this folder with NVRTC, which comes with torch, once for each set of constants.
 
-They say what Triton cannot, such as where in shared memory each lane looks, and include no headers. Without NVRTC, or
-where it refuses the source, the Triton kernels run instead.
+They say what Triton cannot, such as where in shared memory each lane looks, and include no headers. Without NVRTC,
+where it refuses the source, or where the device has too little for the kernel, the Triton kernels run instead.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from typing import Any, TypeVar
 import torch
 
 from ...notices import notice
+from ..device import device_at
 from ..native import BuildError, cache_folder
 
 Result = TypeVar("Result")
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+COOPERATIVE_LAUNCH = 95  # CU_DEVICE_ATTRIBUTE_...
+# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE, _NOT_SUPPORTED: nothing was launched
+REFUSED_LAUNCHES = (701, 720, 801)
 COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
 HEADERS = (  # what includes others before them
     "clerk.cuh", "copies.cuh", "attend.cuh", "one_row.cuh", "row.cuh", "weight4.cuh", "gemm.cuh", "table4.cuh",
@@ -48,7 +52,9 @@ class _Config(ctypes.Structure):
 
 
 class Attempts:
-    """Calls of what may not compile on this machine: the first that does not says so, and is the last.
+    """Calls of what may not compile or fit on this machine, which is said once.
+
+    What one set of constants meets on one device says nothing about others, so `remembered` keeps that, not this.
 
     Args:
         key: of the notice.
@@ -56,37 +62,66 @@ class Attempts:
     """
 
     def __init__(self, key: str, otherwise: str):
-        self.refused, self._key, self._otherwise = False, key, otherwise
+        self._key, self._otherwise = key, otherwise
 
     def __call__(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
-        """What the function returns; None if it raises BuildError, or one did before."""
-        if self.refused:
-            return None
+        """What the function returns; None if it raises BuildError."""
         try:
             return function(*arguments, **options)
         except BuildError as error:
-            self.refused = True
             notice(self._key, f"{error}; {self._otherwise}")
             return None
 
 
+def remembered(build: Callable[..., Result]) -> Any:
+    """`functools.cache` that remembers a BuildError, too: what was refused is not compiled again."""
+
+    @functools.cache
+    def outcome(*arguments: Any) -> Result | BuildError:
+        try:
+            return build(*arguments)
+        except BuildError as error:
+            return BuildError(str(error))  # without the frames that led there
+
+    @functools.wraps(build)
+    def call(*arguments: Any) -> Result:
+        found = outcome(*arguments)
+        if isinstance(found, BuildError):
+            raise BuildError(str(found))
+        return found
+
+    call.cache_clear = outcome.cache_clear  # type: ignore[attr-defined]
+    return call
+
+
 class Kernel:
-    """A kernel that is loaded on one device.
+    """A kernel that is loaded on the current device.
 
     Args:
         image: cubin.
         name: of its `extern "C"` function.
         shared_bytes: dynamic shared memory of a block.
+
+    Raises:
+        BuildError: the device has not so much, or the driver does not load it.
     """
 
     def __init__(self, image: bytes, name: str, shared_bytes: int):
-        self._driver, self._shared = ctypes.CDLL("libcuda.so.1"), shared_bytes
+        device = device_at(torch.cuda.current_device())
+        if shared_bytes > device.shared_bytes:
+            raise BuildError(
+                f"{name} needs {shared_bytes / 1024:.0f} KiB of shared memory, and a block on {device.name} has "
+                f"{device.shared_bytes / 1024:.0f}"
+            )
+        self._driver, self._shared = _driver(), shared_bytes
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         try:
             self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image))
             self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
             self._check(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
         except RuntimeError as error:  # e.g. a driver that is older than NVRTC
+            if torch.cuda.is_current_stream_capturing():
+                raise  # of the capture, perhaps: nothing is known of the kernel
             raise BuildError(f"the kernel does not load: {error}") from error
 
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Any], together: bool = False) -> None:
@@ -96,6 +131,9 @@ class Kernel:
         (griddepcontrol.launch_dependents): it must wait (griddepcontrol.wait) before it reads or writes what others do.
         With `together` it begins after that one instead, and all its blocks run at once, so that they may wait for each
         other.
+
+        Raises:
+            BuildError: the driver refuses the launch, and nothing runs.
         """
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
@@ -103,11 +141,37 @@ class Kernel:
         config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(how), 1)
         self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
+    def check_together(self, blocks: int, threads: int) -> None:
+        """Ask before the first launch, which may be in a CUDA graph's capture.
+
+        Raises:
+            BuildError: the current device does not run so many blocks at once.
+        """
+        able, each = ctypes.c_int(), ctypes.c_int()
+        device = torch.cuda.current_device()
+        self._check(self._driver.cuDeviceGetAttribute(ctypes.byref(able), COOPERATIVE_LAUNCH, device))
+        self._check(
+            self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(each), self._function, threads, ctypes.c_size_t(self._shared)
+            )
+        )
+        room = each.value * device_at(device).multiprocessors
+        if not able.value or room < blocks:
+            raise BuildError(f"the device runs {room if able.value else 0} of {blocks} blocks at once")
+
     def _check(self, status: int) -> None:
         if status:
             message = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(message))
-            raise RuntimeError(f"CUDA driver: {(message.value or b'unknown error').decode()}")
+            kind = BuildError if status in REFUSED_LAUNCHES else RuntimeError
+            raise kind(f"CUDA driver: {(message.value or b'unknown error').decode()}")
+
+
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BuildError(f"the CUDA driver does not load: {error}") from error
 
 
 @functools.cache

@@ -5,11 +5,13 @@ Without a compiler (or where the build fails) the torch references run instead: 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -27,9 +29,18 @@ class BuildError(ImportError):
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept: $HALFBYTE_CACHE, else the user's cache folder."""
+    """Where built libraries are kept: $HALFBYTE_CACHE, else the user's cache folder.
+
+    Raises:
+        BuildError: there is neither. What is loaded from a folder for everybody's temporary files could be anybody's.
+    """
     chosen = os.environ.get("HALFBYTE_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "halfbyte"
+    if chosen:
+        return Path(chosen)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfbyte"
+    except RuntimeError as error:  # as in containers that run under a number alone
+        raise BuildError("this user has no home folder: set HALFBYTE_CACHE to one for built kernels") from error
 
 
 def _cpu() -> str:
@@ -40,6 +51,16 @@ def _cpu() -> str:
 
 
 @functools.cache
+def _version(compiler: str) -> str:
+    """What the compiler says of itself; "" if nothing."""
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{compiler} does not run: {error.strerror}") from error
+    return done.stdout
+
+
+@functools.cache
 def library(name: str) -> ctypes.CDLL:
     """The shared library built from `<name>.c` in this folder.
 
@@ -47,29 +68,36 @@ def library(name: str) -> ctypes.CDLL:
         BuildError: with the reason.
     """
     source = Path(__file__).with_name(f"{name}.c")
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    chosen = shlex.split(os.environ.get("CC") or "cc")
+    compiler = shutil.which(chosen[0]) if chosen else None
     if compiler is None:
-        raise BuildError("there is no C compiler (cc)")
-    key = hashlib.sha256(f"{source.read_text()}{compiler}{FLAGS}{platform.machine()}{_cpu()}".encode()).hexdigest()[:16]
+        raise BuildError(f"there is no C compiler ({' '.join(chosen) or 'cc'})")
+    command = [compiler, *chosen[1:], *FLAGS]
+    machine = f"{_version(compiler)}{platform.libc_ver()}{platform.machine()}{_cpu()}"
+    key = hashlib.sha256(f"{source.read_text()}{command}{machine}".encode()).hexdigest()[:16]
     built = cache_folder() / "native" / f"{name}-{key}.so"
-    if not built.exists():
-        _build(compiler, source, built)
+    if built.exists():
+        with contextlib.suppress(OSError):  # damaged, or of a machine that the key does not tell apart: built again
+            return ctypes.CDLL(str(built))
+    _build(command, source, built)
     try:
         return ctypes.CDLL(str(built))
     except OSError as error:
         raise BuildError(f"{built} does not load: {error}") from error
 
 
-def _build(compiler: str, source: Path, built: Path) -> None:
+def _build(command: list[str], source: Path, built: Path) -> None:
     try:
         built.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
             aside = Path(folder) / built.name
             done = subprocess.run(
-                [compiler, *FLAGS, str(source), "-o", str(aside), "-lm"], capture_output=True, text=True, check=False
+                [*command, str(source), "-o", str(aside), "-lm"], capture_output=True, text=True, check=False
             )
-            if done.returncode:
-                raise BuildError(f"{compiler} failed: {done.stderr.strip().splitlines()[0]}")
+            if done.returncode or not aside.exists():
+                said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+                reason = said[0].strip() if said else f"exit code {done.returncode}, without a word"
+                raise BuildError(f"{command[0]} failed: {reason}")
             os.replace(aside, built)
     except OSError as error:
         raise BuildError(f"cannot write to {built.parent}: {error.strerror}") from error

@@ -1,0 +1,399 @@
+"""Calls of every twin, over the shapes, dtypes, ranks and sizes that dispatch tells apart, on tensors without data.
+
+What a call launches is up to the twins; `benchmarks.kernel_matrix` writes it down and compiles it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels import (
+    bitplane,
+    blockwise4,
+    blockwise4_float8,
+    decode_attention,
+    decode_layers,
+    e2m1,
+    float8,
+    gemv4,
+    gemv8,
+    gemv_planes,
+    glu,
+    hqq,
+    int4,
+    int8,
+    lora_glu,
+    lora_read,
+    losses,
+    low_rank,
+    norms,
+    partial_sums,
+    rope,
+)
+from halfbyte.ops.cross_entropy import Objective
+from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
+from halfbyte.ops.float8 import E4M3, E5M2, TILE
+from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
+from halfbyte.ops.glu import ACTIVATIONS
+from halfbyte.ops.lora_glu import Factors
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (FP32, FP16, BF16)
+WIDTHS = (FP32, BF16)  # of what moves bytes alone: fp16 is as wide as bf16, and easier
+RANK_ENDS = (4, 16, 17, 32, 33, 64)
+HEADS = (64, 80, 96, 128, 192, 256)
+HIDDEN, INNER, ROWS = 4096, 14336, 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of a twin.
+
+    Args:
+        name: of its class, for people.
+        call: what makes its tensors and runs it.
+        dtype: of its activations.
+        everyday: whether `make test` compiles it too.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    dtype: torch.dtype
+    everyday: bool = False
+
+
+def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def apart(first: Iterable, *others: Iterable) -> list[tuple]:
+    """Each value of `first` with the first ones of the others; and, for its last, each other value by itself.
+
+    Kernels that are bound by memory hold few values of each: what they take does not multiply.
+    """
+    firsts, (*rests,) = list(first), [list(other) for other in others]
+    heads = [rest[0] for rest in rests]
+    found = [(value, *heads) for value in firsts]
+    for i, rest in enumerate(rests):
+        found += [(firsts[-1], *heads[:i], value, *heads[i + 1 :]) for value in rest[1:]]
+    return list(dict.fromkeys(found))
+
+
+def slot(dtype: torch.dtype) -> Slot:
+    return Slot(DelayedScaling([dtype], ScalingOptions(), device="meta"), 0)
+
+
+def all_cases() -> list[Case]:
+    made = (norm_cases, rope_cases, glu_cases, lora_cases, attention_cases, loss_cases, format_cases, product_cases,
+            decoder_cases)  # fmt: skip
+    return [case for make in made for case in make()]
+
+
+def norm_cases() -> Iterator[Case]:
+    for dtype, width in apart(WIDTHS, (HIDDEN, 128, 16384)):
+        x, weight, rstd = empty(2, 512, width, dtype=dtype), empty(width, dtype=dtype), empty(2, 512)
+        often = dtype is BF16 and width == HIDDEN
+
+        def rms(x=x, weight=weight, rstd=rstd):
+            for residual, offset in ((x, False), (None, False), (None, True)):
+                norms.rms_norm(x, residual, weight, 1e-6, offset)
+                norms.rms_norm_float8(x, residual, weight, 1e-6, offset, slot(E4M3))
+                for need_weight in (False, True):
+                    norms.rms_norm_backward(x, x, weight, rstd, offset, residual, need_weight)
+
+        def layer(x=x, weight=weight, rstd=rstd):
+            norms.layer_norm(x, weight, weight, 1e-6)
+            for need_weight in (False, True):
+                norms.layer_norm_backward(x, x, weight, rstd, rstd, need_weight)
+
+        def often_rms(x=x, weight=weight, rstd=rstd):
+            norms.rms_norm_float8(x, x, weight, 1e-6, False, slot(E4M3))
+            norms.rms_norm(x, x, weight, 1e-6, False)
+            norms.rms_norm_backward(x, x, weight, rstd, False, x, True)
+
+        if often:
+            yield Case(f"RMSNorm of {width}", often_rms, dtype, True)
+        yield Case(f"RMSNorm of {width}", rms, dtype)
+        yield Case(f"LayerNorm of {width}", layer, dtype, often)
+        yield Case("partial sums", lambda width=width, dtype=dtype: partial_sums.sum_rows(empty(264, width), dtype),
+                   dtype, often)  # fmt: skip
+
+
+def rope_cases() -> Iterator[Case]:
+    for dtype, size, heads in apart(WIDTHS, (128, *HEADS), ((32, 8), (8, 1))):
+        q, k = empty(2, heads[0], 512, size, dtype=dtype), empty(2, heads[1], 512, size, dtype=dtype)
+        weight, angles = empty(size, dtype=dtype), empty(1, 512, size, dtype=dtype)
+        often = dtype is BF16 and size == 128 and heads == (32, 8)
+
+        def turn(q=q, k=k, angles=angles):
+            rope.rope_(q, k, angles, angles, False)
+            rope.rope_(q, k, angles, angles, True)
+
+        def norm(q=q, k=k, weight=weight, angles=angles, often=often):
+            for offset in (False,) if often else (False, True):
+                rope.qk_norm_rope(q, k, weight, weight, angles, angles, 1e-6, offset)
+                for need_weight in (False, True):
+                    rope.qk_norm_rope_backward_(q, k, q, k, weight, weight, angles, angles, 1e-6, offset, need_weight)
+
+        yield Case(f"RoPE, heads of {size}", turn, dtype, often)
+        yield Case(f"q/k norm and RoPE, heads of {size}", norm, dtype, often)
+
+
+def glu_cases() -> Iterator[Case]:
+    for dtype, activation in apart(WIDTHS, ("silu", *ACTIVATIONS)):
+        gate = empty(1024, INNER, dtype=dtype)
+
+        def unit(gate=gate, activation=activation):
+            glu.glu(gate, gate, activation)
+            for need_output in (False, True):
+                glu.glu_backward_(gate, gate, gate, activation, need_output)
+
+        yield Case(f"gated unit, {activation}", unit, dtype, dtype is BF16 and activation == "silu")
+
+
+def lora_call(dtype: torch.dtype, rank: int, activation: str, float8: bool, width: int = INNER) -> None:
+    """Both ways, where the unit is taken in one pass."""
+    gate, low, v_down = (empty(ROWS, size, dtype=dtype) for size in (width, 2 * rank, rank))
+    if not lora_glu.in_one_pass(gate, rank):
+        return
+    b, a = empty(width, rank, dtype=dtype), empty(rank, width, dtype=dtype)
+    factors = Factors(b, b, a, 1.5, 0.7)
+    if float8:
+        lora_glu.lora_glu_float8(gate, gate, low, factors, activation, slot(E4M3))
+        for columns in (None, empty(2 * width)):
+            arguments = (gate, gate, gate, low, v_down, factors, activation, slot(E5M2), columns)
+            lora_glu.lora_glu_backward_float8(*arguments)
+    else:
+        lora_glu.lora_glu(gate, gate, low, factors, activation)
+        lora_glu.lora_glu_backward_(gate, gate, gate, low, v_down, factors, activation)
+
+
+def lora_cases() -> Iterator[Case]:
+    """Ranks beside 8 and 16 differ in what is masked alone, so those of a padded rank are compiled at its ends."""
+    for dtype, rank in itertools.product(DTYPES, RANK_ENDS):
+        often = dtype is FP16 and rank == 64
+        activations = ACTIVATIONS if rank == 16 and dtype is BF16 else ("silu",)
+        for activation, float8_ in itertools.product(activations, (False, True)):
+            if float8_ and (rank not in (16, 32, 64) or dtype is not BF16 or activation != "silu"):
+                continue
+            yield Case(
+                f"gated unit with LoRA of rank {rank}" + (" in FP8" if float8_ else ""),
+                lambda dtype=dtype, rank=rank, activation=activation, float8_=float8_: lora_call(
+                    dtype, rank, activation, float8_
+                ),
+                dtype, often and not float8_,
+            )  # fmt: skip
+
+
+def attend_call(dtype: torch.dtype, size: int, cache: torch.dtype, window: int | None, softcap: float | None) -> None:
+    q, keys = empty(2, 32, 1, size, dtype=dtype), empty(2, 8, 1024, size, dtype=cache)
+    first, last = empty(2, dtype=torch.int32), empty(1, dtype=torch.int64)
+    decode_attention.attend(q, keys, keys, first, last, 0.1, window, softcap)
+
+
+def attention_cases() -> Iterator[Case]:
+    for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
+        for window, softcap in ((None, None), (512, None), (None, 30.0)):
+            if (window or softcap) and (size != 256 or eight or dtype is FP32):
+                continue
+            yield Case(
+                f"decoding, heads of {size}" + (" in an 8-bit cache" if eight else ""),
+                lambda d=dtype, s=size, e=eight, w=window, c=softcap: attend_call(d, s, E4M3 if e else d, w, c),
+                dtype, (dtype, size) in ((FP16, 256), (FP32, 128)) and not (eight or window or softcap),
+            )  # fmt: skip
+
+
+def loss_cases() -> Iterator[Case]:
+    objectives = (Objective(), Objective(softcap=30.0), Objective(label_smoothing=0.1, z_loss=1e-4))
+    for dtype, vocabulary, objective in apart(WIDTHS, (262_144, 1000, 32_000), objectives):
+        logits, labels = empty(512, vocabulary, dtype=dtype), empty(512, dtype=torch.int64)
+        often = dtype is BF16 and vocabulary == 262_144 and objective == Objective()
+
+        def entropies(logits=logits, labels=labels, objective=objective, often=often):
+            for gradient, entropy in ((True, False),) if often else ((False, False), (True, False), (True, True)):
+                losses.cross_entropy_(logits, labels, objective, gradient, entropy)
+            row = empty(512)
+            for entropy in (None, row):
+                losses.log_probs_backward_(logits, labels, row, entropy, row, entropy, objective)
+
+        yield Case(f"cross-entropy of {vocabulary}", entropies, dtype, often)
+
+
+def weight4(rows: int, columns: int, blocksize: int, nested: bool) -> tuple:
+    """packed, absmax, nested, blocksize, quant_type."""
+    blocks = rows * columns // blocksize
+    packed = empty(rows * columns // 2, 1, dtype=torch.uint8)
+    if not nested:
+        return packed, empty(blocks), None, blocksize, "nf4"
+    second = (empty(blocks // 256), empty(256), empty())
+    return packed, empty(blocks, dtype=torch.uint8), second, blocksize, "nf4"
+
+
+def format_cases() -> Iterator[Case]:
+    rows, columns = 1024, HIDDEN
+    for dtype, blocksize, nested in apart(WIDTHS, (64, 32, 128, 256, 4096), (True, False)):
+        often = dtype is BF16 and blocksize == 64 and nested
+
+        def four(dtype=dtype, blocksize=blocksize, nested=nested):
+            weight = weight4(rows, columns, blocksize, nested)
+            blockwise4.dequantize(*weight, rows * columns, dtype)
+            for transposed in (False, True):
+                blockwise4_float8.float8(*weight, (rows, columns), empty(), transposed)
+            blockwise4.quantize(empty(rows, columns, dtype=dtype), blocksize, "nf4")
+
+        yield Case(f"4-bit weights in blocks of {blocksize}", four, dtype, often)
+    for dtype, bits, affine, width in apart(WIDTHS, (4, 2, 3, 5), (True, False), (columns, columns - 8)):
+        blocks = rows * (-(-width // 32))
+        often = (dtype, bits, affine, width) == (BF16, 4, True, columns)
+
+        def planes(dtype=dtype, bits=bits, affine=affine, width=width, blocks=blocks):
+            packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
+            zeros = empty(blocks, dtype=torch.int8) if affine else None
+            bitplane.dequantize(packed, scales, zeros, empty(), empty(2**bits), rows, width, dtype)
+            bitplane.quantize(empty(blocks, 32, dtype=dtype), scales, zeros, empty(), empty(2**bits))
+
+        yield Case(f"{bits} bits in planes", planes, dtype, often)
+    yield from more_format_cases(rows, columns)
+
+
+def more_format_cases(rows: int, columns: int) -> Iterator[Case]:
+    for dtype in WIDTHS:
+        often = dtype is BF16
+        for bits, group in apart((4, 2, 3, 8), (64, 32, 128)) if often else ((4, 64),):
+
+            def half_quadratic(dtype=dtype, bits=bits, group=group):
+                scales = empty(rows * columns // group, dtype=FP16)
+                packed = empty(rows * columns // 32 * bits, dtype=torch.int32)
+                hqq.dequantize(packed, scales, scales, bits, group, rows, columns, dtype)
+
+            yield Case(f"HQQ, {bits} bits", half_quadratic, dtype, often and (bits, group) == (4, 64))
+
+        def microscaling(dtype=dtype):
+            packed, scales = empty(rows, columns // 2, dtype=torch.uint8), empty(rows, columns // 16, dtype=torch.uint8)
+            for factor, tile in ((empty(), (1, 16)), (None, (1, 32))):
+                e2m1.dequantize(packed, scales, factor, tile, columns, dtype)
+
+        def words(dtype=dtype):
+            scales, zeros = empty(columns // 128, rows, dtype=FP16), empty(columns // 128, rows // 8, dtype=torch.int32)
+            int4.dequantize(empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, False, 1, dtype)
+            int4.dequantize(empty(columns, rows // 8, dtype=torch.int32), zeros, scales, None, True, 0, dtype)
+
+        def eight(dtype=dtype):
+            codes, absmax, x = empty(rows, columns, dtype=torch.int8), empty(rows), empty(rows, columns, dtype=dtype)
+            int8.dequantize_rows_int8(codes, absmax, dtype)
+            for chosen in (None, empty(columns, dtype=torch.bool)):
+                int8.quantize_rows_int8(x, chosen, 6.0)
+            for bias in (None, empty(columns, dtype=dtype)):
+                int8.scale_int8_product(empty(rows, columns, dtype=torch.int32), absmax, empty(columns), bias, dtype)
+
+        def floats(dtype=dtype):
+            codes = empty(rows, columns, dtype=E4M3)
+            for scaling, scale in (("tensor", empty()), ("row", empty(rows)), ("tile", tiles(rows, columns))):
+                float8.dequantize(codes, scale, scaling, dtype)
+            float8.transpose_float8(codes)
+            for kind, factors in itertools.product((E4M3, E5M2), (None, empty(columns))):
+                for settled in (False, True):
+                    x = (empty(rows, columns, dtype=dtype),)
+                    float8.cast_float8(empty(), x, factors, empty(), empty(), kind, settled)
+
+        yield Case("NVFP4 and MXFP4", microscaling, dtype, often)
+        yield Case("GPTQ and AWQ", words, dtype, often)
+        yield Case("INT8", eight, dtype, often)
+        yield Case("FP8", floats, dtype, often)
+
+
+def tiles(rows: int, columns: int) -> Tensor:
+    return empty(-(-rows // TILE), -(-columns // TILE))
+
+
+def decoder_stack(batch: int, dtype: torch.dtype, size: int, eight: bool) -> tuple[Tensor, Stack]:
+    """A small layer on the CPU: its kernel's launcher reads values."""
+    heads, key_heads, width, inner, slots = 8, 2, 512, 1024, 64
+
+    def projections(rows: list[int], columns: int) -> Projections:
+        weights = [
+            Weight4(torch.zeros(each * columns // 2, 1, dtype=torch.uint8), torch.zeros(each * columns // 64), None, 64,
+                    "nf4", each, None)
+            for each in rows
+        ]  # fmt: skip
+        ups = [(16 * i, torch.zeros(each, 16, dtype=dtype)) for i, each in enumerate(rows)]
+        return Projections(weights, torch.zeros(16 * len(rows), columns, dtype=dtype), ups, None)
+
+    caches = [torch.zeros(batch, key_heads, slots, size).to(E4M3 if eight else dtype) for _ in range(2)]
+    norm, angles = torch.ones(width, dtype=dtype), torch.zeros(slots, size, dtype=dtype)
+    layer = DecoderLayer(
+        projections([heads * size, key_heads * size, key_heads * size], width), projections([width], heads * size),
+        projections([inner, inner], width), projections([width], inner), norm, norm, None, None, *caches, None,
+    )  # fmt: skip
+    padding, slot_ = torch.zeros(batch, dtype=torch.int32), torch.tensor([20])
+    return norm.expand(batch, width).contiguous(), Stack([layer], heads, 1e-5, 0.1, angles, angles, padding, slot_)
+
+
+def decoder_cases() -> Iterator[Case]:
+    for dtype, batch, size, eight in apart((FP16, BF16), (1, 8), (128, 64, 256), (False, True)):
+
+        def decode(dtype=dtype, batch=batch, size=size, eight=eight):
+            decode_layers.compile_layers(*decoder_stack(batch, dtype, size, eight))
+
+        yield Case(
+            f"decoder layers, heads of {size}", decode, dtype, (dtype, batch, size, eight) == (BF16, 1, 128, False)
+        )
+
+
+def product_cases() -> Iterator[Case]:
+    rows, columns = 4096, HIDDEN
+    for dtype, batch in itertools.product(DTYPES, (1, 4, 16, 64)):
+        x, often = empty(batch, columns, dtype=dtype), dtype is FP16 and batch in (1, 64)
+
+        def four(x=x, often=often):
+            bias = empty(rows, dtype=x.dtype)
+            for blocksize, nested in ((64, True),) if often else apart((64, 32, 128), (True, False)):
+                gemv4.linear(x, *weight4(rows, columns, blocksize, nested), rows, bias)
+
+        def eight(x=x, often=often):
+            codes = empty(rows, columns, dtype=torch.uint8)
+            kinds = (("tensor", empty()), ("row", empty(rows)), ("tile", tiles(rows, columns)))
+            for scaling, scale in kinds[1:2] if often else kinds:
+                gemv8.float8(x, codes, scale, scaling, None)
+            gemv8.integer8(x, empty(rows, columns, dtype=torch.int8), empty(rows), empty(rows, dtype=x.dtype))
+
+        def planes(x=x):
+            blocks = rows * columns // 32
+            for bits in (2, 3, 4, 5):
+                packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
+                gemv_planes.linear(x, packed, scales, empty(), empty(2**bits), rows, None)
+            for bits, group in itertools.product((2, 3, 4, 8), (32, 64, 128)):
+                packed, scales = empty(blocks * bits, dtype=torch.int32), empty(rows * columns // group, dtype=FP16)
+                gemv_planes.hqq(x, packed, scales, scales, bits, group, rows, None)
+
+        def low(x=x):
+            low_rank.rows(x, empty(16, columns, dtype=x.dtype), None)
+
+        yield Case(f"4-bit products, {batch} rows", four, dtype, often)
+        yield Case(f"8-bit products, {batch} rows", eight, dtype, often)
+        yield Case(f"k-bit products, {batch} rows", planes, dtype)
+        yield Case(f"adapters' products, {batch} rows", low, dtype)
+    for dtype, rank, learn in itertools.product((FP16, BF16), (8, 16), (False, True)):
+        x, b = empty(ROWS, HIDDEN, dtype=dtype), empty(HIDDEN, rank, dtype=dtype)
+        low_rows = empty(ROWS, rank, dtype=dtype) if learn else None
+        for kind in (None, E4M3, E5M2):
+
+            def read(x=x, b=b, low_rows=low_rows, dtype=dtype, kind=kind):
+                made = None if kind is None else slot(kind)
+                lora_read.read(x, (), (b,), (1.5,), low_rows, FP32, made, None)
+
+            yield Case(f"adapters' gradients, rank {rank}", read, dtype)
+    for dtype, bits in itertools.product((FP16, BF16), (2, 3, 4, 5)):  # large enough for `bitplane_cuda`
+
+        def large(dtype=dtype, bits=bits):
+            blocks = 4096 * 4096 // 32
+            packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
+            bitplane.dequantize(packed, scales, None, empty(), empty(2**bits), 4096, 4096, dtype)
+
+        yield Case(f"large weights of {bits} bits", large, dtype)

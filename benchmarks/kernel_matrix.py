@@ -1,0 +1,449 @@
+"""Which kernel compiles for which GPU, without one: `python -m benchmarks.kernel_matrix` writes docs/kernels.md.
+
+What dispatch would launch on a device is asked of the twins themselves: they are called on tensors without data while a
+device is assumed (`kernels.device.assumed`), and what they would have launched is written down. Each launch is compiled
+for that device, by Triton or NVRTC, and what it takes of shared memory and registers is held against what there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import inspect
+import itertools
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from halfbyte import files, kernels
+from halfbyte.kernels import cuda, lora_glu
+from halfbyte.kernels.device import Device, assumed
+from halfbyte.kernels.launch import Launcher
+
+from .kernel_cases import BF16, FP32, Case, all_cases, attend_call, empty
+
+KIB = 1024
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "kernel_matrix.json", ROOT / "docs" / "kernels.md"
+REGISTERS = 255  # of a thread on NVIDIA's GPUs
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device that kernels are compiled for, and what Triton calls it."""
+
+    device: Device
+    triton: GPUTarget
+
+    @property
+    def name(self) -> str:
+        return self.triton.arch if isinstance(self.triton.arch, str) else f"sm_{self.triton.arch}"
+
+
+def _nvidia(arch: int, cards: str, shared_kib: int, multiprocessors: int) -> Target:
+    capability = divmod(arch, 10)
+    device = Device(cards, "cuda", capability, shared_kib * KIB, KIB, multiprocessors)
+    return Target(device, GPUTarget("cuda", arch, 32))
+
+
+def _amd(arch: str, cards: str, multiprocessors: int) -> Target:
+    return Target(Device(cards, "hip", (0, 0), 64 * KIB, None, multiprocessors), GPUTarget("hip", arch, 64))
+
+
+TARGETS = [
+    _nvidia(75, "T4, RTX 20", 64, 40),
+    _nvidia(80, "A100", 163, 108),
+    _nvidia(86, "RTX 30, A10, A6000", 99, 84),
+    _nvidia(89, "RTX 40, L4, L40S", 99, 142),
+    _nvidia(90, "H100, H200", 227, 132),
+    _nvidia(100, "B200", 227, 148),
+    _nvidia(120, "RTX 50, RTX PRO 6000", 99, 188),
+    _amd("gfx90a", "MI200", 110),
+    _amd("gfx942", "MI300", 304),
+]
+
+
+@dataclass
+class Launch:
+    """What a launcher would have launched."""
+
+    launcher: Launcher
+    tensors: tuple
+    numbers: tuple
+    constants: tuple
+    warps: int
+
+    @property
+    def name(self) -> str:
+        return kernel_name(self.launcher)
+
+    @property
+    def key(self) -> tuple:
+        """All that the compiled kernel follows from."""
+        numbers = tuple((type(n), n == 1, isinstance(n, int) and n % 16 == 0) for n in self.numbers)
+        return self.name, tuple(t.dtype for t in self.tensors), numbers, self.constants, self.warps
+
+
+@dataclass
+class CudaLaunch:
+    """What was compiled by NVRTC, and how it would have been launched."""
+
+    name: str
+    image: bytes
+    shared_bytes: int
+    threads: set[int] = field(default_factory=set)
+
+
+def kernel_name(launcher: Launcher) -> str:
+    module = launcher.function.__module__.removeprefix("halfbyte.kernels.")
+    return f"{module}.{launcher.function.__name__.lstrip('_')}"
+
+
+def modules() -> list[Any]:
+    """The modules of halfbyte.kernels that are not for CPUs."""
+    names = [each.name for each in pkgutil.iter_modules(kernels.__path__) if not each.ispkg]
+    return [importlib.import_module(f"halfbyte.kernels.{name}") for name in names if not name.endswith("_cpu")]
+
+
+def triton_kernels() -> set[str]:
+    """Every kernel that a launcher has, and every function that reads like one."""
+    values = [(module, value) for module in modules() for value in vars(module).values()]
+    launched = {kernel_name(value) for _, value in values if isinstance(value, Launcher)}
+    jitted = {
+        f"{module.__name__.removeprefix('halfbyte.kernels.')}.{value.__name__.lstrip('_')}"
+        for module, value in values
+        if isinstance(value, JITFunction) and value.__module__ == module.__name__ and _is_kernel(value)
+    }
+    return launched | jitted
+
+
+def _is_kernel(function: JITFunction) -> bool:
+    """Whether it is launched, not called by others: a kernel asks for its place among programs, and returns nothing."""
+    source = inspect.getsource(function.fn)
+    return "tl.program_id(0)" in source and not re.search(r"^    return", source, re.MULTILINE)
+
+
+def cuda_kernels() -> set[str]:
+    folder = Path(cuda.__file__).parent
+    text = "".join(path.read_text() for path in sorted(folder.glob("*.cu*")))
+    found = re.findall(r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)\(', text)
+    return set(found)
+
+
+class _Driver:
+    """Tells Triton that a target is there."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target)  # what Triton keeps compiled kernels under
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@dataclass
+class Record:
+    """What was launched: by Triton's launchers, of CUDA, and which CUDA kernels were refused, with the reason."""
+
+    triton: list[Launch] = field(default_factory=list)
+    cuda: list[CudaLaunch] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def no_nvrtc(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+    raise cuda.BuildError("no NVRTC")
+
+
+@contextlib.contextmanager
+def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterator[Record]:
+    """Write down what is launched, and launch nothing, on a target that is assumed.
+
+    Args:
+        cubin: stands in for `kernels.cuda.cubin`.
+    """
+    found = Record()
+
+    def record(self, device, programs, tensors, numbers, constants, warps):
+        found.triton.append(Launch(self, tensors, numbers, constants, warps))
+
+    def compiled(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+        try:
+            return cubin(name, capability, constants)
+        except cuda.BuildError as error:
+            found.refused[name] = str(error)
+            raise
+
+    class Recorded:
+        def __init__(self, image: bytes, name: str, shared_bytes: int):
+            if shared_bytes > target.device.shared_bytes:
+                found.refused[name] = f"{shared_bytes} bytes of shared memory"
+                raise cuda.BuildError(f"{name} needs {found.refused[name]}")
+            self.launch = CudaLaunch(name, image, shared_bytes)
+            found.cuda.append(self.launch)
+
+        def __call__(self, blocks, threads, arguments, together=False):
+            self.launch.threads.add(threads)
+
+        def check_together(self, blocks, threads):
+            self.launch.threads.add(threads)
+
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(assumed(target.device))
+        enter(mock.patch.object(Launcher, "_launch", record))
+        for module in modules():
+            if hasattr(module, "_kernel"):
+                module._kernel.cache_clear()
+                stack.callback(module._kernel.cache_clear)
+            for name, value in (("Kernel", Recorded), ("cubin", compiled)):
+                if hasattr(module, name):
+                    enter(mock.patch.object(module, name, value))
+        yield found
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a compiled kernel takes of a device, or why it does not compile."""
+
+    shared_bytes: int = 0
+    registers: int = 0
+    spilled_bytes: int = 0
+    reason: str = ""
+
+    def obstacle(self, device: Device) -> str:
+        """Why the device does not run it; "" where it does."""
+        if self.reason:
+            return self.reason
+        if self.shared_bytes > device.shared_bytes:
+            return f"{self.shared_bytes} bytes of shared memory"
+        if self.registers > REGISTERS and device.kind == "cuda":
+            return f"{self.registers} registers"
+        return ""
+
+
+def compile_triton(launch: Launch, target: Target) -> Taken:
+    """As the launcher would compile it there."""
+    driver.set_active(_Driver(target.triton))
+    try:
+        compiled = launch.launcher.function.warmup(
+            *launch.tensors, *launch.numbers, *launch.constants, grid=(1, 1, 1), num_warps=launch.warps,
+            **launch.launcher.options,
+        )  # fmt: skip
+    except Exception as error:
+        if not isinstance(error, triton.errors.TritonError | RuntimeError):  # what a launcher would not catch
+            raise
+        told = getattr(error, "error_message", None) or str(error.__cause__ or error)
+        return Taken(reason=next((line.strip() for line in told.splitlines() if line.strip()), type(error).__name__))
+    if target.device.kind == "hip":
+        return Taken(compiled.metadata.shared, *_amd_registers(compiled.asm["amdgcn"]))
+    registers, spilled, _ = resources(compiled.asm["cubin"])[compiled.name]
+    return Taken(compiled.metadata.shared, registers, spilled)
+
+
+def _amd_registers(assembly: str) -> tuple[int, int]:
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        return int(found.group(1)) if found else 0
+
+    return number("vgpr_count"), 4 * number("vgpr_spill_count")
+
+
+def resources(cubin: bytes) -> dict[str, tuple[int, int, int]]:
+    """For each kernel: registers of a thread, bytes of its stack, where spilled ones go, and static shared bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    pattern = r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
+    found = re.findall(pattern, done.stdout)
+    return {name: (int(reg), int(stack) + int(local), int(shared)) for name, reg, stack, shared, local in found}
+
+
+def compile_cuda(launch: CudaLaunch) -> Taken:
+    """What NVRTC's image takes: its own shared memory and what its launcher asks for beside that."""
+    registers, spilled, static = resources(launch.image)[launch.name]
+    return Taken(static + launch.shared_bytes, registers, spilled)
+
+
+@functools.cache
+def wheel_nvrtc() -> ctypes.CDLL | None:
+    """NVRTC of the wheel nvidia-cuda-nvrtc, which needs no GPU; None where it is not installed."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in found.submodule_search_locations or () if found else ():
+        for path in Path(folder).glob("cu*/lib/libnvrtc.so.*"):
+            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):  # which it finds by name alone
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(path))
+    return None
+
+
+@dataclass
+class Row:
+    """One kernel on one target: its compiled forms, the most that one takes, and what those that do not run lack."""
+
+    forms: int = 0
+    shared_bytes: int = 0
+    registers: int = 0
+    spilled_bytes: int = 0
+    refused: dict[str, list[str]] = field(default_factory=dict)  # reason → classes of cases
+
+    def add(self, taken: Taken, case: str, device: Device) -> None:
+        self.forms += 1
+        self.shared_bytes = max(self.shared_bytes, taken.shared_bytes)
+        self.registers = max(self.registers, taken.registers)
+        self.spilled_bytes = max(self.spilled_bytes, taken.spilled_bytes)
+        if obstacle := taken.obstacle(device):
+            self.refuse(obstacle, case)
+
+    def refuse(self, reason: str, case: str) -> None:
+        cases = self.refused.setdefault(reason, [])
+        if case not in cases:
+            cases.append(case)
+
+
+def measure(target: Target, cases: Iterable[Case]) -> dict[str, Row]:
+    """Every form of every kernel that these cases launch on the target, compiled; CUDA kernels as `cuda/NAME`.
+
+    Cases are run twice, the second time without NVRTC, for what stands in for CUDA kernels.
+    """
+    rows: dict[str, Row] = {}
+    seen = set()
+
+    def row(name: str) -> Row:
+        return rows.setdefault(name, Row())
+
+    for case, cubin in itertools.product(cases, (cuda.cubin, no_nvrtc)):
+        with recorded(target, cubin) as found:
+            case.call()
+        for launch in found.triton:
+            if launch.key not in seen:
+                seen.add(launch.key)
+                row(launch.name).add(compile_triton(launch, target), case.name, target.device)
+        for built in found.cuda:
+            if (key := (built.name, built.image, built.shared_bytes)) not in seen:
+                seen.add(key)
+                row(f"cuda/{built.name}").add(compile_cuda(built), case.name, target.device)
+        if cubin is not no_nvrtc:
+            for name, reason in found.refused.items():
+                row(f"cuda/{name}").refuse(reason, case.name)
+    return rows
+
+
+HEAD = """# Which kernel runs on which GPU
+
+`python -m benchmarks.kernel_matrix` writes this page. For each architecture it compiles, without a GPU, what dispatch
+would launch there: every kernel, over the shapes, dtypes, ranks and head sizes that tell its forms apart. What a form
+takes of shared memory and registers is held against what the device has. `make test` compiles a part of it anew,
+`make test-all` the whole.
+
+**Proven by running**: H100 and H200 (sm_90), whose suite is `make gpu-test`. **Proven by compiling** alone: all others.
+
+A cell says that all forms compile and fit, with the most shared memory that one takes; `-`: never chosen there. What
+does not run is numbered. It is said once, and something slower runs: for a Triton kernel the torch reference, for one
+in CUDA (`cuda/`, from Hopper on) a Triton kernel, or a product of torch's.
+"""
+
+
+def rendered(results: dict[str, dict[str, dict]]) -> str:
+    """The page."""
+    targets = [target for target in TARGETS if target.name in results]
+    lines = [HEAD, "| kernel | " + " | ".join(f"{t.name}<br>{t.device.name}" for t in targets) + " |"]
+    lines.append("|---" * (len(targets) + 1) + "|")
+    notes: list[str] = []
+    for name in sorted({name for rows in results.values() for name in rows}):
+        cells = [_cell(results[target.name].get(name), notes) for target in targets]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", *[f"{i}. {note}" for i, note in enumerate(notes, start=1)], "", *_choices(targets)]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict | None, notes: list[str]) -> str:
+    if row is None:
+        return "-"
+    runs = f"{row['shared_bytes'] / KIB:.0f} KiB" if row["forms"] else ""
+    numbers = []
+    for reason, cases in row["refused"].items():
+        note = f"{reason}: {', '.join(cases)}"
+        if note not in notes:
+            notes.append(note)
+        numbers.append(f"[{notes.index(note) + 1}]")
+    return " ".join([runs, *numbers]).strip()
+
+
+def _choices(targets: list[Target]) -> Iterator[str]:
+    """What ranks 4 to 128 and heads of 64 to 256 take."""
+    yield "## Ranks and heads"
+    yield "LoRA ranks, from 4, that the gated unit takes in its own pass; wider ones have products of their own:"
+    yield ""
+    yield "| | " + " | ".join(target.name for target in targets) + " |"
+    yield "|---" * (len(targets) + 1) + "|"
+    for dtype in (BF16, FP32):
+        cells = []
+        for target in targets:
+            ranks = ranks_in_one_pass(target, dtype)
+            cells.append(f"to {ranks[-1]}" if ranks else "none")
+        yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
+    yield ""
+    yield "Slots of the cache that decoding reads at a time, for heads to 64, 128 and 256:"
+    yield ""
+    yield "| | " + " | ".join(target.name for target in targets) + " |"
+    yield "|---" * (len(targets) + 1) + "|"
+    for dtype in (BF16, FP32):
+        cells = [", ".join(str(slots_of(target, dtype, size)) for size in (64, 128, 256)) for target in targets]
+        yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
+
+
+def ranks_in_one_pass(target: Target, dtype: torch.dtype) -> list[int]:
+    """Of 4 to 128."""
+    with assumed(target.device):
+        return [rank for rank in range(4, 129) if lora_glu.in_one_pass(empty(1, dtype=dtype), rank)]
+
+
+def slots_of(target: Target, dtype: torch.dtype, size: int) -> int:
+    with recorded(target, no_nvrtc) as found:
+        attend_call(dtype, size, dtype, None, None)
+    return found.triton[0].constants[4]
+
+
+def main() -> None:
+    """Measure the targets named on the command line, or all, and write the page anew."""
+    if wheel_nvrtc() is None:
+        raise SystemExit("install nvidia-cuda-nvrtc first: CUDA kernels would have no rows")
+    with mock.patch.object(cuda, "_nvrtc", wheel_nvrtc):
+        for target in TARGETS:
+            if target.name in sys.argv[1:] or not sys.argv[1:]:
+                results = read_results()
+                results[target.name] = {name: asdict(row) for name, row in sorted(measure(target, all_cases()).items())}
+                files.write_text(RESULTS, json.dumps(results, indent=1) + "\n")
+    files.write_text(PAGE, rendered(read_results()))
+
+
+def read_results() -> dict[str, dict[str, dict]]:
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What kernels ask of a device before they choose tiles, here alone, so that it can be asked for one that is not there.
+
+Numbers of registers and threads are alike on all of them; what differs is shared memory, what instructions there are,
+and how many multiprocessors wait for work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
+LOCAL_BYTES = 65536  # of a work-group on AMD's and Intel's GPUs, where torch does not say
+
+
+@dataclass(frozen=True, eq=False)  # there is one for each device, so it is its own key
+class Device:
+    """A device as kernels see it.
+
+    Args:
+        name: what a user knows it by.
+        kind: "cuda", "hip" or "xpu"; "cpu" for Triton's interpreter.
+        capability: compute capability of an NVIDIA GPU; (0, 0) of others, which is below every one that is asked for.
+        shared_bytes: shared memory that one block may have.
+        reserved_bytes: shared memory before a block's own; None where the driver does not say.
+        multiprocessors: their number.
+    """
+
+    name: str
+    kind: str
+    capability: tuple[int, int]
+    shared_bytes: int
+    reserved_bytes: int | None
+    multiprocessors: int
+
+    def at_least(self, capability: tuple[int, int]) -> bool:
+        """Whether it is an NVIDIA GPU of this compute capability or newer."""
+        return self.kind == "cuda" and self.capability >= capability
+
+
+_assumed: Device | None = None
+
+
+@contextlib.contextmanager
+def assumed(device: Device) -> Iterator[None]:
+    """Have every tensor be on `device`: what is chosen then is what would be chosen there."""
+    global _assumed
+    before, _assumed = _assumed, device
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def device_of(tensor: Tensor) -> Device:
+    return _assumed or _found(tensor.device)
+
+
+def device_at(index: int) -> Device:
+    """The device that torch.cuda calls `index`."""
+    return _assumed or _found(torch.device("cuda", index))
+
+
+@functools.cache
+def _found(device: torch.device) -> Device:
+    if device.type == "cuda":
+        return _cuda(torch.cuda.get_device_properties(device), device.index)
+    if device.type == "xpu":
+        properties = torch.xpu.get_device_properties(device)
+        shared = getattr(properties, "local_mem_size", 0) or LOCAL_BYTES
+        return Device(properties.name, "xpu", (0, 0), shared, None, properties.gpu_subslice_count)
+    return Device("Triton's interpreter", "cpu", (0, 0), 2**31, None, 1)
+
+
+def _cuda(properties, index: int) -> Device:
+    """`properties` are torch's; ROCm's have no opt-in, and call the architecture a capability."""
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(
+        properties, "shared_memory_per_block", LOCAL_BYTES
+    )
+    if torch.version.hip is not None:
+        return Device(properties.name, "hip", (0, 0), shared, None, properties.multi_processor_count)
+    capability = properties.major, properties.minor
+    return Device(properties.name, "cuda", capability, shared, _reserved(index), properties.multi_processor_count)
+
+
+def _reserved(index: int) -> int | None:
+    reserved = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(reserved), RESERVED_SHARED_BYTES, index)
+    except OSError:
+        return None
+    return None if failed else reserved.value

@@ -1,0 +1,130 @@
+"""One run at a time in a folder: a file that its process holds locked, with the process's name in it.
+
+The lock is the system's (fcntl): it ends with its process, however that ends, and child processes do not inherit it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from halfbyte.errors import ConfigError
+from halfbyte.notices import notice
+
+NAME = ".lock"
+HELD = (errno.EACCES, errno.EAGAIN)
+_ours: set[Path] = set()  # what this process holds: fcntl would give it a second time
+
+
+@contextlib.contextmanager
+def run_lock(output: Path) -> Iterator[None]:
+    """Hold `output` for one run; the folder is made where it is not there, and gone after a run that wrote nothing.
+
+    Raises:
+        ConfigError: another run is writing into it, or it cannot be made or written.
+    """
+    made = [path for path in (output, *output.parents) if not path.exists()]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = _open_locked(output / NAME)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: cannot write into {output}: {error.strerror}", "name a folder that you may write to"
+        ) from error
+    place = output.resolve()
+    _ours.add(place)
+    try:
+        yield
+    finally:
+        _ours.discard(place)
+        with contextlib.suppress(OSError):
+            (output / NAME).unlink()
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # what was written is there to stay
+            for path in made:
+                path.rmdir()
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor of the lock file, locked, with this process named in it.
+
+    Raises:
+        ConfigError: another process has it, or may have where the file system has no locks.
+    """
+    if path.parent.resolve() in _ours:
+        raise ConfigError(*_refusal(path, f"process {os.getpid()} on {socket.gethostname()}, this one,"))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        locked, before = _lock(descriptor, path), _holder(descriptor)
+        if before and not locked and _may_live(before):
+            raise ConfigError(*_refusal(path, _in_words(before), f"; remove {path} if that process has ended"))
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        if _is_still(descriptor, path):
+            if before:
+                what = f"{_in_words(before)} was writing into {path.parent} and did not end in order"
+                notice(f"lock {path}", f"{what}; this run takes over")
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)  # its holder removed it while it was opened here
+    return _open_locked(path)
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Lock the file; False, which is said, where the file system cannot.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD:
+            before = _holder(descriptor)
+            raise ConfigError(*_refusal(path, _in_words(before) if before else "another process")) from None
+        said = f"the file system of {path.parent} has no locks ({error.strerror})"
+        notice("no-locks", f"{said}: runs are kept apart by the name in {path.name} alone")
+        return False
+    return True
+
+
+def _refusal(path: Path, holder: str, more: str = "") -> tuple[str, str]:
+    """Message and fix."""
+    fix = f"wait until it has ended, or choose another output_dir{more}"
+    return f"output_dir: {holder} is writing into {path.parent}", fix
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    """Whether `path` is the file that is open, and not one made after its holder had removed that."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(descriptor: int) -> dict[str, Any] | None:
+    """Who is named in the lock file."""
+    try:
+        named = json.loads(os.pread(descriptor, 4096, 0))
+        return {"pid": int(named["pid"]), "host": str(named["host"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _may_live(holder: dict[str, Any]) -> bool:
+    return holder["host"] != socket.gethostname() or psutil.pid_exists(holder["pid"])
+
+
+def _in_words(holder: dict[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder['host']}"

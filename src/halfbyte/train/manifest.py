@@ -1,0 +1,75 @@
+"""A checkpoint's manifest: its files with their sizes and hashes, written last, so that damage is found and named.
+
+Hashing reads what was just written from the page cache: 0.45 s for 504 MB (adapters of an 8B model at r = 16 with
+AdamW's states) on one core of an EPYC with SHA-NI. It is done once when a checkpoint is saved, and once when a run
+resumes from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from halfbyte.files import write_json
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # of checkpoints; those of before had none, and no manifest
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """List every file in `folder`. To be called when all of them are written.
+
+    Args:
+        step: optimizer steps that the checkpoint's state is after.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: it cannot be read or is not one, in words.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        format_, step, files = manifest["format"], manifest["step"], manifest["files"]
+        sound = isinstance(step, int) and all({"bytes", "sha256"} <= entry.keys() for entry in files.values())
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
+    if not sound:
+        raise ValueError(f"{MANIFEST} is damaged")
+    if format_ != FORMAT:
+        raise ValueError(f"it has format {format_}, and this version of halfbyte reads {FORMAT}")
+    return manifest
+
+
+def damage_by_manifest(folder: Path, manifest: dict[str, Any], contents: bool) -> str | None:
+    """The first file that is not as `manifest` says, in words; None where all are.
+
+    Args:
+        contents: compare hashes, too, which reads every file.
+    """
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{name} has {size:,} bytes of {entry['bytes']:,}"
+        if contents and _sha256(path) != entry["sha256"]:
+            return f"{name} has changed since it was written (sha256)"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

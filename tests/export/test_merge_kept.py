@@ -1,0 +1,146 @@
+"""What leaves the trainer is what was trained: how much of the update and of the loss survives in every target."""
+
+import json
+
+import pytest
+import torch
+from merge_runs import by_peft, save_trained_base, tensors, train_run
+from transformers import AutoModelForCausalLM
+
+from halfbyte.cli.merge import merge_run
+from halfbyte.errors import ConfigError
+from halfbyte.export.judge import EXCESS
+from halfbyte.export.kept import Kept
+from halfbyte.export.merge import merge
+from halfbyte.export.reload import stored_values
+from halfbyte.formats import named
+from halfbyte.layers import QuantizedLinear
+from halfbyte.models.load import load_model
+from halfbyte.notices import said
+from halfbyte.saved import load_saved
+from halfbyte.tensor import QuantizedTensor
+
+EIGHT_BITS = ["bnb-int8", "fp8-block", "fp8", "fp8-tensor"]
+FOUR_BITS = ["nvfp4-modelopt", "mxfp4", "bnb-nf4", "bnb-fp4", "kbit4", "hqq4", "int4", "nvfp4"]
+QUICK = (*EIGHT_BITS[:2], *FOUR_BITS[:2])
+SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in (*EIGHT_BITS[2:], *FOUR_BITS[2:])]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    # sides of 128, which every target holds
+    return save_trained_base(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """On the base in NF4."""
+    return train_run(tmp_path_factory.mktemp("run") / "run", base)
+
+
+@pytest.fixture(scope="module")
+def packed_run(base, tmp_path_factory):
+    """On a base that is there in bitsandbytes' NF4 only."""
+    place = tmp_path_factory.mktemp("packed")
+    load_model(str(base), device="cpu", dtype="bfloat16").save_pretrained(place / "base")
+    for file in base.glob("token*"):
+        (place / "base" / file.name).write_bytes(file.read_bytes())
+    return train_run(place / "run", place / "base")
+
+
+def test_the_run_learned(run):
+    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [each["loss"] for each in losses if each["kind"] == "eval"]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_command_of_the_readme_keeps_the_adapter(tmp_path, base, run, capsys):
+    """`halfbyte merge RUN OUT --quantize bnb-nf4`: measured on the folder, not believed from the report."""
+    merge_run(run, tmp_path / "merged", "auto", True, "bnb-nf4")
+    out = capsys.readouterr().out
+    assert "merged onto the original base in bnb-nf4" in out
+    assert "of the update is kept" in out
+    assert "tokens of held-out text" in out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", device_map={"": "cpu"})
+    without, merged = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), by_peft(run, base, "original")
+    kept = []
+    for name, weight in without.named_parameters():
+        if not torch.equal(weight, merged[name]):
+            stored = QuantizedTensor.quantize(weight.data, named("nf4")).dequantize()
+            found = stored_values(model.get_submodule(name.removesuffix(".weight")))
+            kept.append(Kept.of(found, stored, merged[name] - weight.data))
+    assert len(kept) == 14
+    share = Kept.sum(kept).share
+    assert share >= 0.98
+    saved = json.loads((run / "merge-bnb-nf4.json").read_text())
+    assert saved["written"] == "original"
+    assert saved["update_kept"]["original"]["share"] == pytest.approx(share, abs=1e-3)
+    assert saved["update_kept"]["dequantized"]["share"] < 0.95
+    loss = saved["targets"]["original"]["loss"]
+    assert loss["excess"] <= EXCESS + 2 * loss["error"]
+    assert saved["targets"]["original"]["loss"]["held_out"]
+
+
+@pytest.mark.parametrize("target", ["bnb-nf4", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_the_grid_of_the_base_takes_the_update_back_and_that_is_refused(tmp_path, run, packed_run, target):
+    with pytest.raises(ConfigError, match=r"on the dequantized base \S+% of the update is kept") as refused:
+        merge(run, tmp_path / "merged", base="dequantized", quantize=target)
+    assert "--base original" in refused.value.fix
+    with pytest.raises(ConfigError, match="of the update is kept") as refused:
+        merge(packed_run, tmp_path / "merged", quantize=target)
+    assert "merge in 16 bits" in refused.value.fix
+    assert not (tmp_path / "merged").exists()
+
+
+def test_without_verifying_the_share_is_printed_all_the_same(tmp_path, run, capsys):
+    merge_run(run, tmp_path / "kept", "auto", False, "bnb-nf4")
+    assert "merged onto the original base" in (out := capsys.readouterr().out)
+    assert "of the update is kept" in out
+    assert "merge-kept" not in said()
+    merge_run(run, tmp_path / "lost", "dequantized", False, "bnb-nf4")
+    assert "of the update is kept" in capsys.readouterr().out
+    assert "takes back what training changed" in said()["merge-kept"]
+
+
+@pytest.mark.parametrize("onto", ["original", pytest.param("dequantized", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", [*QUICK, *SLOW])
+def test_every_target_keeps_what_was_trained_or_is_refused(tmp_path, run, target, onto):
+    needed = 0.99 if target in EIGHT_BITS else 0.98
+    try:
+        report = merge(run, tmp_path / "merged", base=onto, quantize=target)
+    except ConfigError as error:
+        refused = error.message
+    else:
+        kept, loss = report.kept[onto], report.targets[onto].loss
+        assert kept.share + 2 * kept.error >= needed
+        assert loss.excess - 2 * loss.error <= EXCESS
+        assert loss.tokens > 500
+        return
+    assert target in FOUR_BITS
+    assert "of the update is kept" in refused or "loses more than the run was trained with" in refused
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("target", ["bnb-int8", pytest.param("fp8-block", marks=pytest.mark.slow)])
+def test_eight_bits_keep_the_update_of_a_base_in_four(tmp_path, packed_run, target):
+    report = merge(packed_run, tmp_path / "merged", quantize=target)
+    assert report.kept["dequantized"].share >= 0.99
+    assert abs(report.targets["dequantized"].loss.excess) <= EXCESS
+
+
+def test_the_bnb_int8_folder_is_loaded_trained_on_and_merged(tmp_path, run):
+    """What merge writes for bitsandbytes is a base like any other, its bytes kept."""
+    merge(run, tmp_path / "int8", base="original", quantize="bnb-int8", verify=False)
+    stored, model = tensors(tmp_path / "int8"), load_model(str(tmp_path / "int8"), dtype="float32", device="cpu")
+    linears = {name: each.weight for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+    assert len(linears) == 14
+    for name, weight in linears.items():
+        assert torch.equal(weight.parts["codes"], stored[f"{name}.weight"]), name
+        assert torch.equal(weight.parts["absmax"], stored[f"{name}.SCB"]), name
+    again = train_run(tmp_path / "again", tmp_path / "int8", max_steps=4)
+    assert json.loads((again / "checks.json").read_text())["adapter_reload"]["equal"]
+    found = load_saved(str(again)).model
+    assert torch.equal(found.get_submodule("base_model.model.lm_head").weight, model.lm_head.weight)
+    report = merge(again, tmp_path / "merged")
+    assert report.target == "dequantized"
+    assert report.kept["dequantized"].share > 0.9

@@ -1,0 +1,104 @@
+"""Building the C twins: what a machine may lack, and what another one may have left in a shared home."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfbyte.kernels import native
+from halfbyte.kernels.native import BuildError
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    for cached in (native.library, native._version):
+        cached.cache_clear()
+    yield
+    native.library.cache_clear()
+    native._version.cache_clear()
+
+
+def compiler(folder: Path, name: str, body: str) -> str:
+    script = folder / name
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.mark.parametrize("body", ["exit 1", "exit 0", "kill -9 $$"], ids=["fails", "writes nothing", "killed"])
+def test_a_compiler_without_a_word(body, monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", compiler(tmp_path, "quiet", body))
+    with pytest.raises(BuildError, match="quiet failed: exit code"):
+        native.library("bitplane")
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(BuildError, match="no C compiler"):
+        native.library("bitplane")
+
+
+@needs_compiler
+def test_a_compiler_with_options(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "cc -O1")
+    native.library("bitplane")
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_built_again(tmp_path, monkeypatch):
+    native.library("bitplane")
+    (built,) = (tmp_path / "native").glob("*.so")
+    whole, damaged = built.read_bytes(), tmp_path / "other" / "native" / built.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"of another kind of machine")
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "other"))
+    native.library.cache_clear()
+    native.library("bitplane")
+    assert len(damaged.read_bytes()) == len(whole)
+
+
+@needs_compiler
+def test_another_compiler_or_libc_is_another_library(monkeypatch, tmp_path):
+    """A home that machines share: what one cannot load must not be in the other's place."""
+    real = shutil.which("cc")
+    for version in ("1", "2"):
+        body = f'[ "$1" = --version ] && echo version {version} && exit 0\nexec {real} "$@"'
+        monkeypatch.setenv("CC", compiler(tmp_path, "cc-of-a-machine", body))
+        native.library.cache_clear()
+        native._version.cache_clear()
+        native.library("bitplane")
+    monkeypatch.setattr(native.platform, "libc_ver", lambda: ("glibc", "2.17"))
+    native.library.cache_clear()
+    native.library("bitplane")
+    assert len(list((tmp_path / "native").glob("*.so"))) == 3
+
+
+def test_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("HALFBYTE_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def refuse(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", refuse)
+    with pytest.raises(BuildError, match="HALFBYTE_CACHE"):
+        native.cache_folder()
+
+
+def test_products_run_without_a_compiler(tmp_path):
+    """In a process of its own: dispatch says what is missing and takes the reference."""
+    script = (
+        "import torch\nfrom halfbyte.ops import blockwise4\nfrom halfbyte.notices import said\n"
+        "packed, absmax = blockwise4.quantize_blockwise4(torch.randn(64), 64, 'nf4')\n"
+        "assert packed.numel() == 32\nprint(said())"
+    )
+    environment = os.environ | {"CC": "/bin/false", "HALFBYTE_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "false failed: exit code 1" in done.stdout

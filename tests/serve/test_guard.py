@@ -1,0 +1,152 @@
+"""Who is answered: clients that know the server's name and key, and no page of another site."""
+
+import socket
+
+import pytest
+from starlette.testclient import TestClient
+
+from halfbyte.cli import serve as command
+from halfbyte.errors import ConfigError
+from halfbyte.serve import guard, run
+from halfbyte.serve.app import Endpoints, application
+from halfbyte.serve.guard import LOCAL, Access, access_to
+from halfbyte.serve.model import load
+
+CHAT, MODELS = "/v1/chat/completions", "/v1/models"
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+EVIL = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+
+
+@pytest.fixture(scope="module")
+def served(base_folder):
+    return load(str(base_folder), {})
+
+
+def client_of(served, access=LOCAL, host="127.0.0.1:8000"):
+    return TestClient(application(Endpoints(served), access), base_url=f"http://{host}")
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:8000", "LOCALHOST"])
+def test_names_of_this_machine_are_answered(served, host):
+    client = client_of(served, host=host)
+    assert client.get(MODELS).status_code == 200
+    assert client.post(CHAT, json=HELLO, headers={"origin": f"http://{host}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "", "[::1"]
+)
+def test_other_names_are_not(served, host):
+    """A page whose name leads to 127.0.0.1 is the browser's same origin: it could post JSON and read the answer."""
+    client = client_of(served)
+    for answer in (client.get(MODELS, headers={"host": host}), client.post(CHAT, json=HELLO, headers={"host": host})):
+        assert (answer.status_code, answer.text) == (400, "Invalid host header")
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example:8000", "https://localhost.evil", "null", "file://", "http://[::1", ""]
+)
+def test_pages_of_other_sites_are_not(served, origin):
+    for answer in (
+        client_of(served).post(CHAT, json=HELLO, headers={"origin": origin}),
+        client_of(served).get(MODELS, headers={"origin": origin}),
+        client_of(served).options(CHAT, headers={"origin": origin, "access-control-request-method": "POST"}),
+    ):
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "origin_not_allowed"
+
+
+def test_rebinding_gets_nothing(served):
+    for method, path in (("GET", MODELS), ("POST", CHAT)):
+        assert client_of(served).request(method, path, json=HELLO, headers=EVIL).status_code == 400
+
+
+def test_named_hosts_are_answered(served):
+    access = access_to("127.0.0.1", "127.0.0.1", ["gpu.lan", "*.example.com"], None)
+    for host, status in (("gpu.lan", 200), ("a.example.com", 200), ("localhost", 200), ("example.org", 400)):
+        found = client_of(served, access).get(MODELS, headers={"host": host, "origin": f"https://{host}"})
+        assert found.status_code == status
+    anyone = access_to("127.0.0.1", "127.0.0.1", ["*"], None)
+    assert client_of(served, anyone).get(MODELS, headers=EVIL).status_code == 200
+
+
+@pytest.mark.parametrize("path", [MODELS, CHAT, "/v1/models/tiny", "/v1/none"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "secret", "Basic secret", "Bearer secret2"]
+)
+def test_without_the_key_nothing_is_answered(served, path, header):
+    client = client_of(served, Access(api_key="secret"))
+    headers = {} if header is None else {"authorization": header}
+    for answer in (client.get(path, headers=headers), client.post(path, json=HELLO, headers=headers)):
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert "secret" not in answer.text
+
+
+def test_with_the_key_it_is(served, monkeypatch):
+    compared = []
+    honest = guard.hmac.compare_digest
+    monkeypatch.setattr(guard.hmac, "compare_digest", lambda *both: compared.append(both) or honest(*both))
+    client = client_of(served, Access(api_key="secret"))
+    for kind in ("Bearer", "bearer"):
+        assert client.post(CHAT, json=HELLO, headers={"authorization": f"{kind} secret"}).status_code == 200
+    assert client.get(MODELS, headers={"authorization": b"Bearer \xff\xfe"}).status_code == 401
+    assert len(compared) == 3  # in constant time
+    assert client_of(served).get(MODELS, headers={"authorization": "Bearer of OpenAI's clients"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "needed"),
+    [
+        ("127.0.0.1", "127.0.0.1", False),
+        ("localhost", "127.0.0.1", False),
+        ("::1", "::1", False),
+        ("0.0.0.0", "0.0.0.0", True),
+        ("::", "::", True),
+        ("", "0.0.0.0", True),
+        ("127.evil.example", "203.0.113.5", True),
+        ("fe80::1%eth0", "fe80::1%eth0", True),
+    ],
+)
+def test_hosts_that_others_reach_need_a_key(host, address, needed):
+    if needed:
+        with pytest.raises(ConfigError, match=r"other machines reach it") as refused:
+            access_to(host, address, [], None)
+        assert "--api-key KEY or HALFBYTE_API_KEY" in refused.value.fix
+    access = access_to(host, address, [], "key" if needed else None)
+    named = f"[{host}]" if ":" in host else host
+    assert access.hosts == tuple(dict.fromkeys([*guard.LOOPBACK, named]))
+
+
+def test_it_is_refused_before_the_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(run, "load", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines reach it"):
+        command.serve_model("no/such-model", "0.0.0.0", 0, [])
+    with socket.socket() as again:
+        again.bind(("0.0.0.0", 0))
+
+
+@pytest.mark.parametrize("key", ["", " ", "schlüssel", "a\nb", " a"])
+def test_keys_that_no_client_can_send(key):
+    with pytest.raises(ConfigError, match="--api-key"):
+        access_to("127.0.0.1", "127.0.0.1", [], key)
+
+
+@pytest.mark.parametrize("name", ["a*", "*a.com", "http://a.com", "a/b"])
+def test_names_that_are_none(name):
+    with pytest.raises(ConfigError, match="--allowed-host"):
+        access_to("127.0.0.1", "127.0.0.1", [name], None)
+
+
+def test_the_command_line_hands_it_on(monkeypatch):
+    from typer.testing import CliRunner
+
+    from halfbyte.cli.app import app
+
+    seen = []
+    monkeypatch.setattr("halfbyte.serve.run.serve", lambda *words: seen.append(words))
+    words = ["serve", "m", "--allowed-host", "gpu.lan", "--allowed-host", "b", "--trust-remote-code"]
+    assert CliRunner().invoke(app, [*words, "--api-key", "one"]).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", "m"], env={guard.KEY_VARIABLE: "two"}).exit_code == 0
+    assert [each[-3:] for each in seen] == [(["gpu.lan", "b"], "one", True), ([], "two", False)]

@@ -1,0 +1,232 @@
+"""Families × formats × options: each trains for 30 steps, evaluates and is the same in plain PEFT, or says why not.
+
+On a GPU all rows; on a CPU three, so that what decides here is itself tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import PeftModel
+from whole_runs import VOCABULARY, write_model, write_rows
+
+from halfbyte.adapters_qat import round_merged
+from halfbyte.architectures import auto_class
+from halfbyte.config import load_config
+from halfbyte.data import prepare
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats import names
+from halfbyte.memory.policy import FUSED
+from halfbyte.models.load import load_model, load_tokenizer
+from halfbyte.models.qat import quantize_trained
+from halfbyte.saved import model_keys
+from halfbyte.train.sft import train
+
+STEPS = 30
+SAME = 0.01  # relative; 16-bit forwards of other kernels, averaged over some 600 tokens
+SAME_RECIPE = 0.05  # evaluated in fewer bits than plain PEFT computes in
+
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 1,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
+HEAD = {"head_dim": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES = {
+    "llama": HEAD,
+    "mistral": HEAD | {"sliding_window": 64},
+    "qwen2": {},
+    "qwen3": HEAD,
+    "gemma": HEAD,
+    "gemma2": HEAD | {"sliding_window": 64, "query_pre_attn_scalar": 16},
+    "gemma3_text": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"partial_rotary_factor": 0.5, "resid_pdrop": 0.0},
+    "mixtral": HEAD | EXPERTS,
+    "qwen3_moe": HEAD | EXPERTS,
+    "gpt2": {"n_positions": 512, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "gptj": {"n_positions": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "gpt_neox": {},
+    "gpt_oss": HEAD | EXPERTS | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "phi": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "olmo2": {},
+    "granite": {},
+    "cohere": {},
+    "smollm3": {},
+    "glm4": HEAD,
+    "llama4_text": HEAD | EXPERTS | {"intermediate_size_mlp": 128, "attention_chunk_size": 256},
+    "mamba": {"state_size": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    "qwen3_next": HEAD
+    | EXPERTS
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+SIXTEEN = {"load_in_4bit": False}
+OPTIONS = {
+    "packing": {"packing": True},
+    "padding_free": {"padding_free": True},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "dropout": {"lora_dropout": 0.1},
+    "rank 3": {"r": 3},
+    "rank 96": {"r": 96},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "two targets": {"target_modules": ["q_proj", "v_proj"]},
+    "bf16 adapters": {"adapter_dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "stock": {"use_kernels": False},
+    "checkpointed": {"activation_checkpointing": True},
+    "recompute": {"activation_checkpointing": "recompute"},
+    "recompute_mlp": {"activation_checkpointing": "recompute_mlp"},
+    "offload": {"activation_checkpointing": "offload"},
+    "offload_kept": {"activation_checkpointing": "offload_kept"},
+    "tiled": {"activation_checkpointing": "tiled"},
+    "fp8-hybrid": {"recipe": "fp8-hybrid"},
+    "nvfp4 recipe": {"recipe": "nvfp4"},
+    "qat": SIXTEEN | {"qat_scheme": "int4"},
+    "whole": SIXTEEN | {"use_peft": False, "learning_rate": 1e-3},
+    "head too": {"modules_to_save": ["lm_head"]},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "adafactor": {"optim": "adafactor"},
+    "eager": {"attn_implementation": "eager"},
+    "flex": {"attn_implementation": "flex_attention"},
+    "flash": {"attn_implementation": "flash_attention_2"},
+}
+
+
+def table() -> dict[str, tuple[str, dict]]:
+    """Name → family and keys: every family twice, every format in two families, every option in three."""
+    rows = {}
+    for family in FAMILIES:
+        rows[f"{family}-nf4-packed"] = family, {"packing": True, "lora_dropout": 0.1}
+        rows[f"{family}-16bit"] = family, SIXTEEN | {"gradient_accumulation_steps": 2}
+    for format in names():
+        for family in ("llama", "gemma2"):
+            rows[f"{family}-{format}"] = family, {"quantization": format}
+    for option, keys in OPTIONS.items():
+        for family in ("qwen3", "gemma3_text", "gpt_neox"):
+            rows[f"{family}-{option}"] = family, keys
+    return rows
+
+
+TABLE = table()
+REFUSABLE = ("flash", "flex", "head too")  # what a fused family may be refused; another family may be refused anything
+ON_A_CPU = ("llama-nf4-packed", "gpt_neox-16bit", "qwen3-whole")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A function from a family to the folder of a tiny model of it; and rows, some longer than its window."""
+    folder = tmp_path_factory.mktemp("breadth")
+    write_rows(folder / "rows.jsonl", [24, 90, 150, 60, 200, 33, 120, 75] * 6)
+
+    def make(family):
+        if not (folder / family).exists():
+            torch.manual_seed(1)
+            config = transformers.AutoConfig.for_model(family, **TINY | FAMILIES[family])
+            model = auto_class(config).from_config(config, dtype=torch.float32)
+            write_model(folder / family, model)
+        return folder / family
+
+    return make, folder / "rows.jsonl"
+
+
+def keys_of(row, models, output, device):
+    family, keys = TABLE[row]
+    make, rows = models
+    return {
+        "model_name_or_path": str(make(family)), "dataset": str(rows), "output_dir": str(output), "device": device,
+        "max_steps": STEPS, "eval_split_size": 8, "eval_steps": 15, "per_device_train_batch_size": 2, "r": 8,
+        "learning_rate": 5e-3, "max_length": 256, "sample_prompts": 1, "sample_max_new_tokens": 4, "logging_steps": 10,
+    } | keys  # fmt: skip
+
+
+def documents(config, tokenizer):
+    """The held-out documents, each (ids, labels) [1, T]."""
+    for row in prepare(config, tokenizer).eval:
+        begin = 0
+        for length in row.get("seq_lengths") or [len(row["input_ids"])]:
+            part = slice(begin, begin + length)
+            yield torch.tensor([row["input_ids"][part]]), torch.tensor([row["labels"][part]])
+            begin += length
+
+
+@torch.no_grad()
+def plain_loss(config, output, device):
+    """Held-out loss of what the run saved, by transformers and PEFT: one document at a time, full logits."""
+    where = model_keys(config) | {"device": device}
+    if config.use_peft:
+        model = PeftModel.from_pretrained(load_model(config.model_name_or_path, **where), str(output / "adapter"))
+        if config.qat_scheme:
+            round_merged(model)
+            quantize_trained(model)
+    else:
+        model = load_model(str(output / "model"), **where)
+    model.eval()
+    loss_sum, count = 0.0, 0
+    for ids, labels in documents(config, load_tokenizer(config.model_name_or_path)):
+        ids, labels = ids.to(device), labels.to(device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        loss_sum += float(F.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum"))
+        count += int((labels[0, 1:] != -100).sum())
+    return loss_sum / count
+
+
+def check(row, models, output, device):
+    """Train `row`, or skip it with the words it is refused in."""
+    try:
+        config = load_config(None, keys_of(row, models, output, device))
+        train(config)
+    except HalfbyteError as refusal:
+        if TABLE[row][0] in FUSED and not row.endswith(REFUSABLE):
+            raise
+        pytest.skip(f"refused: {refusal}".replace("\n", " "))
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    held_out = [record["loss"] for record in records if record["kind"] == "eval"]
+    trained = [record["loss"] for record in records if record["kind"] == "train"]
+    assert len(trained) == STEPS // 10
+    assert all(map(math.isfinite, held_out + trained))
+    assert held_out[-1] < held_out[0]
+    tolerance = SAME if config.recipe == "bf16" else SAME_RECIPE
+    assert plain_loss(config, output, device) == pytest.approx(held_out[-1], rel=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", TABLE)
+def test_on_a_gpu(row, models, tmp_path):
+    check(row, models, tmp_path / "out", "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ON_A_CPU)
+def test_on_a_cpu(row, models, tmp_path):
+    check(row, models, tmp_path / "out", "cpu")
+
+
+def test_every_fused_family_is_in_the_table():
+    assert FUSED.keys() <= FAMILIES.keys()
