@@ -347,8 +347,8 @@ def test_on_the_gpu_few_keys_build_no_scores(monkeypatch, dtype, faked):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model(input_ids=ids, labels=ids).loss.backward()
-    scores = 4 * 4096**2 * dtype.itemsize  # of one layer
-    assert torch.cuda.max_memory_allocated() - before < scores / 2
+    scores = 4 * 4096**2 * dtype.itemsize  # of one layer; the other kernel keeps those of both, twice
+    assert torch.cuda.max_memory_allocated() - before < scores
 
 
 def test_training_makes_no_cache_unless_asked():

@@ -1,7 +1,8 @@
 """cuDNN's repeatable backward of attention on whole rows, asked for through NVIDIA's package nvidia-cudnn-frontend.
 
 torch calls the same library without that option. On Hopper cuDNN then writes ds of every head, T × T of 16 bits, and
-multiplies it by the keys in a pass of its own; so rows and heads go through in parts of at most `SCRATCH`.
+multiplies it by the keys in a pass of its own; so rows and heads go through in parts of at most `SCRATCH`. Where the
+queries of one head of keys take more (over 8,192 tokens with four of them), Triton's two passes run.
 
 Measured on an H200 (cuDNN 9.19, bf16, heads of 128), in µs, without parts, beside torch's call: 4×2048 of 32/8 heads
 933 (868), 4×2048 of 16/8 509 (475), 2×512 of 16/8 47 (45), 1×8192 of 32/8 3204 (2837). Triton's two passes
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..notices import notice
 from ..ops.attention import cudnn, rows_backward
 
-SCRATCH = 1 << 30  # bytes of scores at a time
+SCRATCH = 1 << 29  # bytes of ds at a time; without this option cuDNN takes 2**28 for 4×2048 of 32 heads
 HOPPER, WIDEST = 9, 128  # compute capability; width of a head
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
@@ -66,7 +67,12 @@ def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple
         graph.check_support()
         graph.build_plans()
         return _Plan(graph, (*given, *made), graph.get_workspace_size())
-    except (RuntimeError, library.cudnnGraphNotSupportedError) as error:
+    except (
+        RuntimeError,
+        AttributeError,
+        TypeError,
+        library.cudnnGraphNotSupportedError,
+    ) as error:  # or another version
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         notice("cudnn-plan", f"cuDNN has no repeatable backward for these rows, so two passes of Triton run: {reason}")
         return None
@@ -76,12 +82,12 @@ def _divisor(number: int, most: int) -> int:
     return next(size for size in range(min(number, max(1, most)), 0, -1) if number % size == 0)
 
 
-def _parts(query: Tensor, key: Tensor) -> tuple[int, int]:
-    """Rows, and heads of keys, that go through at a time: their scores take `SCRATCH`, or one head's of keys."""
+def _parts(query: Tensor, key: Tensor) -> tuple[int, int] | None:
+    """Rows, and heads of keys, that go through at a time, whose ds fits `SCRATCH`; None where one head's does not."""
     rows, heads, length, _ = query.shape
     keys = key.shape[1]
     fitting = SCRATCH // (2 * (heads // keys) * length * length)
-    return _divisor(rows, fitting // keys), _divisor(keys, fitting)
+    return (_divisor(rows, fitting // keys), _divisor(keys, fitting)) if fitting else None
 
 
 @rows_backward.twin("cuda")
@@ -91,10 +97,11 @@ def backward(
     operands = dout, query, key, value, out, logsumexp
     device = query.device
     usable = cudnn() is not None and query.shape[-1] <= WIDEST
-    if not usable or torch.cuda.get_device_capability(device)[0] != HOPPER:
+    parts = _parts(query, key)
+    if not usable or parts is None or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return rows_backward.reference(*operands, scale)
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
-    rows, keys = _parts(query, key)
+    rows, keys = parts
     for row in range(0, query.shape[0], rows):
         for head in range(0, key.shape[1], keys):
             part = [_cut(x, row, rows, head, keys, key.shape[1]) for x in (*operands, dq, dk, dv)]
