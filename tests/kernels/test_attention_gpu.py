@@ -14,9 +14,9 @@ pytestmark = mark
 # Lengths of documents, heads of queries and of keys, width of a head, window
 CASES = [
     ((7, 50, 1, 33, 64, 10), 4, 2, 16, None),  # tiles with several documents; one of a single token
-    ((165,), 2, 1, 24, None),  # a width that is no power of two
-    ((90, 70, 3), 2, 2, 32, 20),
-    ((200,), 2, 1, 16, 70),  # a window wider than a tile
+    ((100,), 2, 1, 24, None),  # a width that is no power of two
+    ((70, 40, 3), 2, 2, 32, 20),
+    ((140,), 2, 1, 16, 70),  # a window wider than a tile
 ]
 if not INTERPRETED:
     CASES += [((1024, 517, 1, 506), 16, 8, 128, None), ((1300, 700), 8, 1, 64, 257), ((300, 211), 4, 4, 256, None)]
