@@ -9,8 +9,10 @@ is measured and said. Both are samples, of weights and of tokens: what the stand
 
 from __future__ import annotations
 
-from halfbyte.config import RunConfig
+from collections.abc import Collection
+
 from halfbyte.errors import ConfigError
+from halfbyte.formats import Format
 
 from .fidelity import Loss
 from .kept import Kept
@@ -52,9 +54,16 @@ def update_is_lost(kept: Kept, packing: Packing, target: Target, original: bool)
     )
 
 
-def loss_is_higher(loss: Loss | None, packing: Packing, config: RunConfig) -> ConfigError | None:
-    """The refusal of a merge that lost accuracy beyond what its run was trained with; None for one that did not."""
-    if loss is None or not config.quantized or packing.bits < FEW_BITS:
+def loss_is_higher(loss: Loss | None, packing: Packing, trained_on: Collection[Format] | None) -> ConfigError | None:
+    """The refusal of a merge that lost accuracy beyond what its run was trained with; None for one that did not.
+
+    Args:
+        trained_on: what the original base was quantized to for training: the merge in the same formats costs what they
+            cost the base, and no more. Empty where there is no original base; None for a run on 16-bit weights.
+    """
+    if loss is None or trained_on is None or packing.bits < FEW_BITS:
+        return None
+    if set(packing.formats.values()) <= set(trained_on):
         return None
     if loss.excess - CERTAIN * loss.error <= EXCESS:
         return None

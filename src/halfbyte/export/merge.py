@@ -350,7 +350,9 @@ def _write_and_verify(
     if lost := _lost(job, target):
         return lost
     measured = verifier.verify(aside, target)
-    return loss_is_higher(measured.loss, job.weights.packing, job.config) or measured
+    weights = job.weights
+    quantized = () if weights.base.quantized else tuple(weights.adapter.quantized.values())
+    return loss_is_higher(measured.loss, weights.packing, quantized if job.config.quantized else None) or measured
 
 
 def _lost(job: _Job, target: Target) -> ConfigError | None:
