@@ -74,7 +74,7 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
         ]
     if found.way == "positions":
         return packed, []
-    reason = found.leak or found.tried["positions"]
+    reason = found.leak or str(found.tried["positions"])
     return packed, [f"# Packed documents would see each other ({reason}), so {WORDS[found.way]}."]
 
 
