@@ -74,7 +74,8 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
         ]
     if found.way == "positions":
         return packed, []
-    return packed, [f"# Packed documents would see each other ({found.leak}), so {WORDS[found.way]}."]
+    reason = found.leak or str(found.tried["positions"])
+    return packed, [f"# Packed documents would see each other ({reason}), so {WORDS[found.way]}."]
 
 
 def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str, Any], MemoryPlan]:

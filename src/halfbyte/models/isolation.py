@@ -89,8 +89,10 @@ class Isolation:
     leak: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """For checks.json."""
-        return {"way": self.way, "leak": self.leak, "probed": {way: asdict(found) for way, found in self.tried.items()}}
+        """For checks.json: what was found of the way that is taken, and in words why not the ways before it."""
+        numbers = {key: value for key, value in asdict(self.tried[self.way]).items() if key != "error"}
+        without = {f"not_by_{way}": str(found) for way, found in self.tried.items() if way != self.way}
+        return {"way": self.way, "leak": self.leak, **numbers, **without}
 
 
 def isolate(
@@ -162,7 +164,7 @@ def release(model: nn.Module) -> None:
 def _said(model: nn.Module, isolation: Isolation) -> Isolation:
     if isolation.way != "positions":
         name = type(causal_lm_of(model)).__name__
-        reason = isolation.leak or isolation.tried["positions"].error
+        reason = isolation.leak or isolation.tried["positions"]
         said = f"packed documents would see each other in {name} ({reason}): {WORDS[isolation.way]}"
         notice(f"isolation-{name}", said)
     return isolation
