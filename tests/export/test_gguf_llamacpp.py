@@ -99,6 +99,13 @@ def test_errors_are_within_half_a_percent_of_ggmls_encoder(type_, weighed):
         assert found["ours"] <= 1.005 * found["theirs"]
 
 
+def test_q6_k_is_ggmls_own_encoding():
+    """Every mix has embeddings and heads in it. Sums in another order move a code in one block of forty."""
+    x = torch.randn(256, 1024) * 0.02
+    ours, theirs = quantize(x, Type.Q6_K).numpy(), by_llamacpp(x.numpy(), Type.Q6_K, None)
+    assert (ours.reshape(-1, 210) == theirs.reshape(-1, 210)).all(1).mean() > 0.95
+
+
 def quantized_by_llamacpp(path, mix, out):
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread = int(MIXES[mix][1]), 1
