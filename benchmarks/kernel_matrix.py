@@ -44,6 +44,7 @@ KIB = 1024
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "kernel_matrix.json", ROOT / "docs" / "kernels.md"
 REGISTERS = 255  # of a thread on NVIDIA's GPUs
+SPILLED = 256  # bytes of a thread from which the page says so: slower, and right
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -379,9 +380,9 @@ takes of shared memory and registers is held against what the device has. `make 
 
 **Proven by running**: H100 and H200 (sm_90), whose suite is `make gpu-test`. **Proven by compiling** alone: all others.
 
-A cell says that all forms compile and fit, with the most shared memory that one takes; `-`: never chosen there. What
-does not run is numbered. It is said once, and something slower runs: for a Triton kernel the torch reference, for one
-in CUDA (`cuda/`, from Hopper on) a Triton kernel, or a product of torch's.
+A cell says that all forms compile and fit, with the most shared memory that one takes, and what a thread of one spills;
+`-`: never chosen there. What does not run is numbered. It is said once, and something slower runs: for a Triton kernel
+the torch reference, for one in CUDA (`cuda/`, from Hopper on) a Triton kernel, or a product of torch's.
 """
 
 
@@ -402,6 +403,8 @@ def _cell(row: dict | None, notes: list[str]) -> str:
     if row is None:
         return "-"
     runs = f"{row['shared_bytes'] / KIB:.0f} KiB" if row["forms"] else ""
+    if row["spilled_bytes"] >= SPILLED:
+        runs += f", spills {row['spilled_bytes']} B"
     numbers = []
     for reason, cases in row["refused"].items():
         note = f"{reason}: {', '.join(cases)}"

@@ -74,11 +74,11 @@ def test_decoding(size, dtype, kib, monkeypatch):
 
 @dtypes
 def test_an_8_bit_cache_where_triton_does_not_convert_it(dtype, monkeypatch):
-    """As on GPUs before compute capability 8.9."""
+    """As on GPUs before Hopper."""
     q = random(2, 4, 1, 64, dtype=dtype)
     keys, values = (random(2, 2, 192, 64).to(torch.float8_e4m3fn) for _ in range(2))
     first, last = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), torch.tensor([130], device=DEVICE)
-    monkeypatch.setattr(attention, "casts_float8", lambda tensor: False)
+    monkeypatch.setattr(attention, "CONVERTS", (99, 0))
     found = attention.attend(q, keys, values, first, last, 0.1, None, None)
     expected = decode_attention.reference(q.float(), keys.float(), values.float(), first, last, 0.1, None, None)
     assert (found.float() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
