@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from halfbyte import notices
 from halfbyte.config import RunConfig
@@ -28,14 +29,14 @@ def test_widths_are_few_and_little_is_padding():
     assert [width_of(length, length) for length in (512, 2048, 3000, 3072)] == [512, 2048, 3072, 3072]  # packed rows
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("keys", [{}, {"padding_free": True}, {"packing": True}, {"per_device_train_batch_size": 100}])
-def test_no_batch_is_larger_than_planned(keys, fused):
+def test_no_batch_is_larger_than_planned(keys, device):
     config = run_config(**{"per_device_train_batch_size": 3} | keys)
     draw = np.random.default_rng(1)
     lengths = draw.integers(64, 4097, 26)
-    batches = batches_of_lengths(config, lengths, lengths[:5], fused=fused)
-    collate = make_collator(config, TOKENIZER, fused=fused)
+    batches = batches_of_lengths(config, lengths, lengths[:5], rounded=device == "cuda")
+    collate = make_collator(config, TOKENIZER, torch.device(device))
     seen = set()
     for _ in range(40):
         order = draw.permutation(len(lengths))
@@ -55,7 +56,9 @@ def test_no_batch_is_larger_than_planned(keys, fused):
 
 def test_a_batch_has_no_more_rows_than_the_data():
     notices.forget()
-    batches = batches_of_lengths(run_config(per_device_train_batch_size=100_000), np.full(60, 50), NOTHING, fused=False)
+    batches = batches_of_lengths(
+        run_config(per_device_train_batch_size=100_000), np.full(60, 50), NOTHING, rounded=False
+    )
     assert batches.largest == batches.usual == Shape(60, 50)
     assert batches.second.tokens == batches.evaluation.tokens == 0
     assert "more than the data's 60 rows" in notices.said()["batch-rows"]

@@ -127,10 +127,14 @@ def test_make_collator(config, make_tokenizer):
     assert make_collator(config("d", packing=True), tokenizer) == PackedCollator(pad, max_length=most)
     one_row = make_collator(config("d", padding_free=True), tokenizer)
     assert one_row == PackedCollator(pad, one_row=True, max_length=most)
-    assert make_collator(config("d"), tokenizer, fused=True) == PaddedCollator(pad, True, most)
-    assert make_collator(config("d", packing=True), tokenizer, fused=True) == PackedCollator(
-        pad, fused=True, max_length=most
-    )
+    gpu = torch.device("cuda")
+    assert make_collator(config("d"), tokenizer, gpu) == PaddedCollator(pad, True, most, True)
+    assert make_collator(config("d", packing=True), tokenizer, gpu) == PackedCollator(pad, False, True, most, True)
+    stock = make_collator(config("d", use_kernels=False), tokenizer, gpu)
+    assert stock == PaddedCollator(pad, False, most, True)
+    batch = stock([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}])  # in few widths, too
+    assert batch["attention_mask"].shape == (1, 128)
+    assert batch["attention_mask"].sum() == 3
 
 
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])

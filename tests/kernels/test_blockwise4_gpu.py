@@ -76,7 +76,7 @@ def test_more_than_two_to_the_31_values():
     values = dequantize_blockwise4(packed, absmax, None, 64, "fp4", count, torch.bfloat16)
     for start in ends:
         assert values[start : start + 3].tolist() == [1.0, -1.0, 0.5]
-    assert int(torch.count_nonzero(values)) == 3 * len(ends)
+    assert sum(int(torch.count_nonzero(part)) for part in values.split(2**28)) == 3 * len(ends)  # int64 in between
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")

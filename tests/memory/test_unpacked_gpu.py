@@ -8,6 +8,7 @@ STEPS = {"limit6": 40, "rows26": 3, "gemma2": 4, "layers4": 60}
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.large(12)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_run_stays_within_its_plan(name):
     numbers = measured(**RUNS[name] | {"steps": STEPS[name]})

@@ -255,7 +255,8 @@ def test_no_causal_lm_leaks_on_a_gpu(part, tmp_path):
     """A share of all families, in a process of its own, since a failed kernel would take the process's other tests
     along. What `isolate` does not refuse, it has found isolated; nothing else may be raised."""
     script, source = Path(all_families.__file__).with_name("families_on_gpu.py"), Path(isolation.__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{script.parent}"}
+    folders = [str(source), str(script.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     command = [sys.executable, str(script), str(part), str(PARTS)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     print(done.stdout)

@@ -128,5 +128,7 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     assert peak <= ABOVE_PLAN * planned
     if memory["cuda_graphs"]:  # whose pool is reserved, and not allocated
         assert reserved <= ABOVE_PLAN * planned
+    if name == "padding_free":  # the largest sum of lengths, which makes the pool, may come at any step
+        del growth["reserved"]
     for key, (early, late) in growth.items():
         assert late <= GROWTH[key] * early + 8 * MIB, (key, said)

@@ -197,3 +197,21 @@ def test_several_processes_are_refused(place, tmp_path, monkeypatch):
 def test_finetune_takes_keys_and_names_unknown_ones(place, tmp_path):
     with pytest.raises(ConfigError, match="learning_rate"):
         finetune("m", "d", learning_rte=1)
+
+
+def test_whole_models_are_compared_under_the_names_they_are_saved_by(tmp_path):
+    """GPT-NeoX's head is lm_head in memory, and embed_out in files where transformers keeps the older name."""
+    import transformers
+
+    from halfbyte.train.checks import model_reload
+
+    config = transformers.GPTNeoXConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = transformers.GPTNeoXForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    assert model_reload(model, tmp_path)["equal"]
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3, 5] += 1
+    with pytest.raises(TrainingError, match=r"(embed_out|lm_head)\.weight differs from the trained weight"):
+        model_reload(model, tmp_path)

@@ -10,7 +10,7 @@ from pyarrow import compute
 from ..config import RunConfig
 from ..memory.batches import Batches, Shape
 from ..notices import notice
-from .collate import fused_batches, width_of
+from .collate import rounds_widths, width_of
 from .prepare import PreparedData
 
 SAMPLES = 64  # batches that the usual one is the mean of
@@ -19,11 +19,11 @@ SAMPLES = 64  # batches that the usual one is the mean of
 def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> Batches:
     """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for."""
     train, held_out = _row_lengths(data.train), _row_lengths(data.eval)
-    return batches_of_lengths(config, train, held_out, fused=fused_batches(config, device))
+    return batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
 
 
 def widths_of(config: RunConfig, data: PreparedData) -> set[int]:
-    """The widths that fused batches of unpacked training rows can have."""
+    """The widths that rounded batches of unpacked training rows can have."""
     return {width_of(int(length), config.max_length) for length in np.unique(_row_lengths(data.train))}
 
 
@@ -35,12 +35,12 @@ def _row_lengths(rows: Dataset | None) -> np.ndarray:
     return np.asarray(lengths.to_numpy(), dtype=np.int64)
 
 
-def batches_of_lengths(config: RunConfig, train: np.ndarray, held_out: np.ndarray, *, fused: bool) -> Batches:
+def batches_of_lengths(config: RunConfig, train: np.ndarray, held_out: np.ndarray, *, rounded: bool) -> Batches:
     """The largest micro-batch that shuffled rows can make, the usual one, and the largest of an evaluation.
 
     Args:
         train, held_out: tokens of each row; more than `max_length` are cut to it.
-        fused: whether the collator rounds widths up, see `data.collate`.
+        rounded: whether the collator rounds widths up, see `data.collate`.
     """
     rows = config.per_device_train_batch_size
     if rows > len(train):
@@ -52,36 +52,36 @@ def batches_of_lengths(config: RunConfig, train: np.ndarray, held_out: np.ndarra
     drawn = np.random.default_rng(0)
     lengths = np.minimum(train, config.max_length)
     picks = [drawn.choice(lengths, min(rows, len(lengths)), replace=False) for _ in range(SAMPLES)]
-    usual = [_shape(config, pick, fused) for pick in picks]
+    usual = [_shape(config, pick, rounded) for pick in picks]
     length = sum(shape.tokens for shape in usual) // sum(shape.rows for shape in usual)
     return Batches(
-        largest=_largest(config, lengths, rows, fused),
+        largest=_largest(config, lengths, rows, rounded),
         usual=Shape(usual[0].rows, max(length, 1)),
-        second=_second(config, lengths, fused),
-        evaluation=_largest(config, np.minimum(held_out, config.max_length), evaluated, fused),
+        second=_second(config, lengths, rounded),
+        evaluation=_largest(config, np.minimum(held_out, config.max_length), evaluated, rounded),
     )
 
 
-def _largest(config: RunConfig, lengths: np.ndarray, rows: int, fused: bool) -> Shape:
+def _largest(config: RunConfig, lengths: np.ndarray, rows: int, rounded: bool) -> Shape:
     longest = np.sort(lengths)[::-1][:rows]
-    return _shape(config, longest, fused) if len(longest) else Shape(0, 0)
+    return _shape(config, longest, rounded) if len(longest) else Shape(0, 0)
 
 
-def _second(config: RunConfig, lengths: np.ndarray, fused: bool) -> Shape:
+def _second(config: RunConfig, lengths: np.ndarray, rounded: bool) -> Shape:
     """The largest shape but one: of shorter rows, or of the rows that are left at the end of an epoch."""
     rows = min(config.per_device_train_batch_size, len(lengths))
     left = len(lengths) % rows
-    largest = _largest(config, lengths, rows, fused)
+    largest = _largest(config, lengths, rows, rounded)
     if config.padding_free:  # sums of lengths
         return largest if lengths.min() < lengths.max() else Shape(1, left * largest.length // rows)
-    alone = (_shape(config, np.array([length]), fused) for length in np.unique(lengths))
+    alone = (_shape(config, np.array([length]), rounded) for length in np.unique(lengths))
     shorter = max((shape.length for shape in alone if shape.length < largest.length), default=0)
     return max(Shape(rows, shorter), Shape(left, largest.length), key=lambda shape: shape.tokens)
 
 
-def _shape(config: RunConfig, lengths: np.ndarray, fused: bool) -> Shape:
+def _shape(config: RunConfig, lengths: np.ndarray, rounded: bool) -> Shape:
     """Of one micro-batch of rows of these lengths."""
     rows, longest, most = len(lengths), int(lengths.max()), config.max_length
     if config.padding_free:
         rows, longest, most = 1, int(lengths.sum()), most * len(lengths)
-    return Shape(rows, width_of(longest, most) if fused else longest)
+    return Shape(rows, width_of(longest, most) if rounded else longest)

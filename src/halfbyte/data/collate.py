@@ -5,9 +5,9 @@ key-value cache (masking_utils, 5.23). With a mask of ones beside them, or with 
 outside of Trainer, documents would see each other, silently. So a batch has a mask or positions, never both, and a
 model must be given a flat batch with `use_cache=False`.
 
-For the fused step on a GPU (`fused=True`) batches come in few shapes, so that each can be a CUDA graph: widths are
-rounded up, to four in each octave above 512, since every width costs a graph, its first steps and cuDNN's plans. They
-need no mask: a row is padded on its right, which causal attention never looks at from the left, and the padding is not
+On a GPU batches come in few widths (`rounded`): up to four in each octave above 512, since every width costs a CUDA
+graph, its first steps, and plans that cuDNN makes and keeps. For the fused step (`fused`, which rounds, too) they need
+no mask: a row is padded on its right, which causal attention never looks at from the left, and the padding is not
 trained. And they say where documents begin, so that no layer waits for the device for it.
 """
 
@@ -28,21 +28,29 @@ Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 LENGTHS, DOCUMENTS = 128, 32  # lengths of fused batches, and their numbers of documents, are multiples of these
 
 
-def make_collator(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, fused: bool = False) -> Collator:
-    """The collator that `config` asks for: flat for packing or padding_free, else padded."""
+def make_collator(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+) -> Collator:
+    """The collator that `config` asks for: flat for packing or padding_free, else padded.
+
+    Args:
+        device: where a run trains; None: batches are neither fused nor rounded.
+    """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    rounded = device is not None and rounds_widths(device)
+    fused = rounded and config.use_kernels
     if config.packing or config.padding_free:
-        return PackedCollator(pad, config.padding_free, fused, config.max_length)
-    return PaddedCollator(pad, fused, config.max_length)
+        return PackedCollator(pad, config.padding_free, fused, config.max_length, rounded)
+    return PaddedCollator(pad, fused, config.max_length, rounded)
 
 
-def fused_batches(config: RunConfig, device: torch.device) -> bool:
-    """Whether a run on `device` gets fused batches: also where no graph is captured, few shapes cost less."""
-    return config.use_kernels and device.type == "cuda"
+def rounds_widths(device: torch.device) -> bool:
+    """Whether a run on `device` gets batches of few widths."""
+    return device.type == "cuda"
 
 
 def width_of(longest: int, most: int | None = None) -> int:
-    """The width of a fused batch whose longest row has `longest` tokens.
+    """The width, one of few, of a batch whose longest row has `longest` tokens.
 
     Args:
         most: tokens that no row exceeds, if that is known: then no wider than needed for them.
@@ -62,10 +70,11 @@ class PaddedCollator:
     pad_token_id: int
     fused: bool = False
     max_length: int | None = None
+    rounded: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         longest = max(len(row["input_ids"]) for row in rows)
-        width = width_of(longest, self.max_length) if self.fused else longest
+        width = width_of(longest, self.max_length) if self.fused or self.rounded else longest
         batch = {
             "input_ids": _stack([row["input_ids"] for row in rows], width, self.pad_token_id),
             "labels": _stack([_without_first(row["labels"], [0]) for row in rows], width, IGNORED),
@@ -93,6 +102,7 @@ class PackedCollator:
     one_row: bool = False
     fused: bool = False
     max_length: int | None = None
+    rounded: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         ids = [list(row["input_ids"]) for row in rows]
@@ -103,7 +113,7 @@ class PackedCollator:
         longest, most = max(map(len, ids)), self.max_length
         if self.one_row and most is not None:
             most *= len(rows)
-        width = width_of(longest, most) if self.fused else longest
+        width = width_of(longest, most) if self.fused or self.rounded else longest
         documents = [(*parts, width - sum(parts)) for parts in lengths]
         positions = [[position for length in parts for position in range(length)] for parts in documents]
         batch: Batch = {

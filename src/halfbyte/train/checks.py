@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from halfbyte.adapters import compute, quiet_peft
 from halfbyte.adapters_qat import round_merged
@@ -89,16 +90,27 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     return result
 
 
-def model_reload(model: nn.Module, folder: Path) -> dict[str, Any]:
+def model_reload(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     """Compare the saved tensors of full fine-tuning with those in memory, bit by bit.
 
     Raises:
         TrainingError: a tensor differs.
     """
-    own, compared = model.state_dict(), 0
+    own, compared, renamed = model.state_dict(), 0, []
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
-            if not torch.equal(tensor, own[name].cpu()):
-                raise TrainingError(f"{path}: {name} differs from the trained weight", "please report this")
+            if name not in own:
+                renamed.append(name)
+                continue
+            _same(folder, name, tensor, own[name])
             compared += 1
+    if renamed:  # transformers saves some families under the names of older versions, and restores them
+        for name, tensor in type(model).from_pretrained(folder, dtype="auto").state_dict().items():
+            _same(folder, name, tensor, own[name])
+        compared += len(renamed)
     return {"tensors": compared, "equal": True}
+
+
+def _same(folder: Path, name: str, saved: torch.Tensor, trained: torch.Tensor) -> None:
+    if not torch.equal(saved, trained.cpu()):
+        raise TrainingError(f"{folder}: {name} differs from the trained weight", "please report this")

@@ -20,7 +20,7 @@ from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
-from halfbyte.data.collate import Collator, fused_batches, make_collator
+from halfbyte.data.collate import Collator, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import is_out_of_memory
@@ -113,7 +113,7 @@ def _release(device: torch.device) -> None:
 def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
     model = _trainable_model(job, measured)
-    collate = make_collator(job.config, job.tokenizer, fused=fused_batches(job.config, job.device))
+    collate = make_collator(job.config, job.tokenizer, job.device)
     trainer = _trainer(job, model, collate)
     rows = job.data.train if job.data.eval is None else job.data.eval
     ids = torch.tensor([job.data.train[0]["input_ids"][: checks.TOKENS]], device=job.device)
