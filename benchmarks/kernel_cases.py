@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.autograd.attention import WIDEST
 from halfbyte.kernels import (
+    attention,
     bitplane,
     blockwise4,
     blockwise4_float8,
@@ -36,6 +38,8 @@ from halfbyte.kernels import (
     partial_sums,
     rope,
 )
+from halfbyte.kernels.device import device_of
+from halfbyte.models.attention import HOPPER
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
@@ -201,6 +205,21 @@ def attention_cases() -> Iterator[Case]:
                 lambda d=dtype, s=size, e=eight, w=window, c=softcap: attend_call(d, s, E4M3 if e else d, w, c),
                 dtype, (dtype, size) in ((FP16, 256), (FP32, 128)) and not (eight or window or softcap),
             )  # fmt: skip
+
+
+def attention_backward_cases() -> Iterator[Case]:
+    """`models.attention` takes them on Hopper alone, where they were measured."""
+    for dtype, size, window in itertools.product((FP16, BF16), HEADS, (None, 512)):
+        if size > WIDEST:
+            continue
+
+        def call(dtype=dtype, size=size, window=window):
+            q, k, numbers = empty(512, 32, size, dtype=dtype), empty(512, 8, size, dtype=dtype), empty(32, 512)
+            spans = empty(512, dtype=torch.int32), empty(512, dtype=torch.int32)
+            if device_of(q).capability[0] == HOPPER:
+                attention.backward(q, q, k, k, q, numbers, spans, 0.1, window)
+
+        yield Case(f"attention's backward, heads of {size}", call, dtype, dtype is BF16 and size == WIDEST)
 
 
 def loss_cases() -> Iterator[Case]:
@@ -395,7 +414,7 @@ def product_cases() -> Iterator[Case]:
 
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
-    glu_cases,
+    glu_cases, attention_backward_cases,
 )  # fmt: skip
 
 
