@@ -115,6 +115,6 @@ def varying(
 def whole(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attention in which every row is one document: query [B, Hq, T, D], key and value [B, Hk, T, D] → [B, Hq, T, D].
 
-    Where `kernels.attention_cudnn.takes` says so.
+    Where `takes_rows` says so.
     """
     return _Whole.apply(query, key, value, scale)
