@@ -260,7 +260,7 @@ def language(shared, tmp_path_factory):
     lines = [lines[index] for index in torch.randperm(len(lines), generator=torch.Generator().manual_seed(0)).tolist()]
     for name, part in (("calibration", lines[::2]), ("unseen", lines[1::2])):
         (texts / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in part), encoding="utf-8")
-    rows = windows(load_tokenizer(model), texts / "unseen.jsonl", 512)[:48]
+    rows = windows(load_tokenizer(model), texts / "unseen.jsonl", 512)[:32]
 
     @functools.cache
     def stored_as(quantization):
@@ -271,14 +271,11 @@ def language(shared, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bits", "smaller"), [(4.15, "nf4 kbit3"), (4.5, "hqq4 kbit4 nf4 kbit3"), (3.5, "kbit3 kbit2")]
-)
+@pytest.mark.parametrize(("bits", "smaller"), [(4.15, "nf4 kbit3"), (4.5, "kbit4 nf4"), (3.5, "kbit3")])
 def test_a_mixture_is_no_worse_than_a_format_of_its_size(language, tmp_path, bits, smaller):
     """4.15: what the sum of layers' relative errors chose was worse than nf4, which was among its choices."""
     model, text, stored_as = language
-    formats = "nf4,hqq4,kbit2,kbit3,kbit4,kbit5"
-    command = ["mix", model, str(text), "--bits", str(bits), "--tokens", "4096", "--formats", formats]
+    command = ["mix", model, str(text), "--bits", str(bits), "--tokens", "2048", "--formats", "nf4,kbit3,kbit4,kbit5"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     (tmp_path / "mixed.yaml").write_text(result.stdout)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ..models.mixed import Mixture
 
 TOGETHER = 8  # rows of a forward without gradients
+HELD_BACK = 8192  # tokens to compare on, at least: with 2,048 chance took nf4 (+0.022 nats) for a mixture of +0.008
 
 
 def mix_formats(
@@ -24,7 +25,7 @@ def mix_formats(
     Args:
         dataset: calibration text, read as for training.
         bits: mean bits per weight of the quantized layers, scales included.
-        tokens: how much of the text is measured on; as much again is held back.
+        tokens: how much of the text is measured on; as much again is held back, at least `HELD_BACK`.
 
     Returns:
         what is best, and the mean loss of a held-back token of each that was compared: "mixture", and formats by name.
@@ -48,11 +49,12 @@ def mix_formats(
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
     model = load_model(name, **model_keys(config))
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    rows, collate = packed_rows(config, tokenizer, 2 * max(tokens, ROW)), make_collator(config, tokenizer)
+    collate = make_collator(config, tokenizer)
+    rows = packed_rows(config, tokenizer, 2 * max(tokens, HELD_BACK))
     if len(rows) < 2:
         raise DataError(f"{dataset}: there are not two rows of {ROW} tokens, and one is held back", "give more text")
     isolate_run(model, config, collate, rows)
-    options = measure(model, candidates, batched(rows[::2], collate, model.device))
+    options = measure(model, candidates, batched(rows[::2][: max(1, tokens // ROW)], collate, model.device))
     return best(model, candidates, options, bits, list(batched(rows[1::2], collate, model.device, TOGETHER)))
 
 
