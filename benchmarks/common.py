@@ -56,6 +56,13 @@ def provenance() -> dict[str, Any]:
     return {"commit": _commit(), "device": device, "versions": facts["versions"]}
 
 
+def cpu_name() -> str:
+    """The CPU's model: what a result of a CPU names as its device, whether or not there is a GPU beside it."""
+    from halfbyte.environment import environment
+
+    return str(environment()["cpu"]["model"])
+
+
 def _commit() -> str | None:
     """The checkout's commit; on a machine that has only the files, what `benchmarks/COMMIT` says."""
     marker = Path(__file__).parent / "COMMIT"

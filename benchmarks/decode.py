@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,31 +106,54 @@ def peer(name: str, batch: int) -> float:
 
 
 def stock_rate(model: Any, prompts: list[list[int]], new: int) -> float:
-    """Tokens a second of `model.generate`, the time for one token taken off that for all."""
+    """Tokens a second of `model.generate`, greedy."""
     ids = torch.tensor(prompts, device=model.device)
+
+    def generate(count: int) -> None:
+        keys = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **keys)
+
+    return without_prompt(generate, len(prompts), new)
+
+
+def without_prompt(generate: Callable[[int], Any], batch: int, new: int) -> float:
+    """Tokens a second of `generate(number of tokens)`, the time for one token taken off that for all."""
 
     def seconds(count: int) -> float:
         began = time.perf_counter()
-        keys = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **keys)
+        generate(count)
         return time.perf_counter() - began
 
     seconds(4)
-    return len(prompts) * (new - 1) / (seconds(new) - seconds(1))
+    return batch * (new - 1) / (seconds(new) - seconds(1))
 
 
 def cpu(folder: str) -> dict[str, Any]:
-    from halfbyte import load_model
+    """NF4 in the dtype that halfbyte picks, and 32 and 16 bits by transformers: the same prompts, tokens and clock."""
+    from transformers import AutoModelForCausalLM
 
-    result: dict[str, Any] = {"threads": torch.get_num_threads()}
+    from benchmarks.common import cpu_name
+    from halfbyte import load_model
+    from halfbyte.generation import stream
+
     ours = load_model(folder, device="cpu")
     stock = {
-        dtype: load_model(folder, load_in_4bit=False, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16")
+        dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        for dtype in ("float32", "bfloat16")
     }
-    vocabulary = ours.config.vocab_size
+    result: dict[str, Any] = {
+        "device": cpu_name(), "threads": torch.get_num_threads(), "prompt": PROMPT, "new": NEW,
+        "halfbyte_dtype": str(ours.dtype).removeprefix("torch."),
+    }  # fmt: skip
     for batch in (1, 4):
-        row = {"halfbyte": rate(ours, batch, vocabulary)}
-        row |= {f"hf_{name}": stock_rate(model, prompts_of(batch, vocabulary), 64) for name, model in stock.items()}
+        prompts = prompts_of(batch, ours.config.vocab_size)
+
+        def generate(count: int, prompts: list[list[int]] = prompts) -> None:
+            for _ in stream(ours, prompts, max_new_tokens=count, stops=[]):
+                pass
+
+        row = {"halfbyte": without_prompt(generate, batch, NEW)}
+        row |= {f"hf_{name}": stock_rate(model, prompts, NEW) for name, model in stock.items()}
         ratio = row["halfbyte"] / max(row["hf_float32"], row["hf_bfloat16"])
         print(f"batch {batch}: halfbyte NF4 {row['halfbyte']:.1f} tok/s, Hugging Face float32 {row['hf_float32']:.1f},"
               f" bfloat16 {row['hf_bfloat16']:.1f}: {ratio:.2f}x the faster")  # fmt: skip

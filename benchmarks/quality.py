@@ -9,7 +9,8 @@ are predicted. The QLoRA run trains adapters on rows of 256 tokens from the othe
 order for every format, from the same adapters. Products run in float32 unless --dtype says otherwise, so that only the
 storage differs between rows.
 
-FILE is written after every figure. What it holds of the same run already is kept, not measured again.
+FILE is written after every figure. What it holds of the same run already is kept, not measured again; rows that are
+added on another device carry its name and the commit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common import write_result
+from benchmarks.common import provenance, write_result
 from halfbyte import load_model, load_tokenizer
 from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
@@ -214,19 +215,29 @@ def main() -> None:
         "dtype": given.dtype, "on": given.device, "steps": given.steps, "batch": [BATCH, ROW],
         "rank": RANK, "learning_rate": LEARNING_RATE,
     }  # fmt: skip
-    table = stored_rows(given.json, run)
+    kept = stored(given.json, run)
+    table = kept.pop("stored_as", {})
     for name, figures in measure(given, table):
-        table[name] = table.get(name, {}) | figures
+        table[name] = table.get(name, {}) | figures | elsewhere(kept)
         print(name, json.dumps(figures), flush=True)
-        write_result(given.json, {**run, "stored_as": table})
+        write_result(given.json, {**run, **kept, "stored_as": table})
 
 
-def stored_rows(file: Path | None, run: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows that `file` holds of this same run."""
+def stored(file: Path | None, run: dict[str, Any]) -> dict[str, Any]:
+    """What `file` holds of this same run, on whatever device: its rows, and where the first of them were measured."""
     if file is None or not file.exists():
         return {}
     result = json.loads(file.read_text())
-    return result["stored_as"] if all(result.get(key) == value for key, value in run.items()) else {}
+    if any(result.get(key) != value for key, value in run.items() if key != "on"):
+        return {}
+    return {key: result[key] for key in (*provenance(), "on", "stored_as")}
+
+
+def elsewhere(kept: dict[str, Any]) -> dict[str, Any]:
+    """Device and commit of a row that is added where the file's others were not measured."""
+    here = provenance()
+    same = kept.get("device", here["device"]) == here["device"]
+    return {} if same else {key: here[key] for key in ("device", "commit")}
 
 
 if __name__ == "__main__":

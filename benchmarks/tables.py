@@ -14,7 +14,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "docs" / "formats.md", ROOT / "README.md")
 BLOCK = re.compile(r"(<!-- quality: (\S+) (all|short) -->\n).*?(<!-- end -->)", re.DOTALL)
-SHORT = ("as it is", "int8", "fp8", "kbit5", "hqq4", "nf4", "kbit4", "nvfp4-1d-46", "mxfp4", "fp4", "kbit3", "kbit2")
+SHORT = (
+    "as it is", "int8", "fp8", "kbit5", "hqq4", "int4", "nf4", "kbit4", "nvfp4-1d-46", "mxfp4", "fp4", "kbit3", "kbit2",
+)  # fmt: skip
 COLUMNS = {
     "bits per weight": ("bits_per_weight", ".3f"),
     "weight SQNR, dB": ("sqnr_db", ".2f"),
@@ -40,7 +42,8 @@ def quality_table(result: dict[str, Any], short: bool) -> str:
 
 
 def _label(name: str, row: dict[str, Any]) -> str:
-    return name if row.get("spec") in (None, name) else f"{name} (`{row['spec']}`)"
+    label = name if row.get("spec") in (None, name) else f"{name} (`{row['spec']}`)"
+    return f"{label}, on {row['device']}" if "device" in row else label
 
 
 def _cell(value: float | None, form: str) -> str:

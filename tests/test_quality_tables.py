@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from benchmarks import tables
+from benchmarks.common import provenance, write_result
 from benchmarks.llama2c import read_model, read_tokenizer
-from benchmarks.quality import IGNORE_INDEX, documents, split
+from benchmarks.quality import IGNORE_INDEX, documents, elsewhere, split, stored
 from halfbyte.formats import named, names
 
 
@@ -38,6 +39,22 @@ def test_a_table_follows_its_result(tmp_path):
     assert made.count("kbit:9") == 1  # not in the short one
     assert "old" not in made
     assert tables.updated(made, tmp_path) == made
+
+
+def test_rows_that_are_added_elsewhere_keep_the_others_and_say_where(tmp_path):
+    """A row added on another device threw the file's others away, or gave them its own device."""
+    file, run = tmp_path / "r.json", {"model": "m", "tokens": 1, "on": "cpu"}
+    here = provenance()
+    assert stored(file, run) == {}
+    assert elsewhere({}) == {}
+    write_result(file, run | {"device": "another", "commit": "c", "on": "cuda", "stored_as": {"nf4": {"sqnr_db": 1.0}}})
+    kept = stored(file, run)
+    assert kept == {**here, "device": "another", "commit": "c", "on": "cuda", "stored_as": {"nf4": {"sqnr_db": 1.0}}}
+    assert elsewhere(kept) == {"device": here["device"], "commit": here["commit"]}
+    assert elsewhere(kept | {"device": here["device"]}) == {}
+    assert stored(file, run | {"tokens": 2}) == {}
+    row = {"spec": "hqq:4:64:range", **elsewhere(kept)}
+    assert tables._label("int4", row) == f"int4 (`hqq:4:64:range`), on {here['device']}"
 
 
 def test_documents_and_held_out_windows(tmp_path):

@@ -198,13 +198,13 @@ def mix(
     data: Annotated[str, typer.Argument(metavar="DATA", help="calibration text: a dataset's file, folder or hub id")],
     bits: Annotated[float, typer.Option(min=1.0, max=16.0, help="Mean bits per weight, scales included.")] = 4.5,
     formats: Annotated[str | None, typer.Option(help="Candidates, with commas between; default: all.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of DATA to measure on.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of DATA to measure on, and to hold back.")] = 8192,
 ) -> None:
     """Choose each layer's format within a memory budget."""
     from .mix import as_yaml, explain, mix_formats
 
-    mixture = mix_formats(model, data, bits, formats, tokens)
-    typer.echo(explain(mixture), err=True)
+    mixture, losses = mix_formats(model, data, bits, formats, tokens)
+    typer.echo(explain(mixture, losses), err=True)
     typer.echo(as_yaml(mixture), nl=False)
 
 

@@ -1,28 +1,37 @@
-"""A format for each layer under a memory budget, from the error that each format makes on calibration text.
+"""A format for each layer under a memory budget, from what each format's errors do to the loss on calibration text.
 
-The error of a format in a layer is ‖(W − Q(W))·X‖² over ‖W·X‖², with X the inputs that the text gives the layer in the
-16-bit model: what the layer's output loses, whatever the scale of the outputs there. Layers are taken as independent,
-so the best choice is a multiple-choice knapsack. On the convex hull of each layer's (bytes, error) points, taking steps
-in the order of error saved per byte is its optimum but for the last step that no longer fits (Sinha and Zoltners, "The
-multiple-choice knapsack problem", Operations Research 27(3), 1979).
+A format changes a layer's outputs by δ = (Q(W) − W)·x. Near the model's weights the loss of the text then rises by
+½ δᵀ·H·δ, and H is about the mean of g·gᵀ (the empirical Fisher matrix), g the gradient of the loss with respect to the
+outputs. So a format costs ½ Σ (g·δ)² over the tokens, in nats, in which layers can be added up; Hassibi and Stork
+("Second order derivatives for network pruning: Optimal Brain Surgeon", NIPS 1992) rate weights so. Errors between
+tokens and between layers are taken as independent, so the best choice is a multiple-choice knapsack. On the convex hull
+of each layer's (bytes, error) points, taking steps in the order of error saved per byte is its optimum but for the last
+step that no longer fits (Sinha and Zoltners, "The multiple-choice knapsack problem", Operations Research 27(3), 1979).
+
+An estimate is not the loss. `best` therefore compares the mixture, by its loss on text that had no part in choosing it,
+with each format alone that fits the budget.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import SIXTEEN
 from ..errors import ModelError
 from ..formats import Format
 from ..tensor import QuantizedTensor
-from .head import backbone_inputs
+from .head import causal_lm_loss, causal_lm_of
 from .quantizer import quantizable
 
 
@@ -33,7 +42,7 @@ class Option:
     Attributes:
         format: name as in `quantization:`.
         nbytes: stored size of the weight.
-        error: squared output error over the squared output.
+        error: how much it is expected to raise the loss of a token, nats.
     """
 
     format: str
@@ -66,65 +75,175 @@ class Mixture:
         return named | {"*": commonest}
 
 
-@torch.inference_mode()
 def measure(
     model: nn.Module, formats: Mapping[str, Format], batches: Iterable[Mapping[str, Any]]
 ) -> dict[str, list[Option]]:
     """What each format costs and loses in each linear layer, 16 bits included.
 
-    Weights are quantized while the text passes their layer and dropped, so memory grows by one layer; every batch
-    quantizes again.
+    Weights are quantized while gradients pass their layer and dropped, and decoder layers run again for their
+    gradients, so memory grows by one layer and the inputs of the decoder layers; every batch quantizes again.
 
     Args:
         model: a causal language model in 16 (or 32) bits.
         formats: name → format.
-        batches: arguments of the model's forward, on its device.
+        batches: arguments of the model's forward and `labels`, on its device.
 
     Raises:
-        ModelError: a weight cannot be stored in a format, or no token reached a layer (an expert, say).
+        ModelError: a weight cannot be stored in a format, no token reached a layer (an expert, say), or a gradient is
+            NaN or Inf.
     """
     linears = quantizable(model)
-    lost = {name: dict.fromkeys(formats, 0.0) for name in linears}
-    total = dict.fromkeys(linears, 0.0)
+    risen = {name: dict.fromkeys(formats, 0.0) for name in linears}
+    reached = dict.fromkeys(linears, 0)
+    tokens = 0
 
-    def hook_for(name: str) -> Any:
-        def hook(module: nn.Linear, args: tuple[Tensor]) -> None:
-            x = args[0].reshape(-1, module.in_features).float()
-            weight = module.weight.detach()
-            total[name] += _energy(x, weight.float())
-            for key, format_ in formats.items():
-                lost[name][key] += _energy(x, weight.float() - _stored(weight, format_, name))
+    def meet(name: str, module: nn.Linear, x: Tensor, gradient: Tensor) -> None:
+        x = x.reshape(-1, module.in_features).float()
+        gradient = gradient.reshape(-1, module.out_features).float()
+        if not bool(gradient.isfinite().all()):
+            raise ModelError(f"the loss has a gradient of NaN or Inf at {name}", "use bfloat16 or float32 weights")
+        reached[name] += len(x)
+        for key, format_ in formats.items():
+            error = _stored(module.weight, format_, name, torch.float32) - module.weight.detach().float()
+            risen[name][key] += 0.5 * float(((x @ error.T) * gradient).sum(-1).square().sum(dtype=torch.float64))
 
-        return hook
-
-    handles = [module.register_forward_pre_hook(hook_for(name)) for name, module in linears.items()]
-    try:
+    with _gradients(model, linears, meet):
         for batch in batches:
-            model(**backbone_inputs(model, batch), use_cache=False)  # with a cache, packed documents see each other
-    finally:
-        for handle in handles:
-            handle.remove()
+            loss, count = causal_lm_loss(model, batch)
+            loss.backward()
+            tokens += int(count)
     found = {}
     for name, module in linears.items():
-        if not total[name]:
+        if not reached[name] or not tokens:
             raise ModelError(f"no token of the calibration text reached {name}", "give more text")
         shape, weights = tuple(module.weight.shape), module.weight.numel()
         found[name] = [Option(SIXTEEN, 2 * weights, 0.0)] + [
-            Option(key, format_.bits_per_weight(shape) * weights / 8, lost[name][key] / total[name])
+            Option(key, format_.bits_per_weight(shape) * weights / 8, risen[name][key] / tokens)
             for key, format_ in formats.items()
         ]
     return found
 
 
-def _stored(weight: Tensor, format: Format, name: str) -> Tensor:
+@contextlib.contextmanager
+def _gradients(
+    model: nn.Module, linears: Mapping[str, nn.Linear], meet: Callable[[str, nn.Linear, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Within it, a backward calls `meet` with each linear's inputs and its outputs' gradient, decoder layer by layer.
+
+    No parameter gets a gradient: gradients begin at the embeddings.
+    """
+
+    def begin(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.detach().requires_grad_().clone()  # a model may scale it in place
+
+    def watch(name: str, module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+        if output.requires_grad:  # it does not in a decoder layer's first run
+            output.register_hook(partial(meet, name, module, args[0].detach()))
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    forwards = [layer.__dict__.get("forward") for layer in layers]
+    handles = [causal_lm_of(model).get_input_embeddings().register_forward_hook(begin)]
+    handles += [module.register_forward_hook(partial(watch, name)) for name, module in linears.items()]
     try:
-        return QuantizedTensor.quantize(weight, format).dequantize(torch.float32)
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for layer in layers:
+            layer.forward = partial(_run_again, layer.forward)
+        with torch.enable_grad():
+            yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+        for handle in handles:
+            handle.remove()
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward`, of which only the inputs are kept. Reentrant: the second run's hooks are those that are called."""
+    if not any(isinstance(each, Tensor) and each.requires_grad for each in args):
+        return forward(*args, **kwargs)
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True)
+
+
+def _stored(weight: Tensor, format: Format, name: str, dtype: torch.dtype) -> Tensor:
+    try:
+        return QuantizedTensor.quantize(weight.detach(), format).dequantize(dtype)
     except ModelError as error:
         raise ModelError(f"{name}.weight: {error.message}", error.fix) from error
 
 
-def _energy(x: Tensor, weight: Tensor) -> float:
-    return float((x @ weight.T).square().sum(dtype=torch.float64))
+@torch.no_grad()
+def loss_as(model: nn.Module, layers: Mapping[str, Format], batches: Iterable[Mapping[str, Any]]) -> float:
+    """Mean loss of a token, nats, with the linear layers stored as `layers` says; a layer that it lacks is left alone.
+
+    Weights are quantized while the text passes their layer and dropped, so memory grows by one layer.
+
+    Args:
+        batches: as for `measure`.
+
+    Raises:
+        ModelError: a weight cannot be stored in its format.
+    """
+    whole: dict[str, Tensor] = {}
+
+    def store(name: str, module: nn.Linear, args: Any) -> None:
+        whole[name] = module.weight.data
+        module.weight.data = _stored(module.weight, layers[name], name, module.weight.dtype)
+
+    def restore(name: str, module: nn.Linear, *_: Any) -> None:
+        module.weight.data = whole.pop(name)
+
+    linears = {name: model.get_submodule(name) for name in layers}
+    handles = [module.register_forward_pre_hook(partial(store, name)) for name, module in linears.items()]
+    handles += [module.register_forward_hook(partial(restore, name)) for name, module in linears.items()]
+    total, tokens = 0.0, 0
+    try:
+        for batch in batches:
+            loss, count = causal_lm_loss(model, batch)
+            total, tokens = total + float(loss), tokens + int(count)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, weight in whole.items():  # of a forward that raised
+            linears[name].weight.data = weight
+    return total / max(tokens, 1)
+
+
+def best(
+    model: nn.Module,
+    formats: Mapping[str, Format],
+    options: Mapping[str, Sequence[Option]],
+    bits: float,
+    batches: Sequence[Mapping[str, Any]],
+) -> tuple[Mixture, dict[str, float]]:
+    """The mixture of `mix` or a format alone within `bits`, whichever has the least loss on `batches`.
+
+    Args:
+        model, formats: as for `measure`.
+        options: what `measure` found on other text.
+        batches: arguments of the model's forward and `labels`, on its device.
+
+    Returns:
+        what is best, and the mean loss of a token of each that was compared, nats: "mixture", and formats by name.
+
+    Raises:
+        ModelError: even the smallest options take more than `bits`.
+    """
+    mixtures, weights = {"mixture": mix(options, bits)}, _weights(options)
+    for key in (SIXTEEN, *formats):
+        alone = _mixture({name: next(o for o in each if o.format == key) for name, each in options.items()}, weights)
+        if alone.bits <= bits:
+            mixtures[key] = alone
+    losses = {}
+    for key, each in mixtures.items():
+        stored = {name: formats[o.format] for name, o in each.layers.items() if o.format != SIXTEEN}
+        losses[key] = loss_as(model, stored, batches)
+    return mixtures[min(losses, key=lambda key: (losses[key], key == "mixture"))], losses
 
 
 def mix(options: Mapping[str, Sequence[Option]], bits: float) -> Mixture:
@@ -136,7 +255,7 @@ def mix(options: Mapping[str, Sequence[Option]], bits: float) -> Mixture:
     Raises:
         ModelError: even the smallest options take more.
     """
-    weights = sum(next(o.nbytes for o in each if o.format == SIXTEEN) / 2 for each in options.values())
+    weights = _weights(options)
     hulls = {name: lower_hull(each) for name, each in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}
     room = bits / 8 * weights - sum(option.nbytes for option in chosen.values())
@@ -152,6 +271,14 @@ def mix(options: Mapping[str, Sequence[Option]], bits: float) -> Mixture:
         if chosen[name] is one and two.nbytes - one.nbytes <= room:
             chosen[name] = two
             room -= two.nbytes - one.nbytes
+    return _mixture(chosen, weights)
+
+
+def _weights(options: Mapping[str, Sequence[Option]]) -> float:
+    return sum(next(o.nbytes for o in each if o.format == SIXTEEN) / 2 for each in options.values())
+
+
+def _mixture(chosen: dict[str, Option], weights: float) -> Mixture:
     return Mixture(chosen, 8 * sum(option.nbytes for option in chosen.values()) / weights)
 
 
