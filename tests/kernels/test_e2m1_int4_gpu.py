@@ -58,6 +58,7 @@ def test_int4(inputs, outputs, groups, awq, zero_shift, indexed):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="gigabytes")
+@pytest.mark.large(8)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_e2m1_past_two_to_the_31(tile):
     rows, width = 2**16 + 16, 2**15

@@ -265,4 +265,4 @@ def test_no_causal_lm_leaks_on_a_gpu(part, tmp_path):
     assert len(lines) == len(all_families.NAMES[part::PARTS])
     assert [line for line in lines if " BUG " in line] == []
     kept = [line for line in lines if line.split()[1] in ("positions", "bounds", "unpacked")]
-    assert len(kept) > 0.85 * len(lines)
+    assert len(kept) > 0.75 * len(lines)  # as on a CPU: one part has four models that are not causal, and are refused
