@@ -72,7 +72,8 @@ def test_the_memory_plan_adapts_the_same_layers(family):
     made = getattr(transformers, f"{family}Config")(**CONFIGS[family][0])
     plan = ModelShapes(config(), made, torch.device("cpu")).trainable()
     assert plan.numel == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert estimate(config(max_length=64), made, device=torch.device("cpu")).total > 0
+    for dtype in ("bfloat16", "float32"):  # torch's fake product of experts knows the first alone
+        assert estimate(config(max_length=64, dtype=dtype), made, device=torch.device("cpu")).total > 0
 
 
 @pytest.mark.slow

@@ -46,7 +46,8 @@ class Ledger(TorchDispatchMode):
         self._known.update(tensor.untyped_storage() for tensor in tensors)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        run = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
+        result = run(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._note(leaf.untyped_storage())
@@ -74,6 +75,12 @@ class Ledger(TorchDispatchMode):
             yield
         finally:
             self.tag = before
+
+
+def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch's product of experts. As fake tensors it takes bfloat16 alone, where a CPU multiplies float32, too."""
+    result = torch.ops.aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
+    return result if a.dtype is torch.bfloat16 else torch.empty_like(result, dtype=a.dtype)
 
 
 class _DequantizedProduct(torch.autograd.Function):
