@@ -108,6 +108,9 @@ def _seed():
     import torch
 
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == threads, "the test leaves torch another number of threads, and others other sums"
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import cpu_step, decode
 from benchmarks.common import cpu_name
@@ -29,6 +30,7 @@ def test_both_sides_train_with_the_same_settings(tmp_path, monkeypatch, given):
     stock, ours = ([word for word in words if word not in ("stock", "ours")] for words in commands)
     assert stock == ours
 
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # other tests of this process keep theirs
     used = []
     for name in ("stock", "ours"):
         monkeypatch.setattr(
