@@ -35,7 +35,7 @@ from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.formats import named, names
 from halfbyte.layers import QuantizedLinear
-from halfbyte.layers_int8 import Linear8bitLt
+from halfbyte.layers.int8 import Linear8bitLt
 from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
 from halfbyte.models.quantizer import quantizable
 

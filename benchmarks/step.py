@@ -9,7 +9,7 @@ NF4 with nested scales, rank 16 on the seven linears, fused AdamW, random weight
 cannot do without: every GEMM (forward, and the gradient of its input) and the attention, each timed alone at its exact
 shape in a CUDA graph, added up; under checkpointing the layers' forward counts twice. Peers run the same step in
 processes of their own (`benchmarks.step_peers`). --checkpointing is transformers' for us and each peer's own for it;
---policy (`halfbyte.memory.policy`) is ours in its place, and --memory-limit-gib holds our process to that much.
+--policy (`halfbyte.plan.policy`) is ours in its place, and --memory-limit-gib holds our process to that much.
 --recipe and --storage are ours, too; the floor stays that of bf16.
 """
 

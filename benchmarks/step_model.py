@@ -101,7 +101,7 @@ def run_config(name: str, **keys: Any) -> Any:
 
 def levels(name: str, rows: int, length: int, policy: str, limit_gib: float | None) -> tuple[str, ...]:
     """What each layer keeps under `policy` (a level, auto, or such as "offload:20,keep:12"), within the limit."""
-    from halfbyte.memory.estimate import estimate
+    from halfbyte.plan.estimate import estimate
 
     if ":" in policy:
         parts = [part.split(":") for part in policy.split(",")]

@@ -7,8 +7,18 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte import config_aliases, config_foreign, notices
-from halfbyte.config import BITSANDBYTES_OPTIMIZERS, OPTIMIZERS, SCHEDULES, RunConfig, allowed, dump_config, load_config
+from halfbyte import notices
+from halfbyte.config import (
+    BITSANDBYTES_OPTIMIZERS,
+    OPTIMIZERS,
+    SCHEDULES,
+    RunConfig,
+    allowed,
+    dump_config,
+    load_config,
+)
+from halfbyte.config import aliases as config_aliases
+from halfbyte.config import foreign as config_foreign
 from halfbyte.errors import ConfigError
 
 NEEDED = {"model_name_or_path": "some/model", "dataset": "data.jsonl"}
@@ -160,7 +170,7 @@ class TestRefusing:
         assert "fix:" in text
 
     def test_an_optimizer_whose_package_is_missing(self, monkeypatch):
-        monkeypatch.setattr("halfbyte.config.find_spec", lambda name: None)
+        monkeypatch.setattr("halfbyte.config.schema.find_spec", lambda name: None)
         assert "needs the package bitsandbytes" in problem(None, with_needed("optim=paged_adamw_8bit"))
 
     def test_eval_steps_without_data_to_evaluate(self):

@@ -3,7 +3,7 @@
 import pytest
 
 from halfbyte.config import RunConfig, load_config
-from halfbyte.config_recipe import OPTIONS, RecipeSection
+from halfbyte.config.recipe import OPTIONS, RecipeSection
 from halfbyte.errors import ConfigError
 
 OTHER = {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False}

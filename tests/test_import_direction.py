@@ -17,10 +17,13 @@ ORDER = [
     ["ops", "formats"],
     ["autograd"],
     ["tensor"],
-    ["layers", "layers_int8", "layers_qat", "memory", "optim", "functional"],
-    ["adapters", "adapters_qat"],
+    ["layers", "memory", "optim", "functional"],
+    ["qat"],
+    ["adapters"],
     ["models"],
-    ["data", "saved", "generation"],
+    ["data", "generation"],
+    ["plan"],
+    ["runs"],
     ["report"],  # reads only the files of a run, so a run may end by writing its report
     ["export"],  # reads only saved runs, so a finished run can offer to merge itself
     ["train"],
@@ -39,9 +42,8 @@ Arrow = tuple[str, str, str]  # unit that imports, unit imported, "file:line"
 
 
 def unit_of(path: Path, package: Path) -> str:
-    """The module or subpackage directly under the package that `path` belongs to; config_yaml.py is part of config."""
-    name = path.relative_to(package).parts[0].removesuffix(".py")
-    return "config" if name.startswith("config_") else name
+    """The module or subpackage directly under the package that `path` belongs to."""
+    return path.relative_to(package).parts[0].removesuffix(".py")
 
 
 def imported_modules(node: ast.AST, module: list[str]) -> Iterator[list[str]]:

@@ -11,7 +11,7 @@ from halfbyte.autograd.int8 import int8_linear
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4, Int8
 from halfbyte.layers import QuantizedLinear
-from halfbyte.layers_int8 import Linear8bitLt
+from halfbyte.layers.int8 import Linear8bitLt
 from halfbyte.ops import int8 as ops
 
 

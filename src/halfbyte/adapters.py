@@ -29,10 +29,10 @@ from peft.helpers import disable_input_dtype_casting
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from halfbyte.adapters_qat import round_merged
 from halfbyte.architectures import ALL_LINEAR, all_linear, is_linear
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.notices import notice
+from halfbyte.qat.adapter import round_merged
 
 if TYPE_CHECKING:
     from halfbyte.config import RunConfig

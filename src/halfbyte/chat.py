@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from .generation import Sampling
-    from .saved import Place, Saved
+    from .runs.saved import Place, Saved
 
 Message = dict[str, str]
 Style = Literal["template", "instruction", "text"]
@@ -116,7 +116,7 @@ def chat(
         ModelError: `compare_base` without an adapter.
     """
     from .generation import Sampling
-    from .saved import find, load_saved
+    from .runs.saved import find, load_saved
 
     if compare_base and find(name).adapter is None:
         raise ModelError(f"--compare-base: {name} has no adapter to switch off", "name a run or an adapter")

@@ -49,7 +49,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     from .data import prepare
     from .data.collate import make_collator
     from .models.isolation import isolate_run
-    from .saved import load_saved
+    from .runs.saved import load_saved
 
     saved = load_saved(name, overrides, dataset)
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})

@@ -20,7 +20,7 @@ from .chat import turn_end
 from .errors import ConfigError, ModelError
 from .generation import Sampling
 from .models.head import IGNORE_INDEX, token_log_probs
-from .saved import load_saved
+from .runs.saved import load_saved
 from .serve.text import continue_texts
 from .train.samples import stop_tokens
 

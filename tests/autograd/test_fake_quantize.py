@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfbyte.autograd.fake_quantize import fake_quantize, fake_quantized_linear, merged_weight, round_trip
 from halfbyte.autograd.lora import LoRA
 from halfbyte.errors import ModelError
 from halfbyte.formats import named
+from halfbyte.qat.fake_quantize import fake_quantize, fake_quantized_linear, merged_weight, round_trip
 from halfbyte.tensor import QuantizedTensor
 
 SCHEMES = ["nf4", "int4", "int8", "fp8", "nvfp4", "kbit2"]

@@ -26,7 +26,7 @@ def _stand_in(monkeypatch):
     def estimate(config, model_config, *, batches, attention):
         return SimpleNamespace(fits=cost(config, batches.largest.tokens) <= CAPACITY)
 
-    monkeypatch.setattr("halfbyte.memory.estimate.estimate", estimate)
+    monkeypatch.setattr("halfbyte.plan.estimate.estimate", estimate)
 
 
 @pytest.mark.usefixtures("_stand_in")
@@ -90,7 +90,7 @@ def test_init_asks_whether_packed_documents_see_each_other(family, packing, comm
 
 
 def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path):
-    from halfbyte.memory.estimate import estimate
+    from halfbyte.plan.estimate import estimate
 
     text = starting_config(str(shared / "models/llama-40m"), "data.jsonl")
     (tmp_path / "run.yaml").write_text(text)

@@ -8,11 +8,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from halfbyte import chat, evaluate, notices, saved
+from halfbyte import chat, evaluate, notices
 from halfbyte.config import dump_config, load_config
 from halfbyte.data.encode import INSTRUCTION
 from halfbyte.errors import CheckpointError, DataError, ModelError
 from halfbyte.generation import Sampling
+from halfbyte.runs import saved
 
 TEXTS = ("The cat sat on the mat.", "Once upon a time there was a small, small house by the sea.")
 

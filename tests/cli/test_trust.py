@@ -16,7 +16,7 @@ from halfbyte.evaluate import evaluate
 from halfbyte.export.gguf.adapter import export_adapter
 from halfbyte.export.gguf.export import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.saved import load_saved
+from halfbyte.runs.saved import load_saved
 from halfbyte.serve.model import Limits, load
 
 CODE = """

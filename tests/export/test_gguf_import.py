@@ -22,7 +22,7 @@ from halfbyte.models.gguf.read import GgufFile
 from halfbyte.models.gguf.tokenizer import read_tokenizer
 from halfbyte.models.gguf.unpack import import_gguf
 from halfbyte.models.load import load_model, load_tokenizer
-from halfbyte.saved import load_saved
+from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.sft import finetune
 

@@ -21,13 +21,13 @@ from halfbyte.export.gguf.adapter import export_adapter
 from halfbyte.export.gguf.export import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.layers import QuantizedLinear
-from halfbyte.memory.shapes import ModelShapes
 from halfbyte.models.gguf import unpack
 from halfbyte.models.gguf.keep import KEPT, kept_format, kept_parts
 from halfbyte.models.gguf.unpack import import_gguf
 from halfbyte.models.load import load_model, load_model_config
 from halfbyte.notices import said
-from halfbyte.saved import load_saved
+from halfbyte.plan.shapes import ModelShapes
+from halfbyte.runs.saved import load_saved
 from halfbyte.train.sft import finetune
 
 OPTIONS = {"dtype": "float32", "device": "cpu"}

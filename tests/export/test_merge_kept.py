@@ -17,7 +17,7 @@ from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model
 from halfbyte.notices import said
-from halfbyte.saved import load_saved
+from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
 
 EIGHT_BITS = ["bnb-int8", "fp8-block", "fp8", "fp8-tensor"]

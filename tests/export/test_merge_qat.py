@@ -10,7 +10,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from halfbyte.adapters import compute
-from halfbyte.adapters_qat import round_merged
 from halfbyte.config import RunConfig, load_config
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.export.merge import merge
@@ -18,7 +17,8 @@ from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model
 from halfbyte.notices import forget, said
-from halfbyte.saved import load_saved
+from halfbyte.qat.adapter import round_merged
+from halfbyte.runs.saved import load_saved
 from halfbyte.train import sft
 from halfbyte.train.checkpoint import checkpoints
 

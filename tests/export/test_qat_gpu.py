@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from merge_runs import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfbyte.autograd.fake_quantize import fake_quantize, fake_quantized_linear, merged_weight
 from halfbyte.autograd.lora import LoRA
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
 from halfbyte.formats import named
+from halfbyte.qat.fake_quantize import fake_quantize, fake_quantized_linear, merged_weight
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.sft import train
 

@@ -18,9 +18,9 @@ from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit, QuantizedLinear
 from halfbyte.memory import host
 from halfbyte.memory.batches import Batches, Shape
-from halfbyte.memory.estimate import GIB, estimate
-from halfbyte.memory.replay import Ledger
-from halfbyte.memory.shapes import ModelShapes
+from halfbyte.plan.estimate import GIB, estimate
+from halfbyte.plan.replay import Ledger
+from halfbyte.plan.shapes import ModelShapes
 
 SHAPE = {
     "vocab_size": 515,

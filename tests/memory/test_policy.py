@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from halfbyte.memory.policy import FUSED, LEVELS, OFFLOADED, Choice, LayerShape, choose, cost, in_words, mixes, peak
+from halfbyte.plan.policy import FUSED, LEVELS, OFFLOADED, Choice, LayerShape, choose, cost, in_words, mixes, peak
 
 GIB = 2**30
 LLAMA_8B = {"hidden": 4096, "inner": 14336, "queries": 4096, "keys": 1024, "heads": 32, "rank": 16}

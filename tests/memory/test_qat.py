@@ -10,10 +10,10 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.memory.batches import Batches, Shape
-from halfbyte.memory.estimate import GIB, estimate
-from halfbyte.memory.replay import Ledger
-from halfbyte.memory.shapes import ModelShapes
 from halfbyte.models.qat import fake_quantize_linears
+from halfbyte.plan.estimate import GIB, estimate
+from halfbyte.plan.replay import Ledger
+from halfbyte.plan.shapes import ModelShapes
 
 WIDE = transformers.LlamaConfig(
     vocab_size=115,

@@ -13,12 +13,12 @@ from torch import nn
 import halfbyte
 from halfbyte import notices
 from halfbyte.errors import ModelError
-from halfbyte.memory.policy import FUSED, LEVELS, LayerShape
-from halfbyte.memory.replay import Ledger
 from halfbyte.models import activations
 from halfbyte.models.activations import ACTIVATIONS
 from halfbyte.models.families import FAMILIES as ROWS
 from halfbyte.models.head import causal_lm_loss
+from halfbyte.plan.policy import FUSED, LEVELS, LayerShape
+from halfbyte.plan.replay import Ledger
 
 MIXED = ("checkpoint", "recompute")
 KINDS = ("Qwen3", "Gemma2", "Phi3")  # whose blocks differ from Llama's, each in its own way

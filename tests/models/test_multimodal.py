@@ -16,10 +16,10 @@ from halfbyte.architectures import beside_text
 from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.layers import QuantizedLinear
-from halfbyte.memory.estimate import estimate
 from halfbyte.models import attention
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.load import load_model, load_model_config
+from halfbyte.plan.estimate import estimate
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ from peft import PeftModel
 import halfbyte
 from halfbyte import notices
 from halfbyte.adapters import add_adapter, save_adapter
-from halfbyte.adapters_qat import QATLoraLinear, round_merged
 from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.formats import named
-from halfbyte.formats.choice import qat_format
 from halfbyte.layers import QuantizedLinear
-from halfbyte.layers_qat import QATLinear
+from halfbyte.models.choice import qat_format
 from halfbyte.models.load import load_model
 from halfbyte.models.qat import fake_quantize_linears, quantize_trained
+from halfbyte.qat.adapter import QATLoraLinear, round_merged
+from halfbyte.qat.layer import QATLinear
 from halfbyte.tensor import QuantizedTensor
 
 sys.path.append(str(Path(__file__).parent.parent / "train"))

@@ -11,10 +11,10 @@ from halfbyte import notices
 from halfbyte.config import load_config
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import FORMATS, Blockwise4, named
-from halfbyte.formats.choice import choose
 from halfbyte.layers import QuantizedLinear
-from halfbyte.memory.shapes import ModelShapes
+from halfbyte.models.choice import choose
 from halfbyte.models.load import load_model, load_model_config
+from halfbyte.plan.shapes import ModelShapes
 from halfbyte.tensor import QuantizedTensor
 
 TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])

@@ -15,16 +15,16 @@ import transformers
 from peft import PeftModel
 from whole_runs import VOCABULARY, write_model, write_rows
 
-from halfbyte.adapters_qat import round_merged
 from halfbyte.architectures import auto_class
 from halfbyte.config import load_config
 from halfbyte.data import prepare
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import names
-from halfbyte.memory.policy import FUSED
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.models.qat import quantize_trained
-from halfbyte.saved import model_keys
+from halfbyte.plan.policy import FUSED
+from halfbyte.qat.adapter import round_merged
+from halfbyte.runs.saved import model_keys
 from halfbyte.train.sft import train
 
 STEPS = 30

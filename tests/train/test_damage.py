@@ -11,8 +11,8 @@ from tiny_runs import make_trainer, run_config
 from halfbyte import notices
 from halfbyte.config import load_config
 from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.runs import manifest
 from halfbyte.train import checkpoint as checkpoints
-from halfbyte.train import manifest
 from halfbyte.train.sft import train
 
 FILES = [

@@ -15,8 +15,9 @@ import pytest
 from halfbyte import notices
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError
-from halfbyte.train import lock, sft
-from halfbyte.train.lock import run_lock
+from halfbyte.runs import lock
+from halfbyte.runs.lock import run_lock
+from halfbyte.train import sft
 
 HOST = socket.gethostname()
 
@@ -28,7 +29,7 @@ def _forget():
 
 def elsewhere(code, *arguments):
     """Start Python on `code` with `arguments` in sys.argv."""
-    head = "import os, signal, sys, time\nfrom pathlib import Path\nfrom halfbyte.train.lock import run_lock\n"
+    head = "import os, signal, sys, time\nfrom pathlib import Path\nfrom halfbyte.runs.lock import run_lock\n"
     program = [sys.executable, "-c", head + textwrap.dedent(code), *map(str, arguments)]
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

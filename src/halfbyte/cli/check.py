@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
-from ..config_yaml import dump_value
+from ..config.yaml import dump_value
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ..memory.batches import Batches
-    from ..memory.estimate import MemoryPlan
+    from ..plan.estimate import MemoryPlan
 
 SHORTEST, SMALLEST_RANK = 256, 8  # the least that advice goes down to
 
@@ -31,10 +31,10 @@ def check_run(config: RunConfig) -> None:
     from ..data import prepare
     from ..data.batches import batches_of
     from ..hardware import planned_device
-    from ..memory.estimate import estimate
     from ..models.attention import implementation
     from ..models.load import check_attention, load_tokenizer
-    from ..saved import tokenizer_keys
+    from ..plan.estimate import estimate
+    from ..runs.saved import tokenizer_keys
     from ..terminal import print_data, print_memory
 
     console = Console()
@@ -96,8 +96,8 @@ def what_would_fit(
         rows: of the data.
         batches: those of a changed configuration.
     """
-    from ..memory.estimate import estimate
     from ..models.attention import implementation
+    from ..plan.estimate import estimate
 
     def fits(keys: dict[str, Any]) -> bool:
         changed = config.model_copy(update=keys)

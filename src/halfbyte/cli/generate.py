@@ -25,7 +25,7 @@ def answer_file(
     from ..chat import Conversation
     from ..generation import Sampling
     from ..generation import generate as continue_prompts
-    from ..saved import load_saved
+    from ..runs.saved import load_saved
 
     saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
     talk = Conversation(saved, Sampling(temperature), max_new_tokens)

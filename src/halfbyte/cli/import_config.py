@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import SECTIONS, TEXT_KEYS, RunConfig, explain
-from ..config_datasets import llamafactory_datasets
-from ..config_foreign import Ignored, Mapped, Refused, implied, translate, written_for
-from ..config_yaml import Located, dump_value, read_mapping
+from ..config.datasets import llamafactory_datasets
+from ..config.foreign import Ignored, Mapped, Refused, implied, translate, written_for
+from ..config.yaml import Located, dump_value, read_mapping
 from ..errors import ConfigError
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, RunConfig, load_config
-from ..config_yaml import dump_value
+from ..config.yaml import dump_value
 from ..errors import ConfigError
 from .check import read_model_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from ..memory.estimate import MemoryPlan
+    from ..plan.estimate import MemoryPlan
 
 ROWS_PER_STEP = 8  # rows per optimizer step, whatever the device holds at once
 PROBED_ROW = 256  # tokens that a row of the small model may hold
@@ -81,8 +81,8 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
 def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str, Any], MemoryPlan]:
     """The longest rows that fit, then the most of them at once; and their plan."""
     from ..hardware import best_device
-    from ..memory.estimate import estimate
     from ..models.attention import implementation
+    from ..plan.estimate import estimate
 
     limit = getattr(model_config, "max_position_embeddings", None) or LENGTHS[0]
     lengths = CPU_LENGTHS if best_device().type == "cpu" else LENGTHS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..config_yaml import dump_mapping
+from ..config.yaml import dump_mapping
 from ..errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def mix_formats(
     from ..models.isolation import isolate_run
     from ..models.load import load_model, load_tokenizer
     from ..models.mixed import best, measure
-    from ..saved import find, model_keys, saved_config, tokenizer_keys
+    from ..runs.saved import find, model_keys, saved_config, tokenizer_keys
 
     wanted = formats.split(",") if formats else sorted(registry.names())
     candidates = {each.strip(): registry.named(each.strip()) for each in wanted}

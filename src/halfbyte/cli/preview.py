@@ -23,7 +23,7 @@ def preview_rows(config: RunConfig, count: int) -> None:
     from ..data import prepare
     from ..data.collate import make_collator
     from ..models.load import load_tokenizer
-    from ..saved import tokenizer_keys
+    from ..runs.saved import tokenizer_keys
 
     tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
     prepared = prepare(config, tokenizer)

@@ -22,7 +22,7 @@ from halfbyte.architectures import auto_class
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
-from halfbyte.formats.choice import configured
+from halfbyte.models.choice import configured
 from halfbyte.models.load import load_model_config
 from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
 

@@ -30,7 +30,7 @@ from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import chosen_device
 from halfbyte.notices import notice
-from halfbyte.saved import find, saved_config, trained_tokenizer
+from halfbyte.runs.saved import find, saved_config, trained_tokenizer
 
 from .adapter import AdapterLayers
 from .base import BaseCheckpoint

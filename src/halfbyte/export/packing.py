@@ -27,8 +27,8 @@ from halfbyte.config import SIXTEEN, RunConfig
 from halfbyte.errors import ConfigError, ModelError
 from halfbyte.formats import Format, names
 from halfbyte.formats.base import entry_name
-from halfbyte.formats.choice import choose, qat_format
 from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
+from halfbyte.models.choice import choose, qat_format
 from halfbyte.models.quantizer import HalfbyteConfig, quantizable
 from halfbyte.ops.float8 import TILE
 

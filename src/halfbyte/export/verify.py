@@ -18,12 +18,12 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from halfbyte.adapters import load_adapter
-from halfbyte.adapters_qat import round_merged
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.notices import notice
-from halfbyte.saved import model_keys
+from halfbyte.qat.adapter import round_merged
+from halfbyte.runs.saved import model_keys
 
 from .base import DTYPES
 from .fidelity import (

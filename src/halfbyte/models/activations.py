@@ -1,4 +1,4 @@
-"""What each decoder layer keeps between forward and backward: the levels of `memory.policy`, carried out.
+"""What each decoder layer keeps between forward and backward: the levels of `memory.levels`, carried out.
 
 A layer's level stands in an attribute that `patch` sets and `unpatch` deletes. Without one, a layer does as
 transformers' own gradient checkpointing says.
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..autograd.recompute import InPlace, recompute
+from ..config import Level
 from ..dispatch import on_compiler
 from ..errors import ModelError
+from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
 from ..memory.offload import Offload
-from ..memory.policy import LEVELS, OFFLOADED, TILE_ROWS, Level
 from ..notices import notice
 from .blocks import attention_half, mlp_half
 from .copies import run_again

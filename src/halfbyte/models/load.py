@@ -14,10 +14,10 @@ from ..architectures import auto_class, beside_text
 from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
-from ..formats.choice import qat_format
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
+from .choice import qat_format
 from .families import FAMILIES
 from .gguf.cache import checkpoint_folder, in_words
 

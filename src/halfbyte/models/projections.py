@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..autograd.lora import LoRA, Products, lora_linear, lora_qkv
 from ..dispatch import on_compiler
-from ..layers_qat import QATLinear
 from ..notices import notice
+from ..qat.layer import QATLinear
 from .copies import copies_of
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..adapters_qat import QATLoraLinear
-from ..autograd.fake_quantize import merged_weight
 from ..errors import ModelError
 from ..formats import Format
 from ..layers import QuantizedLinear, quantized_parameter
-from ..layers_qat import QATLinear
 from ..notices import notice
+from ..qat.adapter import QATLoraLinear
+from ..qat.fake_quantize import merged_weight
+from ..qat.layer import QATLinear
 from ..tensor import QuantizedTensor
 from .quantizer import quantizable
 

@@ -22,10 +22,10 @@ from ..architectures import beside_text
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
 from ..formats.base import FLOATS, entry_name
-from ..formats.choice import choose
 from ..layers import QuantizedLinear, quantized_parameter
 from ..notices import notice
 from ..tensor import QuantizedTensor
+from .choice import choose
 
 QUANT_METHOD = "halfbyte"
 

@@ -20,7 +20,7 @@ from ..autograd.linear_fp8 import Fp8Products
 from ..autograd.linear_nvfp4 import Nvfp4Products, Nvfp4Recipe
 from ..autograd.lora import Products
 from ..config import RunConfig
-from ..config_recipe import OPTIONS
+from ..config.recipe import OPTIONS
 from ..errors import ConfigError, ModelError
 from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot

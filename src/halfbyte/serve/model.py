@@ -14,7 +14,7 @@ from ..chat import Conversation
 from ..errors import CheckpointError, ConfigError
 from ..generation import Sampling
 from ..notices import notice
-from ..saved import Saved, find, load_saved
+from ..runs.saved import Saved, find, load_saved
 from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError
 from .text import Piece, continue_texts
 

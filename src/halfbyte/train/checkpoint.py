@@ -28,7 +28,7 @@ from halfbyte.models.checkpoint_files import read_header, safetensors_files
 from halfbyte.notices import notice
 from halfbyte.ops.fp8_scaling import DelayedScaling
 
-from .manifest import FORMAT, damage_by_manifest, read_manifest
+from ..runs.manifest import FORMAT, damage_by_manifest, read_manifest
 from .metrics import MetricsFile, Window
 
 STATE = "halfbyte.json"

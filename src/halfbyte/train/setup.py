@@ -19,16 +19,16 @@ from halfbyte.data.batches import batches_of, widths_of
 from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
-from halfbyte.formats.choice import qat_format
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
-from halfbyte.memory.estimate import MemoryPlan, estimate
-from halfbyte.memory.policy import in_words
-from halfbyte.memory.shapes import weights_dtype
 from halfbyte.models.attention import implementation
 from halfbyte.models.checkpoint_files import check_checkpoint
+from halfbyte.models.choice import qat_format
 from halfbyte.models.load import check_attention, load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.notices import notice, said
+from halfbyte.plan.estimate import MemoryPlan, estimate
+from halfbyte.plan.policy import in_words
+from halfbyte.plan.shapes import weights_dtype
 from halfbyte.terminal import print_data, print_header, print_memory
 
 from . import checkpoint as checkpoints

@@ -24,7 +24,6 @@ from halfbyte.data.collate import Collator, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.hardware import is_out_of_memory
-from halfbyte.memory.estimate import GIB
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
 from halfbyte.models.attention import lengths_vary
@@ -33,12 +32,13 @@ from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.notices import forget
-from halfbyte.saved import model_keys
+from halfbyte.plan.estimate import GIB
+from halfbyte.runs.saved import model_keys
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
+from ..runs.lock import run_lock
 from . import checks, samples
 from .arguments import training_arguments
-from .lock import run_lock
 from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
 from .reproducible import repeatable, verdict
 from .setup import Job, lengths_differ, prepare_job, write_environment, write_memory

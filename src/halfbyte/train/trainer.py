@@ -38,11 +38,11 @@ from halfbyte.hardware import is_out_of_memory
 from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
 from halfbyte.ops.fp8_scaling import DelayedScaling
 
+from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .arguments import total_steps
 from .graph import GraphedBackward
 from .late import Mark, StepNumbers, guard, is_guarded
-from .manifest import write_manifest
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"

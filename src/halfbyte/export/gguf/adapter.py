@@ -16,7 +16,7 @@ from gguf import GGUFWriter, get_tensor_name_map
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import new_file
-from halfbyte.saved import find, saved_config
+from halfbyte.runs.saved import find, saved_config
 
 from ..adapter import AdapterLayers
 from .export import output_path

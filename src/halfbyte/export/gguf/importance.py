@@ -25,7 +25,7 @@ from halfbyte.data.calibration import ROW, calibration_rows
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import new_file
 from halfbyte.models.head import backbone_inputs
-from halfbyte.saved import load_saved
+from halfbyte.runs.saved import load_saved
 
 from .families import Family
 from .tensors import BESIDE_TEXT, FUSED_EXPERTS, gguf_name, layer_of

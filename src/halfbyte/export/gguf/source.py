@@ -13,7 +13,7 @@ import torch
 from halfbyte.config import RunConfig
 from halfbyte.hardware import chosen_device
 from halfbyte.models.load import read_model_config
-from halfbyte.saved import find, saved_config, trained_tokenizer
+from halfbyte.runs.saved import find, saved_config, trained_tokenizer
 
 from ..adapter import AdapterLayers
 from ..base import BaseCheckpoint

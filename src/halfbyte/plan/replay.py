@@ -23,11 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..autograd.fake_quantize import round_trip
 from ..autograd.lora import to_compute_dtype
 from ..formats import Format
 from ..ops.cross_entropy import Objective
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
+from ..qat.fake_quantize import round_trip
 
 
 class Ledger(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .config_yaml import dump_value
+from .yaml import dump_value
 
 
 def qat_contradictions(config: Any) -> Iterator[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt
 
-from .config_yaml import dump_value
+from .yaml import dump_value
 
 
 class RecipeSection(BaseModel):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..hardware import segments_grow
+from ..memory.batches import Batches, Shape
 from ..notices import notice
-from .batches import Batches, Shape
 from .policy import FUSED, OFFLOADED, Choice, LayerShape, choose, cost, in_words, peak
 from .scores import NO_SCORES, score_bytes
 
@@ -278,7 +278,7 @@ class _Fused:
         return next((plan for plan in plans if plan.fits), plans[-1])
 
     def _chosen(self) -> MemoryPlan:
-        from .host import available_bytes
+        from ..memory.host import available_bytes
 
         margin = GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
         choice = choose(

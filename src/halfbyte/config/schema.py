@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from .config_aliases import HINTS
-from .config_foreign import Ignored, Mapped, Refused, foreign_names, translate
-from .config_qat import qat_contradictions
-from .config_recipe import RecipeSection, recipe_contradictions
-from .config_yaml import Located, dump_value, parse_scalar, read_mapping, read_patterns
-from .errors import ConfigError
-from .notices import notice
+from ..errors import ConfigError
+from ..notices import notice
+from .aliases import HINTS
+from .foreign import Ignored, Mapped, Refused, foreign_names, translate
+from .qat import qat_contradictions
+from .recipe import RecipeSection, recipe_contradictions
+from .yaml import Located, dump_value, parse_scalar, read_mapping, read_patterns
 
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -39,7 +39,7 @@ OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
 SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
 KEEP = "keep"  # the types of a GGUF file, where a format holds their values
 
-Level = Literal[  # see memory.policy
+Level = Literal[  # see memory.levels
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -11,10 +11,10 @@ from typing import Any, cast
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from halfbyte.autograd.fake_quantize import fake_quantized_linear
 from halfbyte.autograd.lora import LoRA
 from halfbyte.errors import ModelError
-from halfbyte.layers_qat import QATLinear
+from halfbyte.qat.fake_quantize import fake_quantized_linear
+from halfbyte.qat.layer import QATLinear
 
 
 class QATLoraLinear(LoraLinear):

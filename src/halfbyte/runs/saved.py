@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import RunConfig, load_config
-from .errors import CheckpointError
+from ..config import RunConfig, load_config
+from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ def find(name: str) -> Place:
 
 
 def _base_of(adapter: Path) -> str:
-    from .adapters import saved_adapter_config
+    from ..adapters import saved_adapter_config
 
     base = saved_adapter_config(adapter).base_model_name_or_path
     if not base:
@@ -115,10 +115,10 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     Raises:
         CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
     """
-    from .adapters import check_adapter_files, load_adapter
-    from .adapters_qat import round_merged
-    from .models.load import load_model, load_tokenizer, resolve_dtype
-    from .models.qat import quantize_trained
+    from ..adapters import check_adapter_files, load_adapter
+    from ..models.load import load_model, load_tokenizer, resolve_dtype
+    from ..models.qat import quantize_trained
+    from ..qat.adapter import round_merged
 
     place = find(name)
     config = saved_config(place, overrides, dataset)
@@ -150,7 +150,7 @@ def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from .models.load import load_tokenizer, untrusted
+    from ..models.load import load_tokenizer, untrusted
 
     if folder is None or not (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))

@@ -6,8 +6,8 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from .autograd.fake_quantize import fake_quantized_linear
-from .formats import Format
+from ..formats import Format
+from .fake_quantize import fake_quantized_linear
 
 
 class QATLinear(nn.Linear):

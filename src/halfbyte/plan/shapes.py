@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import (
 from ..architectures import ALL_LINEAR, all_linear, auto_class, beside_text
 from ..config import RunConfig
 from ..errors import ModelError
-from ..formats.choice import qat_format, stored_formats
 from ..hardware import compute_dtype
+from ..memory.batches import Shape
+from ..models.choice import qat_format, stored_formats
 from ..notices import notice
-from .batches import Shape
 from .replay import (
     FakeQuantizedStandIn,
     QuantizedStandIn,

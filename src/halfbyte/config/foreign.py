@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .config_aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, RENAMED
-from .config_datasets import axolotl_datasets, axolotl_test_datasets
+from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, RENAMED
+from .datasets import axolotl_datasets, axolotl_test_datasets
 
 
 @dataclass(frozen=True)

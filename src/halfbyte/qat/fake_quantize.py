@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..autograd.lora import LoRA, to_compute_dtype
 from ..formats import Format
-from .lora import LoRA, to_compute_dtype
 
 
 def fake_quantize(weight: Tensor, format: Format) -> Tensor:

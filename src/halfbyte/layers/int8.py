@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .autograd.int8 import int8_linear
-from .errors import ModelError
-from .formats import Format
-from .formats.int8 import Int8
-from .layers import QuantizedLinear
+from ..autograd.int8 import int8_linear
+from ..errors import ModelError
+from ..formats import Format
+from ..formats.int8 import Int8
+from .quantized import QuantizedLinear
 
 
 class Linear8bitLt(QuantizedLinear):

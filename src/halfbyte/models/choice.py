@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import KEEP, SIXTEEN
 from ..errors import ModelError
+from ..formats import named, names
+from ..formats.base import Format
+from ..formats.blockwise4 import Blockwise4
 from ..notices import notice
-from . import named, names
-from .base import Format
-from .blockwise4 import Blockwise4
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .batches import Shape
+from ..memory.batches import Shape
 
 if TYPE_CHECKING:
     import torch

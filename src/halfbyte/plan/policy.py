@@ -1,17 +1,4 @@
-"""What a decoder layer keeps for backward: levels, their bytes and times, and the fastest mix within a budget.
-
-Every step down keeps less and computes more:
-
-    keep               all that backward reads
-    recompute          not the normalised inputs of attention and MLP: one elementwise pass makes each again
-    recompute_mlp      of the MLP, only its input: gate and up are multiplied again
-    checkpoint         only the layer's input: all is computed again but the last product (`autograd.recompute`)
-
-What recompute, recompute_mlp and checkpoint keep may wait in pinned host memory (`memory.offload`), and nothing on the
-device: offload_kept, offload_attention and offload. The first two are as many bytes as a link carries in three layers'
-forward and in one's, so layers of offload_kept are spread among others. The last step down from there is
-
-    tiled              as offload, and the MLP runs over `TILE_ROWS` tokens at a time, so nothing as wide exists whole
+"""The bytes and times of a decoder layer at each level of `memory.levels`, and the fastest mix within a budget.
 
 Bytes are counted from the fused forwards of `models.blocks`, tensor by tensor. A step's peak is the highest of its
 moments: each layer's forward, the loss, each layer's backward, over what is stored at that moment. Times are arithmetic
@@ -25,21 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, get_args
+from typing import Any
 
 from ..config import Level
+from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
 from .scores import NO_SCORES, ScoreBytes
 
-LEVELS: tuple[Level, ...] = get_args(Level)
-OFFLOADED: dict[str, Level] = {  # level → what is on the host then, and not on the device
-    "offload_kept": "recompute",
-    "offload_attention": "recompute_mlp",
-    "offload": "checkpoint",
-    "tiled": "checkpoint",
-}
 SPREAD: Level = "offload_kept"
 SPACINGS = (2, 3, 4, 6)
-TILE_ROWS = 8192
 
 # Rates of an H200 (docs/log.md), per second; LORA: a product with its adapter over one without.
 GEMM_FLOPS = {"bf16": 700e12, "fp8-hybrid": 1250e12, "nvfp4": 700e12}

@@ -1,0 +1,1 @@
+"""What a run takes: bytes and seconds, before it starts."""
