@@ -29,7 +29,8 @@ from halfbyte.config import RunConfig
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.memory.offload import Offload
-from halfbyte.train import setup, sft, trainer
+from halfbyte.train import rows as training_rows
+from halfbyte.train import setup, sft
 
 GIB = 2**30
 SHAPES = {
@@ -100,7 +101,7 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
     widths: list[tuple[int, ...]] = []
     stores: list[Offload] = []
     pinned: list[int] = []
-    count, init = trainer._Counting.__call__, Offload.__init__
+    count, init = training_rows.Counting.__call__, Offload.__init__
 
     def counting(self, batch):
         made = count(self, batch)
@@ -122,7 +123,7 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
             save_steps=10_000, **{"device": "cuda"} | keys,
         )  # fmt: skip
         patched = {(sft, "load_model"): random_model, (setup, "check_checkpoint"): lambda _: None,
-                   (trainer._Counting, "__call__"): counting, (Offload, "__init__"): noted}  # fmt: skip
+                   (training_rows.Counting, "__call__"): counting, (Offload, "__init__"): noted}  # fmt: skip
         before = {where: getattr(*where) for where in patched}
         try:
             for (owner, name), value in patched.items():
