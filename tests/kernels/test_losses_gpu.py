@@ -9,7 +9,7 @@ from halfbyte.ops import cross_entropy as reference
 from halfbyte.ops.cross_entropy import Objective
 
 pytest.importorskip("triton")
-from halfbyte.kernels import losses as kernels
+from halfbyte.kernels.triton import cross_entropy as kernels
 
 pytestmark = mark
 
