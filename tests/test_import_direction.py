@@ -12,12 +12,23 @@ PACKAGE = Path(halfbyte.__file__).parent
 
 # Lowest first. A module imports from its own row and from the rows above it here, never from those below.
 ORDER = [
-    ["__init__", "errors", "notices", "files", "hardware", "config", "terminal", "environment", "architectures"],
+    [
+        "__init__",
+        "errors",
+        "notices",
+        "files",
+        "hardware",
+        "config",
+        "optim",
+        "terminal",
+        "environment",
+        "architectures",
+    ],
     ["dispatch"],
     ["ops", "formats"],
     ["autograd"],
     ["tensor"],
-    ["layers", "memory", "optim", "functional"],
+    ["layers", "memory", "functional"],
     ["qat"],
     ["adapters"],
     ["models"],
