@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve_tiny import byte_tokenizer
 
-from halfbyte.serve.text import UNFINISHED, Text
+from halfbyte.generation.text import UNFINISHED, Text
 
 TOKENIZER = byte_tokenizer()
 

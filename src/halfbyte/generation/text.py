@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ..generation import Sampling, stream
-from ..generation.run import ACTIVE
+from .run import ACTIVE, stream
+from .sampling import Sampling
 
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 
@@ -83,7 +83,7 @@ def continue_texts(
     ends: Sequence[int],
     stops: Sequence[str] = (),
     adapter: str | None = ACTIVE,
-) -> Iterator[Piece]:
+) -> Generator[Piece]:
     """Continue a batch of prompts; a piece for every new token, until each row has ended.
 
     Args:
@@ -95,7 +95,7 @@ def continue_texts(
     texts = [Text(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), stops) for _ in prompts]
     going = set(range(len(prompts)))
     steps = stream(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stops=list(ends), adapter=adapter)
-    with contextlib.closing(steps):  # type: ignore[type-var]  # a generator
+    with contextlib.closing(steps):
         for count, tokens in enumerate(steps, 1):
             for row in sorted(going):
                 token, text = tokens[row], texts[row]
