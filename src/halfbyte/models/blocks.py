@@ -21,7 +21,7 @@ from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
-from .families import ACTIVATIONS, Family
+from ..families import ACTIVATIONS, Family
 from .projections import dropout_of, project, read_together
 from .recipes import recipe_of
 

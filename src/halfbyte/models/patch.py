@@ -15,13 +15,13 @@ from typing import Any
 from torch import nn
 
 from ..errors import ModelError
+from ..families import ACTIVATIONS, Family, family_of
 from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
 from .activations import clear_activations, layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
 from .blocks import FAMILY, attention_forward, mlp_forward, norm_forward
 from .copies import clear_copies
-from .families import ACTIVATIONS, Family, family_of
 from .projections import read_projection
 from .recipes import Recipe, clear_recipe, named_recipe, set_recipe
 
@@ -56,7 +56,7 @@ class PatchReport:
     """What `patch` fused, and what it left as it was.
 
     Attributes:
-        family: the model's family as in `models.families`, None where it is not known.
+        family: the model's family as in `families`, None where it is not known.
         fused: operation → number of modules.
         unfused: (what, why) → number of modules.
         attention: how attention is computed, in words.
@@ -86,7 +86,7 @@ def patch(
     looked at in every call. Patching again is harmless: it reports the model as it is now.
 
     Args:
-        model: a causal LM of transformers of a family in `models.families`, or a model with images whose text part is
+        model: a causal LM of transformers of a family in `families`, or a model with images whose text part is
             of one (its vision tower is left alone), or a `peft.PeftModel` around either; anything else is left as it
             is, and the report says so.
         activations: what the decoder layers keep for backward, a level of `memory.policy.LEVELS` for all or one for
