@@ -1,5 +1,7 @@
 """What a run wants: one flat YAML file, the same names on the command line and in Python."""
 
+from .reading import TEXT_KEYS, allowed, explain, load_config
+from .resolve import Adapter, Origin, Precision, Resolved, Storage, resolve, storage_of
 from .schema import (
     BITSANDBYTES_OPTIMIZERS,
     KEEP,
@@ -7,14 +9,10 @@ from .schema import (
     SCHEDULES,
     SECTIONS,
     SIXTEEN,
-    TEXT_KEYS,
     TORCH_OPTIMIZERS,
     Level,
     RunConfig,
-    allowed,
     dump_config,
-    explain,
-    load_config,
 )
 
 __all__ = [
@@ -26,10 +24,17 @@ __all__ = [
     "SIXTEEN",
     "TEXT_KEYS",
     "TORCH_OPTIMIZERS",
+    "Adapter",
     "Level",
+    "Origin",
+    "Precision",
+    "Resolved",
     "RunConfig",
+    "Storage",
     "allowed",
     "dump_config",
     "explain",
     "load_config",
+    "resolve",
+    "storage_of",
 ]
