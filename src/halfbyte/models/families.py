@@ -26,6 +26,7 @@ class Family:
         fused: q, k and v are one linear (qkv_proj), and gate and up another (gate_up_proj).
         residual_dropout: dropout on what joins the residual stream.
         window: where an attention layer's sliding window is written: in the config, or in the module, by layer.
+        rope_by_layer: RoPE's frequencies depend on the layer's type (layer_types).
         softcap: attention scores are capped (attn_logit_softcapping).
         activation: the config's key for the MLP's activation.
         mlp: the MLP's class, where its name does not begin with the family's.
@@ -40,6 +41,7 @@ class Family:
     fused: bool = False
     residual_dropout: bool = False
     window: Literal["config", "module"] | None = None
+    rope_by_layer: bool = False
     softcap: bool = False
     activation: str = "hidden_act"
     mlp: str | None = None
@@ -57,8 +59,8 @@ FAMILIES = (
     Family("Gemma", "gemma", norm_offset=True),
     Family("Gemma2", "gemma2", norm_offset=True, sandwich=True, window="module", softcap=True,
            activation="hidden_activation"),
-    Family("Gemma3", "gemma3", norm_offset=True, sandwich=True, window="module", qk_norm=True,
-           activation="hidden_activation", images_see_themselves=True),
+    Family("Gemma3", "gemma3", norm_offset=True, sandwich=True, window="module", rope_by_layer=True,
+           qk_norm=True, activation="hidden_activation", images_see_themselves=True),
     Family("Phi3", "phi3", fused=True, residual_dropout=True, window="config"),
 )  # fmt: skip
 
