@@ -12,7 +12,18 @@ PACKAGE = Path(halfbyte.__file__).parent
 
 # Lowest first. A module imports from its own row and from the rows above it here, never from those below.
 ORDER = [
-    ["__init__", "errors", "notices", "files", "hardware", "config", "terminal", "environment", "architectures"],
+    [
+        "__init__",
+        "errors",
+        "notices",
+        "files",
+        "hardware",
+        "config",
+        "terminal",
+        "environment",
+        "architectures",
+        "families",
+    ],
     ["dispatch"],
     ["ops", "formats"],
     ["autograd"],

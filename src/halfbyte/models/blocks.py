@@ -21,7 +21,7 @@ from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
-from .families import Family
+from ..families import Family
 from .layer import Attention, GatedMLP, Half, LayerView, epsilon
 from .patched import NAME, is_bound
 from .projections import dropout_of, project, read_together
@@ -68,7 +68,8 @@ def _leave(half: Half, x: Tensor) -> Tensor:
     """What joins the residual stream."""
     if half.dropout is not None and half.drops:
         x = half.dropout(x)
-    return x if half.leave is None else half.leave(x)
+    x = x if half.leave is None else half.leave(x)
+    return x if half.scale == 1 else x * half.scale
 
 
 def attention_half(self: Any, hidden_states: Tensor, again: Store | None, **kwargs: Any) -> tuple[Tensor, Tensor]:

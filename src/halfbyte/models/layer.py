@@ -1,8 +1,8 @@
 """A decoder layer as everybody here takes it: read from transformers' modules in this file, and nowhere else.
 
 All known families share one block: two halves around the residual stream, attention and a gated MLP. A view says where
-its modules and numbers are, with the names of its family's row (`models.families`); it holds nothing itself and looks
-at the module at every question, since adapters, hooks and whole modules come and go.
+its modules and numbers are, with the names of its family's row (`families`); it holds nothing itself and looks at the
+module at every question, since adapters, hooks and whole modules come and go.
 
 Training's forwards (`blocks`), `patch`, generation (`generation.engine`) and the plan read layers through views.
 """
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from ..architectures import beside_text
 from ..errors import ModelError
+from ..families import ACTIVATIONS, Family, family_of, scale_of
 from ..ops.glu import Activation
-from .families import ACTIVATIONS, Family, family_of
 
 Mixer = Literal["dense", "experts"]
 
 
 class Half(NamedTuple):
-    """Half of a layer: stream + leave(dropout(inner(norm(stream)))).
+    """Half of a layer: stream + scale · leave(dropout(inner(norm(stream)))).
 
     Attributes:
         norm: RMSNorm.
@@ -37,6 +37,7 @@ class Half(NamedTuple):
     inner: Any
     dropout: Any | None
     leave: Any | None
+    scale: float
 
     @property
     def drops(self) -> bool:
@@ -184,15 +185,19 @@ class LayerView:
         own, family = self.module, self.family
         dropout = own.resid_attn_dropout if family.residual_dropout else None
         leave = own.post_attention_layernorm if family.sandwich else None
-        return Half(own.input_layernorm, own.self_attn, dropout, leave)
+        return Half(own.input_layernorm, own.self_attn, dropout, leave, self._scale)
 
     @property
     def mlp_half(self) -> Half:
         own, family = self.module, self.family
         if family.sandwich:
-            return Half(own.pre_feedforward_layernorm, own.mlp, None, own.post_feedforward_layernorm)
+            return Half(own.pre_feedforward_layernorm, own.mlp, None, own.post_feedforward_layernorm, self._scale)
         dropout = own.resid_mlp_dropout if family.residual_dropout else None
-        return Half(own.post_attention_layernorm, own.mlp, dropout, None)
+        return Half(own.post_attention_layernorm, own.mlp, dropout, None, self._scale)
+
+    @property
+    def _scale(self) -> float:
+        return scale_of(self.family.residual_scale, self.module.self_attn.config)
 
 
 def layer_view(layer: nn.Module) -> LayerView | str:

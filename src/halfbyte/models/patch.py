@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import ModelError
+from ..families import Family, family_of
 from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
 from .activations import layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
 from .blocks import attention_forward, mlp_forward, norm_forward
-from .families import Family, family_of
 from .layer import Attention, Block, GatedMLP, causal_lm_of
 from .patched import NAME, is_bound, record
 from .projections import read_projection
@@ -60,7 +60,7 @@ class PatchReport:
     """What `patch` fused, and what it left as it was.
 
     Attributes:
-        family: the model's family as in `models.families`, None where it is not known.
+        family: the model's family as in `families`, None where it is not known.
         fused: operation → number of modules.
         unfused: (what, why) → number of modules.
         attention: how attention is computed, in words.
@@ -90,7 +90,7 @@ def patch(
     looked at in every call. Patching again is harmless: it reports the model as it is now.
 
     Args:
-        model: a causal LM of transformers of a family in `models.families`, or a model with images whose text part is
+        model: a causal LM of transformers of a family in `families`, or a model with images whose text part is
             of one (its vision tower is left alone), or a `peft.PeftModel` around either; anything else is left as it
             is, and the report says so.
         activations: what the decoder layers keep for backward, a level of `memory.policy.LEVELS` for all or one for

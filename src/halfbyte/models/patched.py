@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .families import Family
+from ..families import Family
 
 if TYPE_CHECKING:
     from ..autograd.lora import Products
