@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..adapters import compute, compute_dtype_of, no_input_casts
 from ..errors import ModelError
 from ..families import ACTIVATIONS, Family, family_of
-from ..models.blocks import epsilon
-from ..models.projections import hooked
+from ..layers.plain import hooked
+from ..models.layer import epsilon
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
