@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
-from transformers.trainer_pt_utils import get_parameter_names
+from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
 from transformers.trainer_utils import speed_metrics
 
 from halfbyte.adapters import compute
@@ -36,19 +35,19 @@ from halfbyte.files import new_directory
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.ops.fp8_scaling import DelayedScaling
+from halfbyte.optim import OPTIMIZERS
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
 from .metrics import MetricsFile, Window, peak_memory
-from .readback import Mark, StepNumbers, guard, is_guarded
+from .readback import Mark, StepNumbers, guard
 from .rows import TOKENS, TRAINED, Collate, Counting, Rows, batches
 from .snapshot import load_optimizer, load_random, load_weights, save_optimizer, save_random, save_weights
 from .stepper import Batch, GraphedStepper, Stepper
 
 SKIPS = 20  # steps in a row that float16 may skip: the scale of 65536 that it begins with is below 1 after 17
-NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
 class TrainingLoop:
@@ -153,7 +152,7 @@ class TrainingLoop:
             if self.scaling is not None:
                 checkpoints.load_scaling(checkpoint, self.scaling)
             self.window = Window(**checkpoints.read_state(checkpoint)["window"])
-        self.optimizer = make_optimizer(self.model, self.args)
+        self.optimizer = OPTIMIZERS[self.config.optim].make(self.model, self.config)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
@@ -263,7 +262,7 @@ class TrainingLoop:
             self.scaler.update()
         self.callbacks("on_optimizer_step")
         # a step that the scaler leaves out is none of the schedule's; a fused optimizer leaves it out itself
-        if self.scaler is None or math.isfinite(self._norm) or is_guarded(self.optimizer):
+        if self.scaler is None or math.isfinite(self._norm) or OPTIMIZERS[self.config.optim].guarded:
             self.schedule.step()
         self._drop_gradients()
         return rate
@@ -308,7 +307,7 @@ class TrainingLoop:
     @property
     def _guarded(self) -> bool:
         """Whether the device alone keeps a broken step from moving weights; float16's scaler does so in its own way."""
-        return self.scaler is None and is_guarded(self.optimizer)
+        return self.scaler is None and OPTIMIZERS[self.config.optim].guarded
 
     def _check_count(self, trained: int, micro_batches: int) -> None:
         """Raise a TrainingError if there is nothing to learn in the next step."""
@@ -454,15 +453,3 @@ class TrainingLoop:
                 f"{place} could not be saved: {reason}", f"free some space and resume; {self._last_checkpoint()}"
             ) from error
         checkpoints.keep_newest(self.output, self.config.save_total_limit)
-
-
-def make_optimizer(model: Any, args: TrainingArguments) -> torch.optim.Optimizer:
-    """The optimizer that `args` name, with two groups of parameters: norms and biases do not decay."""
-    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], list(NOT_DECAYED)))
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    groups = [
-        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": args.weight_decay},
-        {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
-    ]
-    kind, keys = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    return kind(groups, **keys)
