@@ -3,27 +3,21 @@
 from .reading import TEXT_KEYS, allowed, explain, load_config
 from .resolve import Adapter, Origin, Precision, Resolved, Storage, resolve, storage_of
 from .schema import (
-    BITSANDBYTES_OPTIMIZERS,
     KEEP,
-    OPTIMIZERS,
     SCHEDULES,
     SECTIONS,
     SIXTEEN,
-    TORCH_OPTIMIZERS,
     Level,
     RunConfig,
     dump_config,
 )
 
 __all__ = [
-    "BITSANDBYTES_OPTIMIZERS",
     "KEEP",
-    "OPTIMIZERS",
     "SCHEDULES",
     "SECTIONS",
     "SIXTEEN",
     "TEXT_KEYS",
-    "TORCH_OPTIMIZERS",
     "Adapter",
     "Level",
     "Origin",

@@ -12,19 +12,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..optim import OPTIMIZERS
 from .contradictions import Contradiction, in_run, in_storage
 from .yaml import dump_value, read_patterns
 
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
 )  # fmt: skip
-TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
-BITSANDBYTES_OPTIMIZERS = (
-    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "ademamix", "ademamix_8bit",
-    "paged_ademamix_8bit", "paged_ademamix_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit",
-    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
-)  # fmt: skip
-OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
 
 SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
 KEEP = "keep"  # the types of a GGUF file, where a format holds their values
@@ -283,7 +277,7 @@ class RunConfig(ModelSection, QuantizationSection, RecipeSection, AdapterSection
     @field_validator("lr_scheduler_type", "optim")
     @classmethod
     def _named(cls, value: str, info: Any) -> str:
-        names = SCHEDULES if info.field_name == "lr_scheduler_type" else OPTIMIZERS
+        names = SCHEDULES if info.field_name == "lr_scheduler_type" else tuple(OPTIMIZERS)
         if value not in names:
             raise PydanticCustomError(
                 "named",
@@ -294,9 +288,10 @@ class RunConfig(ModelSection, QuantizationSection, RecipeSection, AdapterSection
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from in_run(self)
-        if self.optim in BITSANDBYTES_OPTIMIZERS and find_spec("bitsandbytes") is None:
-            wrong = f"optim: {self.optim} needs the package bitsandbytes, which is not installed"
-            yield "optim", wrong, "pip install bitsandbytes, or set optim: adamw_torch_fused"
+        package = OPTIMIZERS[self.optim].package
+        if package is not None and find_spec(package) is None:
+            wrong = f"optim: {self.optim} needs the package {package}, which is not installed"
+            yield "optim", wrong, f"pip install {package}, or set optim: adamw_torch_fused"
 
 
 def dump_config(config: RunConfig) -> str:

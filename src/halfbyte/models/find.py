@@ -9,8 +9,8 @@ from typing import Any
 
 from ..config import Origin
 from ..errors import ModelError
+from ..families import FAMILIES
 from .checkpoint_files import check_checkpoint
-from .families import FAMILIES
 from .gguf.cache import checkpoint_folder
 
 
@@ -92,7 +92,7 @@ def load_model_config(model: str | Origin) -> Any:
 
     Raises:
         ModelError: there is no such model, or it is neither a causal language model nor one that takes images and
-            whose text part is of a family in `models.families`.
+            whose text part is of a family in `families`.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -105,10 +105,11 @@ def load_model_config(model: str | Origin) -> Any:
             f"{name} is a {config.model_type} model, which is not a causal language model",
             "give a decoder-only language model",
         )
-    if config.model_type not in {family.package for family in FAMILIES}:
+    known = [family.package for family in FAMILIES if family.tower]
+    if config.model_type not in known:
         raise ModelError(
             f"{name} is a {config.model_type} model; of models that take images, halfbyte knows the text parts"
-            " of qwen2_5_vl and gemma3",
+            f" of {' and '.join(known)}",
             "give one of those, or a decoder-only language model",
         )
     return config
