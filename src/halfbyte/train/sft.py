@@ -19,7 +19,7 @@ from rich.console import Console
 from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
-from halfbyte.config import RunConfig, load_config, resolve
+from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import Collator, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
@@ -34,7 +34,6 @@ from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.notices import forget
 from halfbyte.plan.estimate import GIB
-from halfbyte.runs.saved import model_keys
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
 from ..runs.lock import run_lock
@@ -161,8 +160,7 @@ def _make_ready(
     if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
         loop.use_graphs()
     if job.config.recipe != "bf16":  # a CPU computes in it, too
-        recipe = configured_recipe(resolve(job.config).precision)
-        loop.scaling = patch(model, job.plan.levels or None, recipe).scaling
+        loop.scaling = patch(model, job.plan.levels or None, configured_recipe(job.run.precision)).scaling
     return results, report
 
 
@@ -180,8 +178,8 @@ def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
         return_large_blocks()
     restart_peak(job.device)
     measured["base_bytes"] = memory_now(job.device)
-    keys = model_keys(config) | {"dtype": job.weights_dtype, "device": job.device}
-    model = load_model(config.model_name_or_path, **keys)
+    how: dict[str, Any] = {"device": job.device, "attn_implementation": config.attn_implementation}
+    model = load_model(job.files, job.run.storage, dtype=job.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(job.device)
     set_seed(config.seed)
     if job.plan.activation_checkpointing and not job.plan.levels:
@@ -243,7 +241,7 @@ def _save(job: Job, model: Any, ids: torch.Tensor) -> dict[str, Any]:
             job.tokenizer.save_pretrained(aside)
         return {"adapter_reload": checks.adapter_reload(model, job.output / "adapter", ids, job.compute_dtype)}
     if job.config.qat_scheme is None:  # else `halfbyte merge` rounds what was trained, and once
-        model.to(job.model_config.dtype or torch.float32)  # as the base was stored
+        model.to(job.files.config.dtype or torch.float32)  # as the base was stored
     with new_directory(job.output / "model") as aside:
         model.save_pretrained(aside)
         job.tokenizer.save_pretrained(aside)
