@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...config import KEEP
-from ...errors import ConfigError, ModelError
+from ..config import KEEP
+from ..errors import ConfigError, ModelError
 
 SUFFIX = ".gguf"
 
