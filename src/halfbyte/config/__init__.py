@@ -1,14 +1,11 @@
 """What a run wants: one flat YAML file, the same names on the command line and in Python."""
 
 from .schema import (
-    BITSANDBYTES_OPTIMIZERS,
     KEEP,
-    OPTIMIZERS,
     SCHEDULES,
     SECTIONS,
     SIXTEEN,
     TEXT_KEYS,
-    TORCH_OPTIMIZERS,
     Level,
     RunConfig,
     allowed,
@@ -18,14 +15,11 @@ from .schema import (
 )
 
 __all__ = [
-    "BITSANDBYTES_OPTIMIZERS",
     "KEEP",
-    "OPTIMIZERS",
     "SCHEDULES",
     "SECTIONS",
     "SIXTEEN",
     "TEXT_KEYS",
-    "TORCH_OPTIMIZERS",
     "Level",
     "RunConfig",
     "allowed",

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from ..errors import ConfigError
 from ..notices import notice
+from ..optim import OPTIMIZERS
 from .aliases import HINTS
 from .foreign import Ignored, Mapped, Refused, foreign_names, translate
 from .qat import qat_contradictions
@@ -28,13 +29,6 @@ from .yaml import Located, dump_value, parse_scalar, read_mapping, read_patterns
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
 )  # fmt: skip
-TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
-BITSANDBYTES_OPTIMIZERS = (
-    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "ademamix", "ademamix_8bit",
-    "paged_ademamix_8bit", "paged_ademamix_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit",
-    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
-)  # fmt: skip
-OPTIMIZERS = TORCH_OPTIMIZERS + BITSANDBYTES_OPTIMIZERS
 
 SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
 KEEP = "keep"  # the types of a GGUF file, where a format holds their values
@@ -247,7 +241,7 @@ class RunConfig(ModelSection, QuantizationSection, RecipeSection, AdapterSection
     @field_validator("lr_scheduler_type", "optim")
     @classmethod
     def _named(cls, value: str, info: Any) -> str:
-        names = SCHEDULES if info.field_name == "lr_scheduler_type" else OPTIMIZERS
+        names = SCHEDULES if info.field_name == "lr_scheduler_type" else tuple(OPTIMIZERS)
         if value not in names:
             raise PydanticCustomError(
                 "named",
@@ -285,11 +279,12 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     f"{key} has no meaning with use_peft: false: there is no adapter",
                     f"remove {key}, or set use_peft: true",
                 )
-    if config.optim in BITSANDBYTES_OPTIMIZERS and find_spec("bitsandbytes") is None:
+    package = OPTIMIZERS[config.optim].package
+    if package is not None and find_spec(package) is None:
         yield (
             "optim",
-            f"optim: {config.optim} needs the package bitsandbytes, which is not installed",
-            "pip install bitsandbytes, or set optim: adamw_torch_fused",
+            f"optim: {config.optim} needs the package {package}, which is not installed",
+            f"pip install {package}, or set optim: adamw_torch_fused",
         )
 
 

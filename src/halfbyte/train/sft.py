@@ -23,6 +23,7 @@ from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import Collator, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
+from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
@@ -216,7 +217,7 @@ def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:
         job.tokenizer,
         prompts,
         max_new_tokens=job.config.sample_max_new_tokens,
-        stops=samples.stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
+        stops=stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
         dtype=job.compute_dtype,
     )
 
