@@ -21,7 +21,7 @@ from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
-from ..families import ACTIVATIONS, Family
+from ..families import ACTIVATIONS, Family, scaled
 from .projections import dropout_of, project, read_together
 from .recipes import recipe_of
 
@@ -69,7 +69,7 @@ def attention_half(self: Any, hidden_states: Tensor, again: Store | None, **kwar
         attended = self.resid_attn_dropout(attended)
     if family.sandwich:
         attended = self.post_attention_layernorm(attended)
-    return attended, residual
+    return scaled(attended, family.residual_scale, self.self_attn.config), residual
 
 
 def mlp_half(
@@ -88,15 +88,15 @@ def mlp_half(
     with _again(again, norm, normed, residual):
         out = self.mlp(normed, **options)
     if family.sandwich:
-        return residual, self.post_feedforward_layernorm(out)
+        out = self.post_feedforward_layernorm(out)
     if family.residual_dropout and self.resid_mlp_dropout.p:
         out = self.resid_mlp_dropout(out)
-    return residual, out
+    return residual, scaled(out, family.residual_scale, self.self_attn.config)
 
 
 def _may_skip(layer: Any, family: Family) -> bool:
     """Whether nothing reads the MLP's result but the residual stream."""
-    followed = family.sandwich or (family.residual_dropout and layer.resid_mlp_dropout.p)
+    followed = family.sandwich or family.residual_scale or (family.residual_dropout and layer.resid_mlp_dropout.p)
     return not followed and FAMILY in layer.mlp.__dict__ and not layer.mlp._forward_hooks
 
 
