@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint_files import check_checkpoint
 from ..config import Origin
 from ..errors import ModelError
 from ..families import FAMILIES
-from .checkpoint_files import check_checkpoint
-from .gguf.cache import checkpoint_folder
+from ..gguf.cache import checkpoint_folder
 
 
 @dataclass(frozen=True)

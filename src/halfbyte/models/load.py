@@ -13,11 +13,11 @@ from ..config import Origin, Storage, storage_of
 from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
+from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .choice import qat_format
 from .find import ModelFiles, find_model, place_of, untrusted
-from .gguf.cache import in_words
 
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head
