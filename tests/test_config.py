@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from halfbyte import notices
 from halfbyte.config import (
-    BITSANDBYTES_OPTIMIZERS,
-    OPTIMIZERS,
     SCHEDULES,
     RunConfig,
     allowed,
@@ -20,6 +18,7 @@ from halfbyte.config import (
 from halfbyte.config import aliases as config_aliases
 from halfbyte.config import foreign as config_foreign
 from halfbyte.errors import ConfigError
+from halfbyte.optim import OPTIMIZERS
 
 NEEDED = {"model_name_or_path": "some/model", "dataset": "data.jsonl"}
 
@@ -350,7 +349,6 @@ class TestNames:
         assert {name for name in known if "bnb" in name or "8bit" in name or "paged" in name} - set(OPTIMIZERS) == {
             "adamw_torch_8bit", "galore_adamw_8bit", "galore_adamw_8bit_layerwise",
         }  # fmt: skip
-        assert set(BITSANDBYTES_OPTIMIZERS) < set(OPTIMIZERS)
 
 
 # ---- quantization

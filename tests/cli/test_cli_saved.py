@@ -166,7 +166,7 @@ class TestTalking:
 
     def test_an_error_while_generating_is_raised_where_the_answer_is_read(self, run_folder, monkeypatch):
         talk = self.conversation(run_folder)
-        monkeypatch.setattr("halfbyte.generation.run.stream", lambda *rows, **keys: 1 / 0)
+        monkeypatch.setattr("halfbyte.generation.text.stream", lambda *rows, **keys: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(talk.answer("Hello"))
 

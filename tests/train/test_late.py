@@ -190,13 +190,6 @@ def test_a_guarded_optimizer_does_nothing_for_numbers_that_are_not_finite(device
     assert same == [number != 1.0] * 4
 
 
-def test_only_fused_optimizers_are_guarded():
-    weights = [nn.Parameter(torch.ones(5))]
-    assert late.is_guarded(torch.optim.AdamW(weights, fused=True))
-    assert not late.is_guarded(torch.optim.AdamW(weights))
-    assert not late.is_guarded(torch.optim.SGD(weights, lr=0.1))
-
-
 @pytest.mark.gpu
 def test_a_step_in_the_middle_of_a_run_never_waits_for_the_device(tmp_path):
     """Steps 8 to 20, over several epochs, with a record each; any wait but for an event raises."""

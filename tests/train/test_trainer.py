@@ -259,10 +259,9 @@ def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monke
         trainer.evaluate()
 
 
-@pytest.mark.parametrize(("key", "value"), [("optim", "adamm"), ("lr_scheduler_type", "cosign")])
-def test_values_transformers_does_not_know_are_config_errors(tmp_path, key, value):
-    config = run_config(tmp_path).model_copy(update={key: value})  # past the config's own check
-    with pytest.raises(ConfigError, match=value):
+def test_a_schedule_transformers_does_not_know_is_a_config_error(tmp_path):
+    config = run_config(tmp_path).model_copy(update={"lr_scheduler_type": "cosign"})  # past the config's own check
+    with pytest.raises(ConfigError, match="cosign"):
         training_arguments(config, torch.device("cpu"), torch.float32, rows=4, evaluate=False)
 
 

@@ -19,8 +19,7 @@ from torch import nn
 from ..autograd.linear_fp8 import Fp8Products
 from ..autograd.linear_nvfp4 import Nvfp4Products, Nvfp4Recipe
 from ..autograd.lora import Products
-from ..config import RunConfig
-from ..config.recipe import OPTIONS
+from ..config import Precision
 from ..errors import ConfigError, ModelError
 from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
@@ -45,12 +44,10 @@ def named_recipe(recipe: str | Recipe) -> Recipe:
     return {"bf16": None, "fp8-hybrid": ScalingOptions(), "nvfp4": Nvfp4Recipe()}[recipe]
 
 
-def configured_recipe(config: RunConfig) -> Recipe:
+def configured_recipe(precision: Precision) -> Recipe:
     """What a run's keys say."""
-    named = {key: getattr(config, key) for key in OPTIONS.get(config.recipe, ())}
-    if config.recipe == "fp8-hybrid":
-        return ScalingOptions(**named)
-    return Nvfp4Recipe(**named, seed=config.seed) if config.recipe == "nvfp4" else None
+    made = {"fp8-hybrid": ScalingOptions, "nvfp4": Nvfp4Recipe}.get(precision.recipe)
+    return made(**precision.recipe_options) if made else None
 
 
 def check_recipe(recipe: Recipe, device: torch.device) -> None:

@@ -55,7 +55,7 @@ def training_arguments(
     come in the same order, also in a resumed run.
 
     Raises:
-        ConfigError: a value that transformers does not know (an optimizer, a schedule), or float16 where it cannot
+        ConfigError: a value that transformers does not know (a schedule), or float16 where it cannot
             train.
     """
     needs_scaler = dtype == torch.float16
@@ -97,7 +97,7 @@ def _same_names(config: RunConfig) -> dict[str, Any]:
     """Keys that mean the same here and there."""
     names = (
         "output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate"
-        " lr_scheduler_type warmup_steps optim weight_decay max_grad_norm adam_beta1 adam_beta2 neftune_noise_alpha"
+        " lr_scheduler_type warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 neftune_noise_alpha"
         " logging_steps save_total_limit seed"
     )
     return {name: getattr(config, name) for name in names.split()}

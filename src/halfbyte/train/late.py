@@ -17,11 +17,6 @@ from torch import Tensor
 ASYNCHRONOUS = ("cuda", "xpu")  # devices that run behind the host
 
 
-def is_guarded(optimizer: Any) -> bool:
-    """Whether `optimizer` reads `found_inf` on the device; GradScaler asks for the same attribute."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
 def guard(optimizer: Any, numbers: Tensor) -> None:
     """Make the next `optimizer.step()` do nothing if one of `numbers` is NaN or Inf."""
     optimizer.found_inf = (~numbers.isfinite().all()).float()

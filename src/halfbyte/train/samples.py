@@ -67,14 +67,6 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, trained: Sequence[str]) -> list[int]:
-    """Tokens that end an answer: EOS, the model's own, and those that end the trained turns."""
-    own = model.generation_config.eos_token_id
-    own = own if isinstance(own, list) else [own]
-    found = {tokenizer.eos_token_id, *own, *(tokenizer.convert_tokens_to_ids(token) for token in trained)}
-    return sorted(token for token in found if token is not None)
-
-
 @torch.no_grad()
 def answer(
     model: Any,

@@ -19,10 +19,11 @@ from rich.console import Console
 from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
-from halfbyte.config import RunConfig, load_config
+from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.data.collate import Collator, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
+from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
@@ -160,7 +161,9 @@ def _make_ready(
     if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
         trainer.use_graphs()
     if job.config.recipe != "bf16":  # a CPU computes in it, too
-        trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
+        trainer.scaling = patch(
+            model, job.plan.levels or None, configured_recipe(resolve(job.config).precision)
+        ).scaling
     return results, report
 
 
@@ -216,7 +219,7 @@ def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:
         job.tokenizer,
         prompts,
         max_new_tokens=job.config.sample_max_new_tokens,
-        stops=samples.stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
+        stops=stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
         dtype=job.compute_dtype,
     )
 

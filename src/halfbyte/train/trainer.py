@@ -37,12 +37,13 @@ from halfbyte.files import new_directory
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
 from halfbyte.ops.fp8_scaling import DelayedScaling
+from halfbyte.optim import OPTIMIZERS
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .arguments import total_steps
 from .graph import GraphedBackward
-from .late import Mark, StepNumbers, guard, is_guarded
+from .late import Mark, StepNumbers, guard
 from .metrics import MetricsFile, Window, peak_memory
 
 TOKENS = "tokens"
@@ -121,6 +122,12 @@ class HalfbyteTrainer(Trainer):
             if self._graphs is not None:
                 self.graph_pool_bytes = self._graphs.most_pool_bytes
                 self._graphs.close()
+
+    def create_optimizer(self, model=None):
+        """The row of the table, where the caller brought no optimizer."""
+        if self.optimizer is None:
+            self.optimizer = OPTIMIZERS[self.config.optim].make(self.model, self.config)
+        return self.optimizer
 
     @cached_property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -226,7 +233,7 @@ class HalfbyteTrainer(Trainer):
     @property
     def _guarded(self) -> bool:
         """Whether the device alone keeps a broken step from moving weights; fp16's scaler does so in its own way."""
-        return self.accelerator.scaler is None and is_guarded(self.optimizer.optimizer)
+        return self.accelerator.scaler is None and OPTIMIZERS[self.config.optim].guarded
 
     def _check(self, step: StepNumbers) -> float:
         """The step's summed loss.

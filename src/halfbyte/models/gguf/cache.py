@@ -6,13 +6,13 @@ A run reads its base several times (training, merging, verifying), and decoding 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...config import KEEP
 from ...errors import ConfigError, ModelError
+from ...files import cache_folder
 
 SUFFIX = ".gguf"
 
@@ -22,11 +22,11 @@ def checkpoint_folder(name_or_path: str, quantization: Any = None) -> str:
 
     With `quantization: keep` that is another folder, whose linear layers are stored as in the file.
 
-    The folder is in $HALFBYTE_CACHE (else the user's cache), under a name that depends on the file's place, size and
+    The folder is in the cache, under a name that depends on the file's place, size and
     time of change.
 
     Raises:
-        ConfigError: the gguf library is missing, or there is nothing to keep.
+        ConfigError: the gguf library is missing, there is nothing to keep, or there is no cache.
         ModelError, CheckpointError, TrainingError: see `unpack.import_gguf`.
     """
     keep = quantization == KEEP
@@ -42,8 +42,7 @@ def checkpoint_folder(name_or_path: str, quantization: Any = None) -> str:
         raise ModelError(f"there is no file {path}", "name a GGUF file, a model's folder or a hub id")
     facts = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
-    root = os.environ.get("HALFBYTE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "halfbyte"
-    folder = Path(root).expanduser() / "gguf" / f"{path.stem}-{key}{'-keep' if keep else ''}"
+    folder = cache_folder() / "gguf" / f"{path.stem}-{key}{'-keep' if keep else ''}"
     if not folder.is_dir():
         try:
             from .unpack import import_gguf
