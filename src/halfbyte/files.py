@@ -26,9 +26,7 @@ def cache_folder() -> Path:
             return Path(chosen).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfbyte"
     except RuntimeError as error:  # as in containers that run under a number alone
-        raise ConfigError(
-            "this user has no home folder", "set HALFBYTE_CACHE to one for caches"
-        ) from error
+        raise ConfigError("this user has no home folder", "set HALFBYTE_CACHE to one for caches") from error
 
 
 def _sync_directory(directory: Path) -> None:

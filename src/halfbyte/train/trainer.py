@@ -35,7 +35,8 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
 from halfbyte.hardware import is_out_of_memory
-from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
+from halfbyte.models.head import causal_lm_loss
+from halfbyte.ops import IGNORE_INDEX
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS
 
