@@ -20,9 +20,11 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.formats import Blockwise4
-from halfbyte.kernels import gemm_cuda, gemv4_row
-from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks, image, product
-from halfbyte.kernels.launch import ceil_div, power_of_2
+from halfbyte.kernels.cuda import gemm4 as gemm_cuda
+from halfbyte.kernels.cuda import gemv4_row
+from halfbyte.kernels.cuda.gemv4 import Blocks, image, product
+from halfbyte.kernels.device import HOPPER_SHARED_BYTES
+from halfbyte.kernels.tiling import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
 
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
@@ -35,7 +37,7 @@ def candidates(batch: int) -> list[Blocks]:
     groups = ((1, 16), (2, 8), (4, 4), (8, 2), (1, 8), (2, 4), (4, 2))
     found = [Blocks(rt, *warps, stages) for rt, warps, stages in itertools.product((1, 2), groups, (2, 3, 4))]
     full = 8 * power_of_2(ceil_div(batch, 8))
-    fitting = [blocks for blocks in found if blocks.shared_bytes(full, True) <= SHARED_BYTES]
+    fitting = [blocks for blocks in found if blocks.shared_bytes(full, True) <= HOPPER_SHARED_BYTES]
     return [blocks for blocks in fitting if blocks.wr * blocks.wk * blocks.rt * (blocks.stages - 1) >= 24]
 
 
@@ -87,7 +89,7 @@ def sweep_row(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     warps = [(wr, wk) for wr in (1, 2, 4, 8) for wk in range(1, 17) if 8 <= wr * wk <= 16]
     batch, bf16, device = x.shape[0], x.dtype is torch.bfloat16, x.get_device()
     shapes = [gemv4_row.Blocks(rt, *groups) for rt in (1, 2) for groups in warps]
-    shapes = [blocks for blocks in shapes if blocks.shared_bytes(batch, True, 64) <= SHARED_BYTES]
+    shapes = [blocks for blocks in shapes if blocks.shared_bytes(batch, True, 64) <= HOPPER_SHARED_BYTES]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda blocks: gemv4_row.image(blocks, device, batch, bf16, True, 64), shapes))
     times = []
@@ -102,7 +104,7 @@ def sweep_gemm(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     times = []
     for groups, stages in itertools.product((2, 4), (3, 4, 5)):
         blocks = gemm_cuda.Blocks(groups, stages)
-        if blocks.shared_bytes(gemm_cuda.tiles_of(x.shape[0]), gemm_cuda.CODES + 8) <= SHARED_BYTES:
+        if blocks.shared_bytes(gemm_cuda.tiles_of(x.shape[0]), gemm_cuda.CODES + 8) <= HOPPER_SHARED_BYTES:
             calls = [
                 partial(gemm_cuda.product, x, packed, absmax, nested, kind, rows, None, blocks)
                 for packed, absmax, nested, _, kind, rows in weights

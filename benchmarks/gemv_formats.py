@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from benchmarks.gemv import ROTATE, dense_us
 from halfbyte.formats import Format, KBit, from_spec
-from halfbyte.kernels import gemv_planes, gemv_planes_row
-from halfbyte.kernels.gemv4_cuda import SHARED_BYTES
+from halfbyte.kernels.cuda import gemv_planes, gemv_planes_row
+from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 
 SPECS = ("kbit:2:nf", "kbit:3:nf", "kbit:4:nf", "kbit:5:nf", "hqq:2:64", "hqq:3:64", "hqq:4:64", "hqq:8:64",
          "int8", "fp8:row", "fp8:tensor", "fp8:tile")  # fmt: skip
@@ -47,9 +47,9 @@ def candidates(k: int, batch: int) -> list[gemv_planes.Blocks] | list[gemv_plane
     shapes = [(rt, groups, count // groups) for rt, count, groups in warps if count % groups == 0]
     if batch == 1:
         of_row = [gemv_planes_row.Blocks(*shape) for shape in shapes]
-        return [blocks for blocks in of_row if blocks.shared_bytes(k) <= SHARED_BYTES]
+        return [blocks for blocks in of_row if blocks.shared_bytes(k) <= HOPPER_SHARED_BYTES]
     found = [gemv_planes.Blocks(*shape, stages) for shape in shapes for stages in (2, 3) if math.prod(shape) <= 16]
-    return [blocks for blocks in found if blocks.shared_bytes(k, 0, batch) <= SHARED_BYTES]
+    return [blocks for blocks in found if blocks.shared_bytes(k, 0, batch) <= HOPPER_SHARED_BYTES]
 
 
 def sweep(format_: KBit, weights: list[dict], shape: tuple[int, int], x: Tensor) -> list[tuple[float, tuple]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
-from halfbyte.kernels import losses as kernels
+from halfbyte.kernels.triton import cross_entropy as kernels
 from halfbyte.ops.cross_entropy import Objective, cross_entropy_
 from halfbyte.ops.losses import chunk_rows, linear_cross_entropy_forward
 

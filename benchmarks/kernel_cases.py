@@ -14,31 +14,30 @@ import torch
 from torch import Tensor
 
 from halfbyte.autograd.attention import WIDEST
-from halfbyte.kernels import (
+from halfbyte.kernels.cuda import decode_layers, gemv_planes, lora_read, low_rank
+from halfbyte.kernels.device import device_of
+from halfbyte.kernels.triton import (
     attention,
     bitplane,
     blockwise4,
     blockwise4_float8,
     decode_attention,
-    decode_layers,
     e2m1,
     float8,
     gemv4,
     gemv8,
-    gemv_planes,
     glu,
     hqq,
     int4,
     int8,
     lora_glu,
-    lora_read,
-    losses,
-    low_rank,
     norms,
     partial_sums,
     rope,
 )
-from halfbyte.kernels.device import device_of
+from halfbyte.kernels.triton import (
+    cross_entropy as losses,
+)
 from halfbyte.models.attention import HOPPER
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4

@@ -33,10 +33,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from halfbyte import files, kernels
-from halfbyte.kernels import cuda, lora_glu
+from halfbyte import files
+from halfbyte.dispatch import Unavailable
+from halfbyte.kernels import cuda
+from halfbyte.kernels import triton as triton_folder
 from halfbyte.kernels.device import Device, assumed
-from halfbyte.kernels.launch import Launcher
+from halfbyte.kernels.triton import lora_glu
+from halfbyte.kernels.triton.launch import Launcher
 
 from .kernel_cases import BF16, FP32, MAKERS, Case, attend_call, empty
 
@@ -115,15 +118,15 @@ class CudaLaunch:
 
 
 def kernel_name(launcher: Launcher) -> str:
-    module = launcher.function.__module__.removeprefix("halfbyte.kernels.")
+    module = launcher.function.__module__.removeprefix("halfbyte.kernels.triton.")
     return f"{module}.{launcher.function.__name__.lstrip('_')}"
 
 
 @functools.cache
 def modules() -> list[Any]:
-    """The modules of halfbyte.kernels that are not for CPUs."""
-    names = [each.name for each in pkgutil.iter_modules(kernels.__path__) if not each.ispkg]
-    return [importlib.import_module(f"halfbyte.kernels.{name}") for name in names if not name.endswith("_cpu")]
+    """The modules of halfbyte.kernels.triton and halfbyte.kernels.cuda."""
+    found = [pkgutil.iter_modules(folder.__path__, f"{folder.__name__}.") for folder in (triton_folder, cuda)]
+    return [importlib.import_module(each.name) for each in itertools.chain(*found)]
 
 
 def triton_kernels() -> set[str]:
@@ -131,7 +134,7 @@ def triton_kernels() -> set[str]:
     values = [(module, value) for module in modules() for value in vars(module).values()]
     launched = {kernel_name(value) for _, value in values if isinstance(value, Launcher)}
     jitted = {
-        f"{module.__name__.removeprefix('halfbyte.kernels.')}.{value.__name__.lstrip('_')}"
+        f"{module.__name__.removeprefix('halfbyte.kernels.triton.')}.{value.__name__.lstrip('_')}"
         for module, value in values
         if isinstance(value, JITFunction) and value.__module__ == module.__name__ and _is_kernel(value)
     }
@@ -177,7 +180,7 @@ class Record:
 
 
 def no_nvrtc(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
-    raise cuda.BuildError("no NVRTC")
+    raise Unavailable("no NVRTC")
 
 
 @contextlib.contextmanager
@@ -195,7 +198,7 @@ def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterat
     def compiled(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
         try:
             return cubin(name, capability, constants)
-        except cuda.BuildError as error:
+        except Unavailable as error:
             found.refused[name] = str(error)
             raise
 
@@ -203,7 +206,7 @@ def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterat
         def __init__(self, image: bytes, name: str, shared_bytes: int):
             if shared_bytes > target.device.shared_bytes:
                 found.refused[name] = f"{shared_bytes} bytes of shared memory"
-                raise cuda.BuildError(f"{name} needs {found.refused[name]}")
+                raise Unavailable(f"{name} needs {found.refused[name]}")
             self.launch = CudaLaunch(name, image, shared_bytes)
             found.cuda.append(self.launch)
 
@@ -306,7 +309,7 @@ def any_nvrtc() -> ctypes.CDLL | None:
             return ctypes.CDLL(str(path))
     try:
         return _nvrtc_of_torch()
-    except cuda.BuildError:
+    except Unavailable:
         return None
 
 

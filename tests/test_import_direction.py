@@ -23,6 +23,7 @@ ORDER = [
         "terminal",
         "environment",
         "architectures",
+        "families",
     ],
     ["dispatch"],
     ["ops", "formats"],

@@ -10,11 +10,12 @@ LARGER = (*SHAPES, (130, 33), (67, 1024))
 
 @pytest.fixture
 def kernels():
-    from halfbyte.kernels.native import BuildError
+    from halfbyte.dispatch import Unavailable
 
     try:
-        from halfbyte.kernels import bitplane_cpu, hqq_cpu
-    except BuildError as error:
+        from halfbyte.kernels.native import bitplane as bitplane_cpu
+        from halfbyte.kernels.native import hqq as hqq_cpu
+    except Unavailable as error:
         pytest.skip(str(error))
     return {"kernel": bitplane_cpu.dequantize, "hqq_kernel": hqq_cpu.dequantize}, bitplane_cpu.quantize
 

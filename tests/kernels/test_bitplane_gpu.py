@@ -21,7 +21,7 @@ def test_dequantize(spec):
 @pytest.mark.parametrize("spec", [spec for spec in KBIT if "affine" not in spec])
 def test_dequantize_by_the_kernel_for_large_weights(spec, monkeypatch):
     """Some warps have a round more; Triton takes other counts of blocks, and all where NVRTC does not compile."""
-    bitplane_cuda, shape = pytest.importorskip("halfbyte.kernels.bitplane_cuda"), (4099, 1024)
+    bitplane_cuda, shape = pytest.importorskip("halfbyte.kernels.cuda.bitplane"), (4099, 1024)
     if torch.cuda.get_device_capability() < bitplane_cuda.CAPABILITY:
         pytest.skip("needs Hopper")
 
@@ -31,10 +31,10 @@ def test_dequantize_by_the_kernel_for_large_weights(spec, monkeypatch):
     check_dequantize([spec], DTYPES[1:], [shape], "cuda", kernel=kernel)
     check_dequantize([spec], [torch.bfloat16], [(4099, 1056)], "cuda")
 
-    from halfbyte.kernels.native import BuildError
+    from halfbyte.dispatch import Unavailable
 
     def refuse(*_):
-        raise BuildError("no NVRTC")
+        raise Unavailable("no NVRTC")
 
     monkeypatch.setattr(bitplane_cuda, "_kernel", refuse)
     monkeypatch.setattr(notices, "_said", {})

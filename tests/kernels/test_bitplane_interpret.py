@@ -26,7 +26,7 @@ def test_in_a_process_of_its_own():
 @interpreted
 @pytest.mark.parametrize("spec", KBIT)
 def test_kbit(spec):
-    from halfbyte.kernels.bitplane import dequantize, quantize
+    from halfbyte.kernels.triton.bitplane import dequantize, quantize
 
     check_dequantize([spec], (torch.float32, torch.float16), kernel=dequantize)
     check_quantize([spec], [torch.float16], kernel=quantize)
@@ -35,14 +35,14 @@ def test_kbit(spec):
 @interpreted
 @pytest.mark.parametrize("spec", HQQ)
 def test_hqq(spec):
-    from halfbyte.kernels.hqq import dequantize
+    from halfbyte.kernels.triton.hqq import dequantize
 
     check_dequantize([spec], [torch.float16], hqq_kernel=dequantize)
 
 
 @interpreted
 def test_more_than_one_program():
-    from halfbyte.kernels import bitplane, hqq
+    from halfbyte.kernels.triton import bitplane, hqq
 
     for shape in ((5, 1024), (130, 33)):
         check_dequantize(["kbit:5:nf"], [torch.float16], [shape], kernel=bitplane.dequantize)
@@ -53,7 +53,7 @@ def test_more_than_one_program():
 @interpreted
 def test_every_scale():
     """All 256 scales, those below the normal range too."""
-    from halfbyte.kernels.bitplane import dequantize
+    from halfbyte.kernels.triton.bitplane import dequantize
     from halfbyte.ops.bitplane import dequantize_bitplane, kbit_codebook
 
     codebook = kbit_codebook("nf", 4, torch.device("cpu"))

@@ -11,11 +11,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture
 def kernels():
-    from halfbyte.kernels.native import BuildError
+    from halfbyte.dispatch import Unavailable
 
     try:
-        from halfbyte.kernels import blockwise4_cpu
-    except BuildError as error:
+        from halfbyte.kernels.native import blockwise4 as blockwise4_cpu
+    except Unavailable as error:
         pytest.skip(str(error))
     return blockwise4_cpu
 

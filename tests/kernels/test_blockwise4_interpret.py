@@ -31,14 +31,14 @@ def test_in_a_process_of_its_own():
 @interpreted
 @pytest.mark.parametrize("blocksize", [32, 256])
 def test_dequantize(blocksize):
-    from halfbyte.kernels.blockwise4 import dequantize
+    from halfbyte.kernels.triton.blockwise4 import dequantize
 
     check_dequantize(dequantize, DTYPES, [blocksize], counts=(1, 65, 1001))
 
 
 @interpreted
 def test_dequantize_more_than_one_program():
-    from halfbyte.kernels.blockwise4 import dequantize
+    from halfbyte.kernels.triton.blockwise4 import dequantize
 
     check_dequantize(dequantize, [torch.float16], [64], counts=(8193,))
 
@@ -46,21 +46,21 @@ def test_dequantize_more_than_one_program():
 @interpreted
 @pytest.mark.parametrize("blocksize", [32, 256])
 def test_quantize(blocksize):
-    from halfbyte.kernels.blockwise4 import quantize
+    from halfbyte.kernels.triton.blockwise4 import quantize
 
     check_quantize(quantize, DTYPES, [blocksize], counts=(1, 65, 1001))
 
 
 @interpreted
 def test_quantize_more_than_one_program():
-    from halfbyte.kernels.blockwise4 import quantize
+    from halfbyte.kernels.triton.blockwise4 import quantize
 
     check_quantize(quantize, [torch.float32], [4096, 64], counts=(8193,))
 
 
 @interpreted
 def test_what_is_not_finite_reaches_the_scale():
-    from halfbyte.kernels.blockwise4 import quantize
+    from halfbyte.kernels.triton.blockwise4 import quantize
 
     for bad in (float("nan"), float("inf"), -float("inf")):
         weight = torch.ones(130)
@@ -70,7 +70,7 @@ def test_what_is_not_finite_reaches_the_scale():
 
 @interpreted
 def test_nothing_is_written_past_the_end():
-    from halfbyte.kernels.blockwise4 import dequantize, quantize
+    from halfbyte.kernels.triton.blockwise4 import dequantize, quantize
 
     packed, absmax = quantize(torch.ones(5), 64, "nf4")
     assert packed.shape == (3, 1)

@@ -24,7 +24,7 @@ from benchmarks import kernel_matrix as matrix
 from halfbyte import ops
 from halfbyte.dispatch import Op
 from halfbyte.kernels import cuda
-from halfbyte.kernels.launch import Launcher
+from halfbyte.kernels.triton.launch import Launcher
 
 TARGETS = {target.name: target for target in matrix.TARGETS}
 # All that is everyday for one target, and for others what depends on shared memory and tensor cores alone.

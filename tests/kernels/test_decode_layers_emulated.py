@@ -25,7 +25,8 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Step *s, Weight *w) {
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
     """Makes what runs a stack here, on three multiprocessors, in blocks of a given shape."""
-    from halfbyte.kernels import cuda, decode_layers
+    from halfbyte.kernels import cuda
+    from halfbyte.kernels.cuda import decode_layers
 
     on_hopper(monkeypatch)
 
@@ -68,7 +69,7 @@ def test_layers(runner, blocks, batch, dtype, keys):
 @pytest.mark.parametrize("keys", [{}, {"window": 7, "fp8": True}], ids=str)
 def test_blocks_share_slots(runner, monkeypatch, keys):
     """Two blocks for each of four heads; with the window one of them has no slot."""
-    from halfbyte.kernels import decode_layers
+    from halfbyte.kernels.cuda import decode_layers
 
     on_hopper(monkeypatch, 8)
     hidden, made = decode_cases.stack(1, torch.bfloat16, layers=1, **keys)
@@ -78,7 +79,7 @@ def test_blocks_share_slots(runner, monkeypatch, keys):
 
 def test_inputs_that_do_not_fit(runner, monkeypatch):
     """Then blocks wait for each other at barriers, as they do with more rows. A team has three chunks of slots."""
-    from halfbyte.kernels import decode_layers
+    from halfbyte.kernels.cuda import decode_layers
 
     monkeypatch.setattr(decode_layers.Stacked, "fits_in", lambda *_: False)
     decode_cases.check(runner((1, 1, 1, 2)), *decode_cases.stack(1, torch.float16, layers=1, lora=True))

@@ -6,6 +6,8 @@ from emulated import emulate, needs_compiler
 from gemv4_cases import arguments, check
 from gemv_planes_cases import check4, weight_of
 
+from halfbyte.kernels.device import HOPPER_SHARED_BYTES
+
 pytest.importorskip("triton")  # whose launcher's arithmetic they share
 pytestmark = needs_compiler
 ADD = """
@@ -31,7 +33,7 @@ extern "C" void run_gemm_planes(u32 blocks, u32 threads, u32 bytes, Planes *w, c
 
 @pytest.fixture
 def gemm(request, monkeypatch, tmp_path):
-    from halfbyte.kernels import gemm_cuda
+    from halfbyte.kernels.cuda import gemm4 as gemm_cuda
 
     return emulate(gemm_cuda, monkeypatch, tmp_path, request.param + ADD)
 
@@ -67,19 +69,19 @@ def test_products(gemm, blocks, batch, dtype, nested, shape, rank):
     ],
 )
 def test_bit_planes(gemm, spec, batch, dtype):
-    from halfbyte.kernels import gemv_planes
+    from halfbyte.kernels.cuda import gemv_planes
 
     check4(gemv_planes.product4, weight_of(spec, 70, 768), batch, dtype, gemm.Blocks(1, 4))
 
 
 def test_shapes():
     """Blocks fit a multiprocessor; as few as end at the same time, and at most some 16 parts to a tile."""
-    from halfbyte.kernels import gemm_cuda, gemv4_cuda
+    from halfbyte.kernels.cuda import gemm4 as gemm_cuda
 
     for batch in (9, 16, 17, 32, 33, 48, 49, 64):
         tiles = gemm_cuda.tiles_of(batch)
         assert 8 * tiles >= batch
-        assert gemm_cuda.blocks_for(tiles).shared_bytes(tiles, gemm_cuda.CODES + 16) <= gemv4_cuda.SHARED_BYTES
+        assert gemm_cuda.blocks_for(tiles).shared_bytes(tiles, gemm_cuda.CODES + 16) <= HOPPER_SHARED_BYTES
     assert [gemm_cuda.grid_for(*sizes, 132) for sizes in ((16, 56), (56, 16), (4, 16), (1, 1), (1, 40))] == [
         128, 128, 64, 1, 14,
     ]  # fmt: skip

@@ -27,13 +27,13 @@ def arguments(*args):
 
 @pytest.fixture
 def gemm():
-    from halfbyte.kernels import gemm_cuda
+    from halfbyte.kernels.cuda import gemm4 as gemm_cuda
 
     return gemm_cuda
 
 
 def function(blocks=None):
-    from halfbyte.kernels import gemm_cuda
+    from halfbyte.kernels.cuda import gemm4 as gemm_cuda
 
     def run(x, packed, absmax, nested, blocksize, kind, rows, bias, term=None):
         assert gemm_cuda.takes(x, packed, absmax)
@@ -56,7 +56,7 @@ def test_products(gemm, batch, nested, kind):
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_bit_planes(gemm, batch):
-    from halfbyte.kernels import gemv_planes
+    from halfbyte.kernels.cuda import gemv_planes
 
     for spec in ("kbit:4:nf", "hqq:4:32", "hqq:4:64", "hqq:4:128", "hqq:4:256"):
         for shape in ((130, 256), (1001, 4352), (4096, 14336)):

@@ -5,6 +5,8 @@ import torch
 from emulated import emulate, needs_compiler
 from gemv4_cases import arguments, check
 
+from halfbyte.kernels.device import HOPPER_SHARED_BYTES
+
 pytest.importorskip("triton")  # whose launcher's arithmetic it shares
 pytestmark = needs_compiler
 RUN = """
@@ -17,7 +19,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x
 
 @pytest.fixture
 def cuda(monkeypatch, tmp_path):
-    from halfbyte.kernels import gemv4_cuda
+    from halfbyte.kernels.cuda import gemv4 as gemv4_cuda
 
     return emulate(gemv4_cuda, monkeypatch, tmp_path, RUN)
 
@@ -46,6 +48,6 @@ def test_block_shapes_fit_a_multiprocessor(cuda):
         for batch in (1, 8, 9, 16):
             blocks = cuda.blocks_for(rows, batch, 132)
             full = 8 * cuda.power_of_2(cuda.ceil_div(batch, 8))
-            assert blocks.shared_bytes(full, False) <= cuda.SHARED_BYTES
+            assert blocks.shared_bytes(full, False) <= HOPPER_SHARED_BYTES
             assert blocks.wr * blocks.wk == (16 if batch <= 8 else 8)
     assert [cuda.blocks_for(rows, 1, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]

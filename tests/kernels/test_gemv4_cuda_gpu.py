@@ -24,7 +24,7 @@ def arguments(*args):
 
 @pytest.fixture
 def cuda():
-    from halfbyte.kernels import gemv4_cuda
+    from halfbyte.kernels.cuda import gemv4 as gemv4_cuda
 
     return gemv4_cuda
 
@@ -102,11 +102,11 @@ def test_what_it_does_not_take(cuda):
 
 def test_triton_stands_in_where_it_does_not_compile(cuda, monkeypatch, request):
     from halfbyte import notices
-    from halfbyte.kernels import gemv4
-    from halfbyte.kernels.native import BuildError
+    from halfbyte.dispatch import Unavailable
+    from halfbyte.kernels.triton import gemv4
 
     def refuse(*_):
-        raise BuildError("no NVRTC")
+        raise Unavailable("no NVRTC")
 
     monkeypatch.setattr(cuda, "cubin", refuse)
     monkeypatch.setattr(notices, "_said", {})

@@ -16,7 +16,7 @@ arguments = partial(gemv4_cases.arguments, device=DEVICE)
 
 @pytest.fixture
 def kernels():
-    from halfbyte.kernels import gemv4
+    from halfbyte.kernels.triton import gemv4
 
     return gemv4
 

@@ -16,7 +16,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Table4 *w, const u16 **x
 
 @pytest.fixture
 def row(monkeypatch, tmp_path):
-    from halfbyte.kernels import gemv4_row
+    from halfbyte.kernels.cuda import gemv4_row
 
     return emulate(gemv4_row, monkeypatch, tmp_path, PRODUCT)
 
@@ -45,9 +45,9 @@ def test_products(row, blocks, batch, blocksize, columns, dtype, nested):
 
 
 def test_block_shapes_fit_a_multiprocessor(row):
-    from halfbyte.kernels.gemv4_cuda import SHARED_BYTES
+    from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 
     for rows in (16, 256, 1024, 4096, 14336, 28672, 131072):
         for batch, nested, blocksize in ((1, True, 64), (2, False, 32)):
-            assert row.blocks_for(rows, 132).shared_bytes(batch, nested, blocksize) <= SHARED_BYTES
+            assert row.blocks_for(rows, 132).shared_bytes(batch, nested, blocksize) <= HOPPER_SHARED_BYTES
     assert [row.blocks_for(rows, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]

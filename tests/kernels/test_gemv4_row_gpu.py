@@ -26,7 +26,7 @@ def arguments(*args):
 
 @pytest.fixture
 def row():
-    from halfbyte.kernels import gemv4_row
+    from halfbyte.kernels.cuda import gemv4_row
 
     return gemv4_row
 

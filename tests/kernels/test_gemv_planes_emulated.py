@@ -24,7 +24,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, const u32 **packed, cons
 
 @pytest.fixture
 def planes(monkeypatch, tmp_path):
-    from halfbyte.kernels import gemv_planes
+    from halfbyte.kernels.cuda import gemv_planes
 
     return emulate(gemv_planes, monkeypatch, tmp_path, PRODUCT)
 
@@ -32,7 +32,7 @@ def planes(monkeypatch, tmp_path):
 @pytest.mark.parametrize("spec", ["kbit:2:nf", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf"])
 def test_values(monkeypatch, tmp_path, spec):
     """Fewer blocks of 32 than warps; several rounds of some warps, in which their rings come around."""
-    from halfbyte.kernels import bitplane_cuda
+    from halfbyte.kernels.cuda import bitplane as bitplane_cuda
 
     def kernel(packed, scales, zeros, *rest):
         return emulate(bitplane_cuda, monkeypatch, tmp_path, VALUES).dequantize(packed, scales, *rest)

@@ -16,7 +16,7 @@ specs = pytest.mark.parametrize("spec", SPECS)
 
 @pytest.fixture
 def planes():
-    from halfbyte.kernels import gemv_planes
+    from halfbyte.kernels.cuda import gemv_planes
 
     return gemv_planes
 
@@ -78,10 +78,10 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(planes):
 
 def test_dequantizes_where_it_does_not_compile(planes, monkeypatch):
     from halfbyte import notices
-    from halfbyte.kernels.native import BuildError
+    from halfbyte.dispatch import Unavailable
 
     def refuse(*_):
-        raise BuildError("no NVRTC")
+        raise Unavailable("no NVRTC")
 
     monkeypatch.setattr(planes, "_kernel", refuse)
     monkeypatch.setattr(notices, "_said", {})

@@ -17,7 +17,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x
 
 @pytest.fixture
 def row(monkeypatch, tmp_path):
-    from halfbyte.kernels import gemv_planes_row
+    from halfbyte.kernels.cuda import gemv_planes_row
 
     return emulate(gemv_planes_row, monkeypatch, tmp_path, PRODUCT)
 

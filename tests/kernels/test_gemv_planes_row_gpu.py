@@ -16,7 +16,7 @@ specs = pytest.mark.parametrize("spec", ["kbit:2:bnf", "kbit:2:fitted", "kbit:3:
 
 @pytest.fixture
 def row():
-    from halfbyte.kernels import gemv_planes_row
+    from halfbyte.kernels.cuda import gemv_planes_row
 
     return gemv_planes_row
 

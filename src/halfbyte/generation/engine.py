@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ..adapters import compute, compute_dtype_of, no_input_casts
 from ..errors import ModelError
-from ..models.blocks import epsilon
-from ..models.families import ACTIVATIONS, Family, family_of
-from ..models.projections import hooked
+from ..families import ACTIVATIONS, Family, family_of
+from ..layers.plain import hooked
+from ..models.layer import epsilon
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
@@ -46,13 +46,13 @@ class Layer:
     gate_up: Linears
     down: Linears
     window: int | None
-    rope: str | None  # Gemma 3 rotates by the layer's type
+    rope: str | None  # the layer's type, where it has RoPE of its own
     keys: Tensor  # [B, Hk, S, D]
     values: Tensor
 
 
 class StaticEngine:
-    """The forward of a family that `models.families` knows, over a cache of a size given once.
+    """The forward of a family that `families` knows, over a cache of a size given once.
 
     On a CUDA device a step is captured in a CUDA graph at its second call and replayed from then on.
 
@@ -122,7 +122,7 @@ class StaticEngine:
             Linears(gate_up, adapters, self.dtype),
             Linears([mlp.down_proj], adapters, self.dtype),
             window,
-            attention.layer_type if self.family.name == "Gemma3" else None,
+            attention.layer_type if self.family.rope_by_layer else None,
             torch.zeros(shape, dtype=cache_dtype, device=self.device),
             torch.zeros(shape, dtype=cache_dtype, device=self.device),
         )

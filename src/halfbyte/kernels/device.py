@@ -15,7 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..dispatch import Unavailable
+
 RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
+HOPPER = (9, 0)  # compute capability from which there are griddepcontrol and blocks of this much shared memory:
+HOPPER_SHARED_BYTES = 232448
 LOCAL_BYTES = 65536  # of a work-group on AMD's and Intel's GPUs, where torch does not say
 
 
@@ -65,6 +69,22 @@ def device_of(tensor: Tensor) -> Device:
 def device_at(index: int) -> Device:
     """The device that torch.cuda calls `index`."""
     return _assumed or _found(torch.device("cuda", index))
+
+
+def multiprocessors_of(index: int) -> int:
+    return device_at(index).multiprocessors
+
+
+def origin_of(index: int) -> int:
+    """Bytes of a block's shared memory that are not the kernel's, and come first.
+
+    Raises:
+        Unavailable: the driver does not say.
+    """
+    reserved = device_at(index).reserved_bytes
+    if reserved is None:
+        raise Unavailable("the driver does not say where shared memory begins")
+    return reserved
 
 
 @functools.cache

@@ -12,13 +12,13 @@ import torch
 
 from ..architectures import auto_class, beside_text
 from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
+from ..families import FAMILIES
 from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
 from .choice import qat_format
-from .families import FAMILIES
 from .gguf.cache import checkpoint_folder, in_words
 
 FLEX = "flex_attention"
@@ -86,7 +86,7 @@ def load_model_config(
 
     Raises:
         ModelError: there is no such model, or it is neither a causal language model nor one that takes images and
-            whose text part is of a family in `models.families`.
+            whose text part is of a family in `families`.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -100,10 +100,11 @@ def load_model_config(
             f"{name_or_path} is a {config.model_type} model, which is not a causal language model",
             "give a decoder-only language model",
         )
-    if config.model_type not in {family.package for family in FAMILIES}:
+    known = [family.package for family in FAMILIES if family.tower]
+    if config.model_type not in known:
         raise ModelError(
             f"{name_or_path} is a {config.model_type} model; of models that take images, halfbyte knows the text parts"
-            " of qwen2_5_vl and gemma3",
+            f" of {' and '.join(known)}",
             "give one of those, or a decoder-only language model",
         )
     return config

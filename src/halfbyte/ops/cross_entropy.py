@@ -87,7 +87,7 @@ def _outside(labels: Tensor, ignored: Tensor, vocabulary: int) -> Tensor:
     return ~ignored & ((labels < 0) | (labels >= vocabulary))
 
 
-@op(twins="losses")
+@op("triton.cross_entropy")
 def cross_entropy_(
     logits: Tensor, labels: Tensor, objective: Objective, need_gradient: bool, need_entropy: bool
 ) -> RowLosses:
@@ -127,7 +127,7 @@ def cross_entropy_(
     return RowLosses(loss.masked_fill_(ignored, 0.0), logsumexp.masked_fill_(ignored, 0.0), entropy)
 
 
-@op(twins="losses")
+@op("triton.cross_entropy")
 def log_probs_backward_(
     logits: Tensor,
     labels: Tensor,
@@ -163,4 +163,4 @@ def log_probs_backward_(
 
 
 for _op in (cross_entropy_, log_probs_backward_):
-    _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product
+    _op.kernel("cpu")(_op.reference)  # on a CPU the reference is the product

@@ -20,7 +20,7 @@ def store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
     cache.index_copy_(2, slots, new)
 
 
-@op(twins="decode_attention")
+@op("triton.decode_attention")
 def decode_attention(
     q: Tensor,
     keys: Tensor,
@@ -58,4 +58,4 @@ def decode_attention(
     return (weights.to(q.dtype) @ values.to(q.dtype)).view(batch, heads, 1, size)
 
 
-decode_attention.twin("cpu")(decode_attention.reference)  # on a CPU the reference is the product
+decode_attention.kernel("cpu")(decode_attention.reference)  # on a CPU the reference is the product

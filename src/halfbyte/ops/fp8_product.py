@@ -31,7 +31,7 @@ class Term(NamedTuple):
         out.addmm_(self.u, self.factor, alpha=self.scale)
 
 
-@op(twins="fp8_product")
+@op("cuda.fp8_product")
 def fp8_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, fast: bool, term: Term | None = None
 ) -> None:
@@ -59,4 +59,4 @@ def emulated(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor
         term.add(out)
 
 
-fp8_product.twin("cpu")(fp8_product.reference)  # on a CPU the reference is the product
+fp8_product.kernel("cpu")(fp8_product.reference)  # on a CPU the reference is the product

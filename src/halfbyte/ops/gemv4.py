@@ -13,7 +13,7 @@ from ..dispatch import op
 from .blockwise4 import dequantize_blockwise4
 
 
-@op(twins="gemv4")
+@op("triton.gemv4", "native.gemv4")
 def linear_blockwise4(
     x: Tensor,
     packed: Tensor,

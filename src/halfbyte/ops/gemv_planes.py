@@ -10,7 +10,7 @@ from .bitplane import dequantize_bitplane
 from .hqq import dequantize_hqq
 
 
-@op(twins="gemv_planes")
+@op("cuda.gemv_planes")
 def linear_bitplane(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
 ) -> Tensor:
@@ -31,7 +31,7 @@ def linear_bitplane(
     return F.linear(x, weight, bias)
 
 
-@op(twins="gemv_planes")
+@op("cuda.gemv_planes")
 def linear_hqq(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
 ) -> Tensor:
@@ -52,4 +52,4 @@ def linear_hqq(
 
 
 for _op in (linear_bitplane, linear_hqq):
-    _op.twin("cpu")(_op.reference)  # what it calls has a twin
+    _op.kernel("cpu")(_op.reference)  # what it calls has a twin

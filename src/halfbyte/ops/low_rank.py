@@ -8,7 +8,7 @@ from torch import Tensor
 from ..dispatch import op
 
 
-@op(twins="low_rank")
+@op("cuda.low_rank")
 def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     """u = x·Aᵀ, where rows of x may leave out rows of A.
 
@@ -24,4 +24,4 @@ def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     return u if mask is None else u * mask
 
 
-low_rank_rows.twin("cpu")(low_rank_rows.reference)  # a product as any other
+low_rank_rows.kernel("cpu")(low_rank_rows.reference)  # a product as any other

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...dispatch import Unavailable
 from ...notices import notice
 from ..device import device_at
-from ..native import BuildError, cache_folder
+from ..native import cache_folder
 
 Result = TypeVar("Result")
 
@@ -65,29 +66,29 @@ class Attempts:
         self._key, self._otherwise = key, otherwise
 
     def __call__(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
-        """What the function returns; None if it raises BuildError."""
+        """What the function returns; None if it raises Unavailable."""
         try:
             return function(*arguments, **options)
-        except BuildError as error:
+        except Unavailable as error:
             notice(self._key, f"{error}; {self._otherwise}")
             return None
 
 
 def remembered(build: Callable[..., Result]) -> Any:
-    """`functools.cache` that remembers a BuildError, too: what was refused is not compiled again."""
+    """`functools.cache` that remembers a Unavailable, too: what was refused is not compiled again."""
 
     @functools.cache
-    def outcome(*arguments: Any) -> Result | BuildError:
+    def outcome(*arguments: Any) -> Result | Unavailable:
         try:
             return build(*arguments)
-        except BuildError as error:
-            return BuildError(str(error))  # without the frames that led there
+        except Unavailable as error:
+            return Unavailable(str(error))  # without the frames that led there
 
     @functools.wraps(build)
     def call(*arguments: Any) -> Result:
         found = outcome(*arguments)
-        if isinstance(found, BuildError):
-            raise BuildError(str(found))
+        if isinstance(found, Unavailable):
+            raise Unavailable(str(found))
         return found
 
     call.cache_clear = outcome.cache_clear  # type: ignore[attr-defined]
@@ -103,13 +104,13 @@ class Kernel:
         shared_bytes: dynamic shared memory of a block.
 
     Raises:
-        BuildError: the device has not so much, or the driver does not load it.
+        Unavailable: the device has not so much, or the driver does not load it.
     """
 
     def __init__(self, image: bytes, name: str, shared_bytes: int):
         device = device_at(torch.cuda.current_device())
         if shared_bytes > device.shared_bytes:
-            raise BuildError(
+            raise Unavailable(
                 f"{name} needs {shared_bytes / 1024:.0f} KiB of shared memory, and a block on {device.name} has "
                 f"{device.shared_bytes / 1024:.0f}"
             )
@@ -122,7 +123,7 @@ class Kernel:
         except RuntimeError as error:  # e.g. a driver that is older than NVRTC
             if torch.cuda.is_current_stream_capturing():
                 raise  # of the capture, perhaps: nothing is known of the kernel
-            raise BuildError(f"the kernel does not load: {error}") from error
+            raise Unavailable(f"the kernel does not load: {error}") from error
 
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Any], together: bool = False) -> None:
         """Launch on torch's current stream; `arguments` are ctypes values of the C parameters' types.
@@ -133,7 +134,7 @@ class Kernel:
         other.
 
         Raises:
-            BuildError: the driver refuses the launch, and nothing runs.
+            Unavailable: the driver refuses the launch, and nothing runs.
         """
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
@@ -145,7 +146,7 @@ class Kernel:
         """Ask before the first launch, which may be in a CUDA graph's capture.
 
         Raises:
-            BuildError: the current device does not run so many blocks at once.
+            Unavailable: the current device does not run so many blocks at once.
         """
         able, each = ctypes.c_int(), ctypes.c_int()
         device = torch.cuda.current_device()
@@ -157,13 +158,13 @@ class Kernel:
         )
         room = each.value * device_at(device).multiprocessors
         if not able.value or room < blocks:
-            raise BuildError(f"the device runs {room if able.value else 0} of {blocks} blocks at once")
+            raise Unavailable(f"the device runs {room if able.value else 0} of {blocks} blocks at once")
 
     def _check(self, status: int) -> None:
         if status:
             message = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(message))
-            kind = BuildError if status in REFUSED_LAUNCHES else RuntimeError
+            kind = Unavailable if status in REFUSED_LAUNCHES else RuntimeError
             raise kind(f"CUDA driver: {(message.value or b'unknown error').decode()}")
 
 
@@ -171,24 +172,24 @@ def _driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise BuildError(f"the CUDA driver does not load: {error}") from error
+        raise Unavailable(f"the CUDA driver does not load: {error}") from error
 
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
     if torch.version.cuda is None:
-        raise BuildError("this torch has no CUDA")
+        raise Unavailable("this torch has no CUDA")
     try:
         return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
     except OSError as error:
-        raise BuildError(f"NVRTC does not load: {error}") from error
+        raise Unavailable(f"NVRTC does not load: {error}") from error
 
 
 def cubin(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
     """`<name>.cu` compiled for a device of this compute capability, from the cache if it was before.
 
     Raises:
-        BuildError: with NVRTC's first message.
+        Unavailable: with NVRTC's first message.
     """
     source = source_of(name)
     own = "a" if capability >= (9, 0) else ""  # with what only this architecture has, such as wgmma
@@ -204,7 +205,7 @@ def cubin(name: str, capability: tuple[int, int], constants: dict[str, int]) -> 
                 aside.write(image)
             os.replace(aside.name, built)
         except OSError as error:
-            raise BuildError(f"cannot write to {built.parent}: {error.strerror}") from error
+            raise Unavailable(f"cannot write to {built.parent}: {error.strerror}") from error
     return built.read_bytes()
 
 
@@ -224,7 +225,7 @@ def _compile(source: str, options: list[str]) -> bytes:
     try:
         if nvrtc.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded)):
             log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
-            raise BuildError(f"NVRTC failed: {log.strip().splitlines()[0]}")
+            raise Unavailable(f"NVRTC failed: {log.strip().splitlines()[0]}")
         return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -1,0 +1,72 @@
+"""`cuda/dequantize_planes.cu`: large k-bit weights in bit planes to 16 bits, on a Hopper GPU or newer.
+
+Compiled for sm_90 it takes 5.2, 6.9, 6.9, 8.8 instructions a value at k = 2, 3, 4, 5, where Triton's kernel takes 11.8,
+13.2, 14.4, 15.7: a look-up of two values or four by a byte that has their bits as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ...ops.bitplane import BLOCK
+from ..device import HOPPER, device_at, device_of, multiprocessors_of
+from ..tiling import ceil_div
+from . import Attempts, Kernel, cubin, remembered
+
+THREADS = 768  # of a block, one for a multiprocessor
+FEWEST_BLOCKS = 2**17  # of 32 weights: below 4M weights Triton's kernel, which starts faster, is as fast
+TOGETHER = 32  # blocks that a warp takes at a time: all that there are must be a multiple
+STAGES = 4  # of a warp's ring
+TABLE_BYTES = {2: 32768, 3: 8192, 4: 32768, 5: 131072}
+_attempt = Attempts("dequantize-planes-cuda", "k-bit weights are dequantized in Triton instead, more slowly")
+
+
+@remembered
+def _kernel(bits: int, device: int, bf16: bool) -> Kernel:
+    constants = {"BITS": bits, "BF16": int(bf16), "THREADS": THREADS, "STAGES": STAGES}
+    image = cubin("dequantize_planes", device_at(device).capability, constants)
+    ring = STAGES * THREADS * (4 * bits + 1)  # a lane's block: words and a scale
+    return Kernel(image, "dequantize_planes", TABLE_BYTES[bits] + ring)
+
+
+def takes(packed: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> bool:
+    """True if the kernel can run and is worth it: the device, whole blocks a row, 16 bits, many weights, alignment."""
+    return (
+        device_of(packed).at_least(HOPPER)
+        and FEWEST_BLOCKS <= scales.numel() < 2**31
+        and scales.numel() % TOGETHER == 0
+        and width % BLOCK == 0
+        and dtype is not torch.float32
+        and packed.data_ptr() % 16 == 0
+        and scales.data_ptr() % 16 == 0
+    )
+
+
+def dequantize(
+    packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    """`dequantize_bitplane` without zeros, of contiguous tensors with whole blocks a row.
+
+    Raises:
+        Unavailable: the kernel does not compile here.
+    """
+    device, blocks = packed.get_device(), scales.numel()
+    out = torch.empty(rows, width, dtype=dtype, device=packed.device)
+    with torch.cuda.device(device):
+        kernel = _kernel(codebook.numel().bit_length() - 1, device, dtype is torch.bfloat16)
+        grid = min(ceil_div(blocks, THREADS), multiprocessors_of(device))
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed, scales, factor, codebook, out)]
+        kernel(grid, THREADS, [*pointers, ctypes.c_uint32(blocks)])
+    return out
+
+
+def try_dequantize(
+    packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, width: int, dtype: torch.dtype
+) -> Tensor | None:
+    """`dequantize` where `takes` says so, else None; says once why it cannot be compiled."""
+    if not takes(packed, scales, width, dtype):
+        return None
+    return _attempt(dequantize, packed, scales, factor, codebook, rows, width, dtype)

@@ -1,0 +1,126 @@
+"""`cuda/gemv4.cu`: the product of up to 16 rows with a 4-bit weight on tensor cores.
+
+It takes a Hopper GPU or newer (griddepcontrol), 16-bit x, blocks of 64 and K in multiples of 256; the rest is Triton's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.codebooks import codebook4
+from ..device import HOPPER, device_at, device_of, multiprocessors_of, origin_of
+from ..tiling import ceil_div, power_of_2
+from . import Attempts, Kernel, cubin, remembered
+
+BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
+TABLE_BYTES = 65536
+
+Nested = tuple[Tensor, Tensor, Tensor] | None
+
+
+class Blocks(NamedTuple):
+    """Constants of `cuda/product.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+
+    rt: int
+    wr: int
+    wk: int
+    stages: int
+
+    def shared_bytes(self, batch: int, nested: bool) -> int:
+        """Of a block: the table, the rings, and the sums."""
+        rows, warps = 16 * self.rt, self.wr * self.wk
+        return TABLE_BYTES + warps * self.stages * rows * row_bytes(nested) + 2 * warps * batch * rows * 4
+
+
+class Weight(ctypes.Structure):
+    """The struct of this name in `cuda/weight4.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")),
+        ("rows", ctypes.c_uint32),
+        ("columns", ctypes.c_uint32),
+        ("shift", ctypes.c_float * 2),  # the kernel's own
+    )
+
+
+def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
+    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
+    rt, warps = (1, 16) if batch <= 8 else (2, 8)
+    tiles = ceil_div(ceil_div(rows, 16 * rt), multiprocessors)
+    groups = min(power_of_2(tiles), 8 // rt)
+    return Blocks(rt, groups, warps // groups, 3)
+
+
+def row_bytes(nested: bool) -> int:
+    """Of a slot of the ring: codes and scales of a row."""
+    return 128 + (8 if nested else 16)
+
+
+def image(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> bytes:
+    """`gemv4.cu`, compiled for `tiles` tiles of 8 rows of x."""
+    constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
+    constants |= {"NESTED": int(nested), "ORIGIN": origin_of(device)}
+    return cubin("gemv4", device_at(device).capability, constants)
+
+
+@remembered
+def _kernel(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> Kernel:
+    code = image(blocks, device, tiles, bf16, nested)
+    return Kernel(code, "gemv4", blocks.shared_bytes(8 * tiles, nested))
+
+
+def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int) -> Weight:
+    """W as the kernels of `linear_blockwise4` take it, for the product with x."""
+    second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
+    of_weight = (packed, absmax, second, code, offset, codebook4(quant_type, x.device))
+    return Weight(*[tensor.data_ptr() for tensor in of_weight], rows, x.shape[1])
+
+
+def takes(x: Tensor, *of_weight: Tensor, most: int = BATCH) -> bool:
+    """True if a kernel of `cuda/product.cuh` can run: the device, x's dtype and size, and how tensors are aligned."""
+    return (
+        device_of(x).at_least(HOPPER)
+        and x.dtype is not torch.float32
+        and 1 <= x.shape[0] <= most
+        and x.shape[1] % STEP == 0
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *of_weight))
+    )
+
+
+def product(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int, bias: Tensor | None,
+    blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    """`linear_blockwise4` of contiguous tensors that `takes` accepts.
+
+    Raises:
+        Unavailable: the kernel does not compile here.
+    """
+    device, batch = x.get_device(), x.shape[0]
+    multiprocessors, tiles = multiprocessors_of(device), power_of_2(ceil_div(batch, 8))
+    blocks = blocks or blocks_for(rows, batch, multiprocessors)
+    weight = weight_of(x, packed, absmax, nested, quant_type, rows)
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out)]
+    with torch.cuda.device(device):
+        kernel = _kernel(blocks, device, tiles, x.dtype is torch.bfloat16, nested is not None)
+        grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
+        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
+    return out
+
+
+_attempt = Attempts("gemv4-cuda", "products of few rows with 4-bit weights run in Triton instead, more slowly")
+
+
+def try_product(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """`product` where it can run, else None; says once why it cannot be compiled."""
+    if blocksize != BLOCKSIZE or not takes(x, packed, absmax):
+        return None
+    return _attempt(product, x, packed, absmax, nested, quant_type, rows, bias)

@@ -1,0 +1,86 @@
+"""`cuda/row4.cu`: the product of one or two rows with a 4-bit weight on tensor cores.
+
+It takes what `gemv4_cuda` takes, and blocks of any size that divides K.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device import device_at, multiprocessors_of, origin_of
+from ..tiling import ceil_div, power_of_2
+from . import Attempts, Kernel, cubin, remembered
+from .gemv4 import TABLE_BYTES, Nested, takes, weight_of
+
+BATCH, ROWS = 2, 16  # rows of x at most; rows of W in a tile, of which W must have one
+
+
+class Blocks(NamedTuple):
+    """Constants of `row4.cu`: `rt` tiles at a time, `wr` groups of `wk` warps."""
+
+    rt: int
+    wr: int
+    wk: int
+
+    def shared_bytes(self, batch: int, nested: bool, blocksize: int) -> int:
+        """Of a block: the table, each warp's two slots, and the sums."""
+        scales = (8 if nested else 16) * (2 if blocksize == 32 else 1)
+        of_warp = 2 * self.rt * ROWS * (128 + scales + 4 * batch)
+        return TABLE_BYTES + self.wr * self.wk * of_warp
+
+
+def blocks_for(rows: int, multiprocessors: int) -> Blocks:
+    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
+    groups = min(power_of_2(ceil_div(ceil_div(rows, ROWS), multiprocessors)), 8)
+    return Blocks(1, groups, 16 // groups)
+
+
+def image(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blocksize: int) -> bytes:
+    """`row4.cu`, compiled."""
+    constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"BATCH": batch, "BF16": int(bf16)}
+    constants |= {"NESTED": int(nested), "SHIFT": (blocksize // 32).bit_length() - 1, "ORIGIN": origin_of(device)}
+    return cubin("row4", device_at(device).capability, constants)
+
+
+@remembered
+def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blocksize: int) -> Kernel:
+    code = image(blocks, device, batch, bf16, nested, blocksize)
+    return Kernel(code, "row4", blocks.shared_bytes(batch, nested, blocksize))
+
+
+def product(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    """`linear_blockwise4` of up to `BATCH` rows, of contiguous tensors that `gemv4_cuda.takes` accepts.
+
+    Raises:
+        Unavailable: the kernel does not compile here.
+    """
+    device, batch = x.get_device(), x.shape[0]
+    blocks = blocks or blocks_for(rows, multiprocessors_of(device))
+    weight = weight_of(x, packed, absmax, nested, quant_type, rows)
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out)]
+    with torch.cuda.device(device):
+        kernel = _kernel(blocks, device, batch, x.dtype is torch.bfloat16, nested is not None, blocksize)
+        grid = min(ceil_div(rows, ROWS), multiprocessors_of(device))
+        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers])
+    return out
+
+
+_attempt = Attempts("gemv4-row", "products of one row with 4-bit weights run otherwise, more slowly")
+
+
+def try_product(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """`product` where it can run, else None; says once why it cannot be compiled."""
+    if rows < ROWS or not takes(x, packed, absmax, most=BATCH):
+        return None
+    return _attempt(product, x, packed, absmax, nested, blocksize, quant_type, rows, bias)
