@@ -22,7 +22,7 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.notices import notice
-from halfbyte.qat.adapter import round_merged
+from halfbyte.qat.model import round_merged
 from halfbyte.runs.saved import model_keys
 
 from .base import DTYPES

@@ -18,7 +18,6 @@ from ..formats.base import FLOATS
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .checkpoint_files import check_checkpoint
-from .choice import qat_format
 from .gguf.cache import checkpoint_folder, in_words
 
 FLEX = "flex_attention"
@@ -179,8 +178,8 @@ def load_model(
         CheckpointError: a file or tensor is missing, truncated or misshapen.
         ConfigError: there is nothing to keep, or no such attention here.
     """
-    from .qat import fake_quantize_linears
-    from .quantizer import HalfbyteConfig
+    from ..qat.model import fake_quantize_linears, qat_format
+    from .quantizer import HalfbyteConfig, quantizable
 
     given, name_or_path = name_or_path, checkpoint_folder(name_or_path, quantization)
     target = chosen_device(device)
@@ -207,7 +206,7 @@ def load_model(
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
     if qat_scheme is not None:
-        fake_quantize_linears(model, qat_format(qat_scheme))
+        fake_quantize_linears(model, quantizable(model), qat_format(qat_scheme))
     return model.eval()
 
 
