@@ -66,6 +66,20 @@ def write_json(path: Path | str, value: Any) -> Path:
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def check_space(path: Path | str, needed: int, fix: str) -> None:
+    """Whether what takes `needed` bytes can be written to `path`.
+
+    Raises:
+        TrainingError: its disk has fewer bytes free.
+    """
+    place = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise TrainingError(
+            f"no space for {path}: it takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free", fix
+        )
+
+
 @contextlib.contextmanager
 def new_directory(path: Path | str) -> Iterator[Path]:
     """Yield a directory beside `path` to fill; on success it is synced and renamed to `path`, replacing a former one.

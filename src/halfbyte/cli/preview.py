@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ..config import RunConfig
+from ..config import RunConfig, resolve
 from ..ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -23,9 +23,8 @@ def preview_rows(config: RunConfig, count: int) -> None:
     from ..data import prepare
     from ..data.collate import make_collator
     from ..models.load import load_tokenizer
-    from ..runs.saved import tokenizer_keys
 
-    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+    tokenizer = load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
     prepared = prepare(config, tokenizer)
     collate = make_collator(config, tokenizer)
     stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]

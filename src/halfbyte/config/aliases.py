@@ -1,6 +1,6 @@
 """Other tools' names as tables: what Axolotl, LLaMA-Factory and TRL call a key, and what becomes of it here.
 
-Keys whose value needs a conversion are in `config_foreign`; each foreign key stands in one place only.
+Keys whose value needs a conversion are in `foreign`; each foreign key stands in one place only.
 """
 
 from __future__ import annotations

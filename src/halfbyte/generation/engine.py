@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..adapters import compute, compute_dtype_of, no_input_casts
 from ..errors import ModelError
-from ..families import ACTIVATIONS, Family, family_of
+from ..families import ACTIVATIONS, Family, family_of, scaled
 from ..layers.plain import hooked
+from ..models.head import configured_head
 from ..models.layer import epsilon
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
@@ -96,7 +97,8 @@ class StaticEngine:
     def _one_launch(self, batch: int) -> Run | None:
         """A token's way through all layers as one kernel, where there is one and the family is of Llama's kind."""
         family, attention = self.family, self.layers[0].module.self_attn
-        if family.norm_offset or family.sandwich or family.fused or family.softcap or self.activation != "silu":
+        others = family.norm_offset or family.sandwich or family.fused or family.softcap or family.residual_scale
+        if others or self.activation != "silu":
             return None
         layers = [found for layer in self.layers if (found := _decoder_layer(layer, family)) is not None]
         epsilons = {epsilon(norm) for layer in self.layers for norm in _norms(layer.module, family)}
@@ -166,15 +168,19 @@ class StaticEngine:
     def _step(self) -> Tensor:
         self.slot.add_(1)
         if self.one_launch is not None:
-            hidden = self.one_launch(self.embed(self.tokens).to(self.dtype)).unsqueeze(1)
+            hidden = self.one_launch(self._embedded(self.tokens)).unsqueeze(1)
             return self._logits(self._norm(self.norm, hidden)[0])
         positions = (self.slot - self.padding).unsqueeze(1)
         return self._logits(self._forward(self.tokens.unsqueeze(1), positions, self.slot, None))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden)[0][:, 0].float()
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        logits, after = self.head(hidden)[0][:, 0].float(), configured_head(self.config)
+        logits = logits if after.scale == 1.0 else logits * after.scale
+        cap = after.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return scaled(self.embed(tokens), self.family.embedding_scale, self.config).to(self.dtype)
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict | None) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]; their keys and values go to `slots` [T] of the cache.
@@ -183,7 +189,7 @@ class StaticEngine:
             masks: window → bool [B, 1, T, T] for a prompt; None for one token a row, which sees the cache.
         """
         ropes = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.ropes.items()}
-        branch, residual = self.embed(tokens).to(self.dtype), None
+        branch, residual = self._embedded(tokens), None
         for layer in self.layers:
             module = layer.module
             x, residual = self._norm(module.input_layernorm, branch, residual)
@@ -193,8 +199,9 @@ class StaticEngine:
                 x, residual = self._norm(module.pre_feedforward_layernorm, branch, residual)
                 branch = self._norm(module.post_feedforward_layernorm, self._mlp(layer, x))[0]
             else:
+                branch = scaled(branch, self.family.residual_scale, self.config)
                 x, residual = self._norm(module.post_attention_layernorm, branch, residual)
-                branch = self._mlp(layer, x)
+                branch = scaled(self._mlp(layer, x), self.family.residual_scale, self.config)
         return self._norm(self.norm, branch, residual)[0]
 
     def _norm(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
