@@ -32,7 +32,7 @@ from torch import nn
 from halfbyte.architectures import ALL_LINEAR, all_linear, is_linear
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.notices import notice
-from halfbyte.qat.adapter import round_merged
+from halfbyte.qat.model import round_merged
 
 if TYPE_CHECKING:
     from halfbyte.config import RunConfig
