@@ -34,7 +34,7 @@ _attempt = Attempts("float8-cuda", "weights go to FP8 by Triton kernels instead,
 @remembered
 def _kernel(name: str, device: int, nested: bool, blocksize: int) -> Kernel:
     constants = {"NESTED": int(nested), "SHIFT": blocksize.bit_length() - 1}
-    return Kernel(cubin("float8", device_at(device).capability, constants), name, 0)
+    return Kernel(cubin("float8", device_at(device).capability, constants, [Weight]), name)
 
 
 def _launch(

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ...ops.gemv_planes import linear_bitplane, linear_hqq
-from ..device import device_at, multiprocessors_of
+from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Attempts, Kernel, cubin, gemv_planes_row, remembered
 from . import gemm4 as gemm_cuda
 from .gemv4 import takes
 
-RESERVED = 1024  # bytes of shared memory before a block's own
 FEWEST_HQQ = 17  # rows of x, from which on `product4` is faster
 _attempt = Attempts("gemv-planes-cuda", "products of few rows with bit planes dequantize them, more slowly")
 
@@ -41,15 +40,6 @@ class Blocks(NamedTuple):
     wk: int
     stages: int
 
-    def shared_bytes(self, bits: int, group: int, batch: int) -> int:
-        """Of a block: what lies before the table, where rings fit, then the table, the other rings and the sums."""
-        rows, warps = 16 * self.rt, self.wr * self.wk
-        scales = 8 if not group else 4 * max(256 // group, 2)
-        slot = rows * (272 if bits == 8 else 32 * bits) + (rows // 4 * 16 if bits % 2 else 0) + rows * scales
-        front, table = -RESERVED % 65536, 16384 if bits == 3 else 65536
-        behind = max(warps - front // (self.stages * slot), 0)
-        return front + table + behind * self.stages * slot + 2 * warps * batch * rows * 4
-
 
 def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks:
     """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most.
@@ -65,10 +55,10 @@ def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks
 @remembered
 def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, bits: int, group: int) -> Kernel:
     """For `batch` rows of x, a power of two."""
-    bytes_ = blocks.shared_bytes(bits, group, batch)
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
     constants |= {"BITS": bits, "GROUP": group, "NT": ceil_div(batch, 8), "BF16": int(bf16)}
-    return Kernel(cubin("planes", device_at(device).capability, constants), "planes", bytes_)
+    image = cubin("planes", device_at(device).capability, constants | {"ORIGIN": origin_of(device)}, [Planes])
+    return Kernel(image, "planes", image.shared_for(batch))
 
 
 def product(
@@ -104,9 +94,8 @@ def product4(
         Unavailable: the kernel does not compile here.
     """
     weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
-    row = gemm_cuda.CODES + (16 if group == 32 else 8 if group else 4)
     added = None if group else factor
-    return gemm_cuda.launch("gemm_planes", weight, x, bias, added, rows, row, blocks, BITS=4, GROUP=group)
+    return gemm_cuda.launch("gemm_planes", weight, x, bias, added, rows, blocks, BITS=4, GROUP=group)
 
 
 def _try(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, *rest) -> Tensor | None:
