@@ -24,6 +24,7 @@ from benchmarks import kernel_matrix as matrix
 from halfbyte import ops
 from halfbyte.dispatch import Op
 from halfbyte.kernels import cuda
+from halfbyte.kernels.cuda import nvrtc
 from halfbyte.kernels.triton.launch import Launcher
 
 TARGETS = {target.name: target for target in matrix.TARGETS}
@@ -36,15 +37,15 @@ needs_nvrtc = pytest.mark.skipif(matrix.any_nvrtc() is None, reason="needs the w
 def compilers(monkeypatch, tmp_path):
     """NVRTC from its wheel, nothing of it kept; Triton's driver as it was."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda, "_nvrtc", matrix.any_nvrtc)
+    monkeypatch.setattr(nvrtc, "_nvrtc", matrix.any_nvrtc)
     before = driver._active
     yield
     driver._active = before
 
 
-def an_image(name, capability, constants):
+def an_image(name, capability, constants, structs=()):
     """In the place of NVRTC, where nothing is to be compiled."""
-    return f"{name} {constants}".encode()
+    return cuda.Image(f"{name} {constants}".encode(), 0, 0)
 
 
 def launched(target, chosen, cubin=matrix.no_nvrtc):

@@ -20,15 +20,12 @@ THREADS = 768  # of a block, one for a multiprocessor
 FEWEST_BLOCKS = 2**17  # of 32 weights: below 4M weights Triton's kernel, which starts faster, is as fast
 TOGETHER = 32  # blocks that a warp takes at a time: all that there are must be a multiple
 STAGES = 4  # of a warp's ring
-TABLE_BYTES = {2: 32768, 3: 8192, 4: 32768, 5: 131072}
 
 
 @remembered
 def _kernel(bits: int, device: int, bf16: bool) -> Kernel:
     constants = {"BITS": bits, "BF16": int(bf16), "THREADS": THREADS, "STAGES": STAGES}
-    image = cubin("dequantize_planes", device_at(device).capability, constants)
-    ring = STAGES * THREADS * (4 * bits + 1)  # a lane's block: words and a scale
-    return Kernel(image, "dequantize_planes", TABLE_BYTES[bits] + ring)
+    return Kernel(cubin("dequantize_planes", device_at(device).capability, constants), "dequantize_planes")
 
 
 def obstacle(

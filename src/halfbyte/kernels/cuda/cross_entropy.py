@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
         return ceil_div(vocabulary, 8 * self.threads) - self.kept
 
     def shared_bytes(self, vocabulary: int) -> int:
-        """The ring, and twice 16 bytes for each warp."""
+        """Of a block, as `LAYOUT` has it: the ring, and twice 16 bytes for each warp."""
         return (self.chunks(vocabulary) + self.ahead) * 16 * self.threads + self.threads
 
 
@@ -66,8 +66,8 @@ class Task(ctypes.Structure):
 def _kernel(device: int, blocks: Blocks, vocabulary: int, bf16: bool, smoothing: bool, entropy: bool) -> Kernel:
     constants = {"BF16": int(bf16), "SMOOTHING": int(smoothing), "ENTROPY": int(entropy)}
     constants |= {"THREADS": blocks.threads, "KEPT": blocks.kept, "AHEAD": blocks.ahead}
-    code = cubin("cross_entropy", device_at(device).capability, constants)
-    return Kernel(code, "cross_entropy", blocks.shared_bytes(vocabulary))
+    image = cubin("cross_entropy", device_at(device).capability, constants, [Task])
+    return Kernel(image, "cross_entropy", image.shared_for(blocks.chunks(vocabulary)))
 
 
 def obstacle(

@@ -14,8 +14,8 @@ from ...ops.codebooks import codebook4
 from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
-from . import Kernel, cubin, remembered
-from .gemv4 import BLOCKSIZE, STEP, TABLE_BYTES, Blocks, Weight, row_bytes
+from . import Image, Kernel, cubin, remembered
+from .gemv4 import BLOCKSIZE, STEP, Blocks, Weight
 
 BATCH = 8  # rows at most: beyond, separate products are faster
 LONG_CACHE = 1024  # slots from which attention takes all blocks
@@ -73,13 +73,22 @@ def splits_of(units: int, blocks: int, tiles: int, slots: int) -> int:
 
 
 @remembered
-def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
+def _image(device: int, constants: tuple[tuple[str, int], ...]) -> Image:
     given = dict(constants) | {"ORIGIN": origin_of(device)}
-    return Kernel(cubin("decode", device_at(device).capability, given), "decode", shared)
+    return cubin("decode", device_at(device).capability, given, [Linear, Product, Layer, Step, Weight])
+
+
+@remembered
+def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel(_image(device, constants), "decode", shared)
 
 
 class Stacked:
-    """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange."""
+    """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange.
+
+    Raises:
+        Unavailable: the kernel does not compile here.
+    """
 
     def __init__(self, hidden: Tensor, stack: Stack, blocks: Blocks):
         self.stack, self.blocks, self.kept = stack, blocks, [hidden]
@@ -108,8 +117,7 @@ class Stacked:
         queries, inner = stack.heads * self.head, first.gate_up.weights[0].rows
         sizes = [batch * each for each in (width, width, queries + 2 * key_heads * self.head, queries, inner)]
         columns = [max(columns_of(each) for each in linears_of(stack)[i::2]) for i in range(2)]
-        self.held = 0
-        self.held = sum(columns) if self.fits_in(sum(columns)) else 0
+        self.held = sum(columns) if batch == 1 and self.fits_in(sum(columns)) else 0
         records = 2 * len(layers) if self.held else 1
         exchange = self._hold(torch.full((records, sum(sizes)), -1, dtype=torch.int16, device=hidden.device))
         places = [exchange + 2 * sum(sizes[:i]) for i in range(len(sizes))]
@@ -126,14 +134,14 @@ class Stacked:
             record=sum(sizes) if self.held else 0, columns=columns[0],
         )  # fmt: skip
 
-    def constants(self) -> dict[str, int]:
-        """What `cuda/decode.cu` is compiled with."""
-        batch = self.batch
+    def constants(self, held: int | None = None) -> dict[str, int]:
+        """What `cuda/decode.cu` is compiled with, or would be with so many numbers of inputs in shared memory."""
+        batch, held = self.batch, self.held if held is None else held
         queries = queries_of(batch, self.head, self.group)
         return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
             "NT": 1,
-            "FLOW": int(self.held > 0),
-            "HELD": self.held,
+            "FLOW": int(held > 0),
+            "HELD": held,
             "CLERKS": clerks_of(batch),
             "VALUES": ceil_div(ceil_div(batch * self.blocks.rt, 2), clerks_of(batch)),
             "BF16": int(self.hidden.dtype is torch.bfloat16),
@@ -145,16 +153,14 @@ class Stacked:
             "ROOM": room_floats(self.blocks, batch, self.head, queries),
         }
 
-    def shared_bytes(self) -> int:
-        batch = self.batch
-        ring = self.blocks.wk * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
-        floats = 2 * self.constants()["ROOM"] + batch * (2 + self.ranks) + 1
-        return TABLE_BYTES + ring + 3 * ctypes.sizeof(Layer) + 2 * self.held + 4 * floats
+    def shared_bytes(self, held: int | None = None) -> int:
+        """Of a block: what the image says, and u."""
+        image = _image(self.hidden.get_device(), tuple(self.constants(held).items()))
+        return image.shared_for(self.batch) + 4 * self.batch * self.ranks
 
     def fits_in(self, numbers: int) -> bool:
         """True if shared memory has room for so many of one row's inputs."""
-        most = device_of(self.hidden).shared_bytes
-        return self.batch == 1 and self.shared_bytes() + 2 * numbers <= most
+        return self.shared_bytes(numbers) <= device_of(self.hidden).shared_bytes
 
     def _hold(self, tensor: Tensor) -> int:
         """The address of a tensor that stays."""

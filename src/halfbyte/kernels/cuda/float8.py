@@ -36,7 +36,7 @@ Nested = tuple[Tensor, Tensor, Tensor] | None
 @remembered
 def _kernel(name: str, device: int, nested: bool, blocksize: int) -> Kernel:
     constants = {"NESTED": int(nested), "SHIFT": blocksize.bit_length() - 1}
-    return Kernel(cubin("float8", device_at(device).capability, constants), name, 0)
+    return Kernel(cubin("float8", device_at(device).capability, constants, [Weight]), name)
 
 
 def _launch(

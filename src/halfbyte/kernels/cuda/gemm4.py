@@ -12,12 +12,11 @@ from ...ops.gemv4 import linear_blockwise4
 from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, remembered
-from .gemv4 import BLOCKSIZE, TABLE_BYTES, Nested, Term, mma_obstacle, weight_of
+from .gemv4 import BLOCKSIZE, Nested, Term, mma_obstacle, weight_of
 
 FEWEST, BATCH = 9, 64  # rows of x
 CAPABILITY = 9  # wgmma is of 9.x alone
 STEP = 256  # columns of K that are dealt out together
-CODES = 64  # bytes of codes in a slot of the ring for a row of W
 COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of `add`
 PARTS = 16  # of a tile at most, about
 
@@ -36,10 +35,6 @@ class Blocks(NamedTuple):
 
     groups: int
     stages: int
-
-    def shared_bytes(self, tiles: int, row: int) -> int:
-        """Of a block, for `tiles` tiles of 8 rows of x and `row` bytes of a row of W; a slot has two barriers."""
-        return TABLE_BYTES + self.stages * (1024 * (2 * tiles + ceil_div(64 * self.groups * row, 1024)) + 16)
 
 
 def tiles_of(batch: int) -> int:
@@ -60,12 +55,12 @@ def grid_for(tiles: int, steps: int, multiprocessors: int) -> int:
 
 @remembered
 def _kernel(
-    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, row: int, constants: tuple
+    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, struct: type[ctypes.Structure], constants: tuple
 ) -> tuple[Kernel, Kernel]:
     """What multiplies, and what adds up the tiles' parts."""
     values = {"GROUPS": blocks.groups, "STAGES": blocks.stages, "NT": tiles, "BF16": int(bf16), **dict(constants)}
-    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)})
-    return Kernel(image, name, blocks.shared_bytes(tiles, row)), Kernel(image, "add", 0)
+    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)}, [struct, _Term])
+    return Kernel(image, name), Kernel(image, "add", 0)
 
 
 def wgmma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
@@ -87,7 +82,7 @@ def adds(term: Term) -> bool:
 
 
 def launch(
-    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int, row: int,
+    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int,
     blocks: Blocks | None = None, term: Term = None, **constants: int,
 ) -> Tensor:  # fmt: skip
     """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, of parameters weight, x, the tiles' parts and x's rows."""
@@ -103,7 +98,7 @@ def launch(
     added = _Term() if term is None else _Term(*[t.data_ptr() for t in term], term[0].stride(0), term[0].shape[1])
     with torch.cuda.device(device):
         bf16 = x.dtype is torch.bfloat16
-        product, add = _kernel(name, blocks, device, tiles, bf16, row, tuple(constants.items()))
+        product, add = _kernel(name, blocks, device, tiles, bf16, type(weight), tuple(constants.items()))
         product(grid, 128 * blocks.groups + COPYING, [weight, *pointers[:2], sizes[2]])
         add(cut * tile * 2 * tiles // ADDED, ADDED, [*pointers[1:], *sizes, added])
     return out
@@ -125,6 +120,6 @@ def gemm(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
     bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    x, row = x.contiguous(), CODES + (16 if nested is None else 8)
+    x = x.contiguous()
     weight = weight_of(x, packed, absmax, nested, quant_type, rows)
-    return launch("gemm4", weight, x, bias, None, rows, row, blocks, term, NESTED=int(nested is not None))
+    return launch("gemm4", weight, x, bias, None, rows, blocks, term, NESTED=int(nested is not None))

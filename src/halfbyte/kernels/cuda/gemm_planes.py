@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops.gemv_planes import linear_bitplane, linear_hqq
-from .gemm4 import CODES, FEWEST, Blocks, launch, wgmma_obstacle
+from .gemm4 import FEWEST, Blocks, launch, wgmma_obstacle
 from .gemv_planes import NEEDS_BF16, Planes
 
 BITS = 4
@@ -22,9 +22,8 @@ def multiply(
     """`linear_bitplane`, or with a `group` `linear_hqq`."""
     x = x.contiguous()
     weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
-    row = CODES + (16 if group == 32 else 8 if group else 4)
     added = None if group else factor
-    return launch("gemm_planes", weight, x, bias, added, rows, row, blocks, BITS=BITS, GROUP=group)
+    return launch("gemm_planes", weight, x, bias, added, rows, blocks, BITS=BITS, GROUP=group)
 
 
 def bitplane_obstacle(

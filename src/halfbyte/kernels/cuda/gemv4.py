@@ -12,10 +12,9 @@ from ...ops.codebooks import codebook4
 from ...ops.gemv4 import add_term, linear_blockwise4
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
-from . import Kernel, cubin, remembered
+from . import Image, Kernel, cubin, remembered
 
 BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
-TABLE_BYTES = 65536
 
 Nested = tuple[Tensor, Tensor, Tensor] | None
 Term = tuple[Tensor, Tensor] | None  # u [M, r], B [N, r]
@@ -29,21 +28,21 @@ class Blocks(NamedTuple):
     wk: int
     stages: int
 
-    def shared_bytes(self, batch: int, nested: bool) -> int:
-        """Of a block: the table, the rings, and the sums."""
-        rows, warps = 16 * self.rt, self.wr * self.wk
-        return TABLE_BYTES + warps * self.stages * rows * row_bytes(nested) + 2 * warps * batch * rows * 4
 
-
-class Weight(ctypes.Structure):
-    """The struct of this name in `cuda/weight4.cuh`."""
+class Table4(ctypes.Structure):
+    """The struct of this name in `cuda/table4.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
-        ("shift", ctypes.c_float * 2),  # the kernel's own
     )
+
+
+class Weight(Table4):
+    """The struct of this name in `cuda/weight4.cuh` and, with one number less, in `cuda/gemm4.cu`."""
+
+    _fields_ = (("shift", ctypes.c_float * 2),)  # the kernel's own
 
 
 def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
@@ -54,22 +53,17 @@ def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
     return Blocks(rt, groups, warps // groups, 3)
 
 
-def row_bytes(nested: bool) -> int:
-    """Of a slot of the ring: codes and scales of a row."""
-    return 128 + (8 if nested else 16)
-
-
-def image(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> bytes:
+def image(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> Image:
     """`gemv4.cu`, compiled for `tiles` tiles of 8 rows of x."""
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "ORIGIN": origin_of(device)}
-    return cubin("gemv4", device_at(device).capability, constants)
+    return cubin("gemv4", device_at(device).capability, constants, [Weight])
 
 
 @remembered
 def _kernel(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> Kernel:
     code = image(blocks, device, tiles, bf16, nested)
-    return Kernel(code, "gemv4", blocks.shared_bytes(8 * tiles, nested))
+    return Kernel(code, "gemv4", code.shared_for(8 * tiles))
 
 
 def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int) -> Weight:

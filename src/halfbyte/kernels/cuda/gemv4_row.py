@@ -11,8 +11,8 @@ from torch import Tensor
 from ...ops.gemv4 import add_term, linear_blockwise4
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
-from . import Kernel, cubin, remembered
-from .gemv4 import TABLE_BYTES, Nested, Term, mma_obstacle, weight_of
+from . import Image, Kernel, cubin, remembered
+from .gemv4 import Nested, Table4, Term, mma_obstacle, weight_of
 
 BATCH, ROWS = 2, 16  # rows of x at most; rows of W in a tile, of which W must have one
 
@@ -24,12 +24,6 @@ class Blocks(NamedTuple):
     wr: int
     wk: int
 
-    def shared_bytes(self, batch: int, nested: bool, blocksize: int) -> int:
-        """Of a block: the table, each warp's two slots, and the sums."""
-        scales = (8 if nested else 16) * (2 if blocksize == 32 else 1)
-        of_warp = 2 * self.rt * ROWS * (128 + scales + 4 * batch)
-        return TABLE_BYTES + self.wr * self.wk * of_warp
-
 
 def blocks_for(rows: int, multiprocessors: int) -> Blocks:
     """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
@@ -37,17 +31,16 @@ def blocks_for(rows: int, multiprocessors: int) -> Blocks:
     return Blocks(1, groups, 16 // groups)
 
 
-def image(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blocksize: int) -> bytes:
+def image(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blocksize: int) -> Image:
     """`row4.cu`, compiled."""
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"BATCH": batch, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "SHIFT": (blocksize // 32).bit_length() - 1, "ORIGIN": origin_of(device)}
-    return cubin("row4", device_at(device).capability, constants)
+    return cubin("row4", device_at(device).capability, constants, [Table4])
 
 
 @remembered
 def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blocksize: int) -> Kernel:
-    code = image(blocks, device, batch, bf16, nested, blocksize)
-    return Kernel(code, "row4", blocks.shared_bytes(batch, nested, blocksize))
+    return Kernel(image(blocks, device, batch, bf16, nested, blocksize), "row4")
 
 
 def obstacle(

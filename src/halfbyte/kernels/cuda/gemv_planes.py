@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ...ops.gemv_planes import linear_bitplane, linear_hqq
-from ..device import device_at, multiprocessors_of
+from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Kernel, cubin, remembered
 from .gemv4 import BATCH, mma_obstacle
 
-RESERVED = 1024  # bytes of shared memory before a block's own
 NEEDS_BF16 = "needs bf16, as fp16 does not hold every scale"
 ROWS = 16  # of W in a tile, of which W must have one
 
@@ -37,15 +36,6 @@ class Blocks(NamedTuple):
     wk: int
     stages: int
 
-    def shared_bytes(self, bits: int, group: int, batch: int) -> int:
-        """Of a block: what lies before the table, where rings fit, then the table, the other rings and the sums."""
-        rows, warps = 16 * self.rt, self.wr * self.wk
-        scales = 8 if not group else 4 * max(256 // group, 2)
-        slot = rows * (272 if bits == 8 else 32 * bits) + (rows // 4 * 16 if bits % 2 else 0) + rows * scales
-        front, table = -RESERVED % 65536, 16384 if bits == 3 else 65536
-        behind = max(warps - front // (self.stages * slot), 0)
-        return front + table + behind * self.stages * slot + 2 * warps * batch * rows * 4
-
 
 def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks:
     """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most.
@@ -61,10 +51,10 @@ def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks
 @remembered
 def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, bits: int, group: int) -> Kernel:
     """For `batch` rows of x, a power of two."""
-    bytes_ = blocks.shared_bytes(bits, group, batch)
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
     constants |= {"BITS": bits, "GROUP": group, "NT": ceil_div(batch, 8), "BF16": int(bf16)}
-    return Kernel(cubin("planes", device_at(device).capability, constants), "planes", bytes_)
+    image = cubin("planes", device_at(device).capability, constants | {"ORIGIN": origin_of(device)}, [Planes])
+    return Kernel(image, "planes", image.shared_for(batch))
 
 
 def multiply(

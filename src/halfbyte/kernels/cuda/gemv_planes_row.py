@@ -15,7 +15,6 @@ from . import Kernel, cubin, remembered
 from .gemv4 import mma_obstacle
 
 ROWS, COLUMNS = 16, 512  # of a tile; what a warp takes at a time, of which K must be a multiple
-TABLE_BYTES = {2: 65536, 3: 16384, 4: 65536, 5: 131072}
 
 
 class Planes(ctypes.Structure):
@@ -35,11 +34,6 @@ class Blocks(NamedTuple):
     wr: int
     wk: int
 
-    def shared_bytes(self, bits: int) -> int:
-        """Of a block: the table, each warp's slots and scales, and the sums."""
-        of_warp = self.rt * ROWS * (2 * 32 * bits + 2 * 16 + 2 * 4)
-        return TABLE_BYTES[bits] + self.wr * self.wk * of_warp
-
 
 def blocks_for(bits: int, rows: int, multiprocessors: int) -> Blocks:
     """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most.
@@ -55,8 +49,8 @@ def blocks_for(bits: int, rows: int, multiprocessors: int) -> Blocks:
 def _kernel(blocks: Blocks, device: int, bf16: bool, bits: int) -> Kernel:
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True))
     constants |= {"BITS": bits, "BF16": int(bf16), "ORIGIN": origin_of(device)}
-    image = cubin("row_planes", device_at(device).capability, constants)
-    return Kernel(image, "row_planes", blocks.shared_bytes(bits))
+    image = cubin("row_planes", device_at(device).capability, constants, [Planes])
+    return Kernel(image, "row_planes")
 
 
 def obstacle(

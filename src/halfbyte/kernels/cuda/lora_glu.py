@@ -40,11 +40,6 @@ class Blocks(NamedTuple):
     blocks: int
     stages: int
 
-    def shared_bytes(self, tensors: int, sums: int) -> int:
-        """Of a block that reads `tensors` [M, I] and leaves `sums` fragments; the last are the factors of columns."""
-        rows, columns = (self.stages + 1) * tensors * 512, 2 * 32 * 4 * self.warps
-        return self.warps * (3 * 1024 + 2 * sums * 512 + self.stages * tensors * 1024) + rows + columns
-
     def grid(self, rows: int, width: int, multiprocessors: int) -> tuple[int, int, int]:
         """Strips of columns, blocks, and steps of a block: all blocks run at once."""
         strips, steps = ceil_div(width, 32 * self.warps), ceil_div(rows, ROWS)
@@ -95,9 +90,8 @@ def _kernel(
         "BACKWARD": int(backward), "BF16": int(bf16), "SILU": int(activation == "silu"), "FLOAT8": float8,
         "COLUMNS": int(columns),
     }  # fmt: skip
-    image = cubin("lora_glu", device_at(device).capability, constants)
-    shared = blocks.shared_bytes(3 if backward else 2, 4 if backward else 2)
-    return Kernel(image, "lora_glu", shared), Kernel(image, "finish", 0)
+    image = cubin("lora_glu", device_at(device).capability, constants, [Unit])
+    return Kernel(image, "lora_glu"), Kernel(image, "finish", 0)
 
 
 def _launch(

@@ -39,11 +39,6 @@ class Blocks(NamedTuple):
     blocks: int
     stages: int
 
-    @property
-    def shared_bytes(self) -> int:
-        """Of a block: factors, low-rank rows, sums, the ring, factors of columns."""
-        return self.warps * (1024 + 2048 + self.stages * 1024 + 128) + (self.stages + 1) * 512
-
 
 BLOCKS = Blocks(8, 2, 4)
 
@@ -78,8 +73,8 @@ def _kernel(
     """The kernel, and the one that adds what its blocks leave."""
     own = {"bf16": bf16, "learn": learn, "turned": turned, "float8": float8, "columns": columns}
     upper = {name.upper(): int(value) for name, value in (blocks._asdict() | own).items()}
-    image = cubin("lora_read", device_at(device).capability, upper)
-    return Kernel(image, "lora_read", blocks.shared_bytes), Kernel(image, "finish", 0)
+    image = cubin("lora_read", device_at(device).capability, upper, [Part, Operands])
+    return Kernel(image, "lora_read"), Kernel(image, "finish", 0)
 
 
 def _turned(factor: Tensor) -> bool:

@@ -21,7 +21,7 @@ TILE = 16  # rows of A, and of x, that a cluster has
 def _kernel(device: int, bf16: bool) -> Kernel:
     constants = {"SPLIT": SPLIT, "WARPS": WARPS, "BF16": int(bf16)}
     image = cubin("low_rank", device_at(device).capability, constants)
-    return Kernel(image, "low_rank", (WARPS + 1) * TILE * TILE * 4)
+    return Kernel(image, "low_rank")
 
 
 def obstacle(x: Tensor, a: Tensor, mask: Tensor | None) -> str | None:

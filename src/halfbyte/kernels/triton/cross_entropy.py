@@ -38,6 +38,39 @@ def _columns(BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _inside(start, vocabulary, BLOCK: tl.constexpr, SPACED: tl.constexpr):
+    """Masks of a block's logits: those of the row, those to load, and those to store in eights.
+
+    Where rows are spaced in eights, the last eight of a row is loaded whole, whatever lies behind the row: a mask that
+    is alike for eight neighbours leaves the load one instruction.
+    """
+    mask = start + _columns(BLOCK) < vocabulary
+    if SPACED:
+        first = start + tl.arange(0, BLOCK // LANE)[:, None] * LANE
+        return mask, first < vocabulary, first + LANE <= vocabulary
+    else:
+        return mask, mask, mask
+
+
+@triton.jit
+def _store(row_ptr, start, values, vocabulary, BLOCK: tl.constexpr, SPACED: tl.constexpr):
+    """Store a block of a row, and nothing behind the row."""
+    mask, _load, eights = _inside(start, vocabulary, BLOCK, SPACED)
+    to = row_ptr + start + _columns(BLOCK)
+    values = values.to(row_ptr.dtype.element_ty)
+    tl.store(to, values, mask=eights)
+    if SPACED:  # noqa: SIM102  (one is of the compiler)
+        if start + BLOCK > vocabulary:
+            tl.store(to, values, mask=mask & (eights == 0))
+
+
+@triton.jit
+def _row_of(logits_ptr, row, stride, SPACED: tl.constexpr):
+    """Where a row begins; `stride` counts eights where rows are spaced so, which makes their alignment plain."""
+    return logits_ptr + row.to(tl.int64) * stride * (LANE if SPACED else 1)
+
+
+@triton.jit
 def _logits(products, inner, outer, SOFTCAP: tl.constexpr):
     """Logits in units of log 2, and the softcap's part of their derivative."""
     if SOFTCAP:
@@ -60,11 +93,12 @@ def _finite(maximum):
 def _cross_entropy(
     logits_ptr, labels_ptr, loss_ptr, logsumexp_ptr, entropy_ptr,
     vocabulary, stride, ignore_index, inner, outer, slope, smoothing, z_loss,
-    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, GRADIENT: tl.constexpr, ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr, SPACED: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, GRADIENT: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     label = tl.load(labels_ptr + row)
-    row_ptr = logits_ptr + row * stride
+    row_ptr = _row_of(logits_ptr, row, stride, SPACED)
     col = _columns(BLOCK)
     if label == ignore_index:
         tl.store(loss_ptr + row, 0.0)
@@ -74,7 +108,7 @@ def _cross_entropy(
         if GRADIENT:
             zeros = tl.zeros((BLOCK // LANE, LANE), dtype=logits_ptr.dtype.element_ty)
             for start in range(0, vocabulary, BLOCK):
-                tl.store(row_ptr + start + col, zeros, mask=start + col < vocabulary)
+                _store(row_ptr, start, zeros, vocabulary, BLOCK, SPACED)
     else:
         inside = (label >= 0) & (label < vocabulary)
         # Read before anything is written: other threads of this program reach the gradient sooner.
@@ -85,8 +119,8 @@ def _cross_entropy(
         moment = tl.zeros((BLOCK // LANE,), dtype=tl.float32)  # Σ 2ᶻ·z
         plain = tl.zeros((BLOCK // LANE,), dtype=tl.float32)  # Σ z
         for start in range(0, vocabulary, BLOCK):
-            mask = start + col < vocabulary
-            products = tl.load(row_ptr + start + col, mask=mask, other=0.0, eviction_policy="evict_last")
+            mask, load, _eights = _inside(start, vocabulary, BLOCK, SPACED)
+            products = tl.load(row_ptr + start + col, mask=load, other=0.0, eviction_policy="evict_last")
             z, _slopes = _logits(products.to(tl.float32), inner, outer, SOFTCAP)
             if SMOOTHING:
                 plain += tl.sum(tl.where(mask, z, 0.0), axis=1)
@@ -119,29 +153,28 @@ def _cross_entropy(
             last = (tl.cdiv(vocabulary, BLOCK) - 1) * BLOCK
             for back in range(0, vocabulary, BLOCK):
                 at = last - back + col
-                mask = at < vocabulary
-                products = tl.load(row_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                _mask, load, _eights = _inside(last - back, vocabulary, BLOCK, SPACED)
+                products = tl.load(row_ptr + at, mask=load, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 z, derivative = _logits(products, inner, outer, SOFTCAP)
                 gradient = tl.exp2(z - logsumexp) * factor - tl.where(at == label_col, whole + share, share)
-                gradient = gradient * derivative
-                tl.store(row_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
+                _store(row_ptr, last - back, gradient * derivative, vocabulary, BLOCK, SPACED)
 
 
 @triton.jit
 def _log_probs_backward(
     logits_ptr, labels_ptr, logsumexp_ptr, entropy_ptr, grad_log_probs_ptr, grad_entropy_ptr,
     vocabulary, stride, ignore_index, inner, outer, slope,
-    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr, SPACED: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(vocabulary, BLOCK)
     program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    at = (program % blocks) * BLOCK + _columns(BLOCK)
-    mask = at < vocabulary
-    at_ptr = logits_ptr + row * stride + at
+    row, start = program // blocks, (program % blocks) * BLOCK
+    at = start + _columns(BLOCK)
+    _mask, load, _eights = _inside(start, vocabulary, BLOCK, SPACED)
+    row_ptr = _row_of(logits_ptr, row, stride, SPACED)
     label = tl.load(labels_ptr + row)
     inside = (label >= 0) & (label < vocabulary)
-    products = tl.load(at_ptr, mask=mask, other=0.0).to(tl.float32)
+    products = tl.load(row_ptr + at, mask=load, other=0.0).to(tl.float32)
     z, derivative = _logits(products, inner, outer, SOFTCAP)
     log_prob = z * LN_2 - tl.load(logsumexp_ptr + row)
     probability = tl.exp(log_prob)
@@ -151,7 +184,7 @@ def _log_probs_backward(
         spread = tl.where(probability > 0.0, log_prob + tl.load(entropy_ptr + row), 0.0)
         gradient -= tl.load(grad_entropy_ptr + row) * probability * spread
     gradient = tl.where(label == ignore_index, 0.0, gradient * slope * derivative)
-    tl.store(at_ptr, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
+    _store(row_ptr, start, gradient, vocabulary, BLOCK, SPACED)
 
 
 _cross_entropy_launcher = Launcher(_cross_entropy)
@@ -162,6 +195,12 @@ def _blocks(vocabulary: int) -> tuple[int, int]:
     """Logits a program takes at a time, and warps."""
     block = min(max(power_of_2(vocabulary), 256), BLOCK)
     return block, min(max(block // (32 * VALUES_PER_THREAD), 4), 32)
+
+
+def _spacing(logits: Tensor, stride: int) -> tuple[int, bool]:
+    """From row to row: in eights of logits where all rows begin at such, which loads want; else in logits."""
+    eights = stride % 8 == logits.data_ptr() % (8 * logits.element_size()) == 0
+    return (stride // 8, True) if eights else (stride, False)
 
 
 def _factors(objective: reference.Objective) -> tuple[float, float, float]:
@@ -185,11 +224,12 @@ def cross_entropy_(
     if not rows:
         return losses
     spaced, stride = evenly_spaced(logits)
-    block, warps = _blocks(vocabulary)
+    (block, warps), (stride, spaced_by_8) = _blocks(vocabulary), _spacing(spaced, stride)
     _cross_entropy_launcher(
         rows, (spaced, labels.contiguous(), loss, logsumexp, loss if entropy is None else entropy),
         (vocabulary, stride, objective.ignore_index, *_factors(objective), objective.label_smoothing, objective.z_loss),
-        (block, objective.softcap is not None, objective.label_smoothing > 0, need_gradient, need_entropy), warps,
+        (block, spaced_by_8, objective.softcap is not None, objective.label_smoothing > 0, need_gradient,
+         need_entropy), warps,
     )  # fmt: skip
     if need_gradient:
         put_back([logits], [spaced])
@@ -211,7 +251,7 @@ def log_probs_backward_(
     if not rows:
         return
     spaced, stride = evenly_spaced(logits)
-    block, warps = _blocks(vocabulary)
+    (block, warps), (stride, spaced_by_8) = _blocks(vocabulary), _spacing(spaced, stride)
     statistics = [
         (logsumexp if tensor is None else tensor).contiguous()
         for tensor in (logsumexp, entropy, grad_log_probs, grad_entropy)
@@ -219,6 +259,6 @@ def log_probs_backward_(
     _log_probs_backward_launcher(
         rows * ceil_div(vocabulary, block), (spaced, labels.contiguous(), *statistics),
         (vocabulary, stride, objective.ignore_index, *_factors(objective)),
-        (block, objective.softcap is not None, grad_entropy is not None), warps,
+        (block, spaced_by_8, objective.softcap is not None, grad_entropy is not None), warps,
     )  # fmt: skip
     put_back([logits], [spaced])
