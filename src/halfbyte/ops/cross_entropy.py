@@ -87,7 +87,7 @@ def _outside(labels: Tensor, ignored: Tensor, vocabulary: int) -> Tensor:
     return ~ignored & ((labels < 0) | (labels >= vocabulary))
 
 
-@op("triton.cross_entropy")
+@op("cuda.cross_entropy", "triton.cross_entropy")
 def cross_entropy_(
     logits: Tensor, labels: Tensor, objective: Objective, need_gradient: bool, need_entropy: bool
 ) -> RowLosses:
@@ -160,7 +160,3 @@ def log_probs_backward_(
     gradient.scatter_add_(1, targets, grad_log_probs.unsqueeze(1))
     gradient.mul_(slope).masked_fill_(outside.unsqueeze(1), torch.nan)
     logits.copy_(gradient.masked_fill_(ignored.unsqueeze(1), 0.0))
-
-
-for _op in (cross_entropy_, log_probs_backward_):
-    _op.kernel("cpu")(_op.reference)  # on a CPU the reference is the product
