@@ -134,6 +134,13 @@ def command(line: str) -> Callable[[str, dict[str, Any]], str]:
     return lambda name, result: line.format(file=f"benchmarks/results/{name}.json", **result)
 
 
+def overview_command(name: str, result: dict[str, Any]) -> str:
+    if name.startswith("qlora"):
+        line = "python -m benchmarks.qlora_8b --data gsm8k.jsonl --tokenizer llama3/ --work DIR"
+        return f"{line} --json benchmarks/results/{name}.json"
+    return step_command(name, result)
+
+
 STEPS = (
     "One QLoRA step (NF4 with nested scales unless said, r = 16, seven linears, random weights and tokens): forward, "
     "backward and AdamW, median of ten. The floor is every matrix product and the attention timed alone in CUDA graphs "
@@ -141,6 +148,11 @@ STEPS = (
     "same run, in processes of their own. Peaks are what torch's allocator held."
 )
 SECTIONS = (
+    Section(
+        "Beside others", r"qlora_8b_h200|step_(llama8b|qwen06b)_(2x512|2x2048|4x2048|4x2048_checkpointed|1x8192)_h200",
+        "Whole QLoRA steps of the same model, batch and adapters, each with its peer in the same run.",
+        {"overview": plots.overview}, no_table, overview_command,
+    ),
     Section(
         "Training steps", r"(step|packed)_(?!attention).*", STEPS, {"step": plots.step, "memory": plots.memory},
         step_table, step_command,

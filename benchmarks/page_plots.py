@@ -22,8 +22,9 @@ Draw = Callable[["Figure", Results], None]
 INK, GRID = "#7b858f", "#7b858f50"
 COLOURS = {
     "halfbyte": "#3b82f6", "halfbyte, graph": "#0ea5a0", "halfbyte train": "#84a83a", "unsloth": "#f0883e",
-    "bitsandbytes": "#c9608f", "liger": "#f0883e", "torch.compile": "#9a7fd1",
+    "bitsandbytes": "#c9608f", "HF, PEFT, bitsandbytes": "#c9608f", "liger": "#f0883e", "torch.compile": "#9a7fd1",
 }  # fmt: skip
+QLORA_BATCH = 2, 2048  # rows and tokens of benchmarks.qlora_8b, packed and checkpointed
 LINES = ("#3b82f6", "#0ea5a0", "#84a83a", "#f0883e", "#c9608f", "#9a7fd1")
 DECODING = {  # key of a row → label, colour
     "limit": ("all weights read at a copy's speed", "#7b858f"),
@@ -69,7 +70,9 @@ def svg(draw: Draw, results: Results) -> str:
 def what(result: dict[str, Any]) -> str:
     """A step's model and shape in a few words: '8B 4×2048, checkpointed'."""
     model = result["model"].rsplit("-", 1)[-1].upper()
-    if "documents" in result:
+    if "predicted_gib" in result:  # of benchmarks.qlora_8b
+        words = [f"{model} {QLORA_BATCH[0]}×{QLORA_BATCH[1]} packed, checkpointed"]
+    elif "documents" in result:
         words = [f"{model} packed, {len(result['documents'])} in {result['tokens']}"]
     else:
         words = [f"{model} {result['batch']}×{result['length']}"]
@@ -148,6 +151,41 @@ def memory(figure: Figure, results: Results) -> None:
     bars(axes, groups)
     axes.set_xlabel("peak GiB of a step")
     legend_above(axes)
+
+
+def overview(figure: Figure, results: Results) -> None:
+    """Tokens a second and peak memory of whole steps, beside Unsloth and Hugging Face with bitsandbytes."""
+    speed: list[tuple[str, dict[str, tuple[float, str]]]] = []
+    memory_: list[tuple[str, dict[str, tuple[float, str]]]] = []
+    for result in results.values():
+        runs = _compared(result)
+        if len(runs) > 1:
+            label = what(result).replace(", ", ",\n", 1)
+            speed.append((label, {name: (rate, f"{rate:,.0f}") for name, (rate, _) in runs.items()}))
+            memory_.append((label, {name: (peak, f"{peak:.1f}") for name, (_, peak) in runs.items()}))
+    figure.set_size_inches(7, height(speed))
+    left, right = figure.subplots(1, 2, sharey=True)
+    bars(left, speed)
+    bars(right, memory_)
+    left.invert_yaxis()  # the two share an axis, and `bars` turns it each time
+    left.set_xlabel("tokens a second")
+    right.set_xlabel("peak GiB")
+    left.set_xlim(0, left.get_xlim()[1] * 1.15)
+    right.set_xlim(0, right.get_xlim()[1] * 1.15)
+    legend_above(left)
+
+
+def _compared(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Who → (tokens a second, GiB); halfbyte's is the faster of its ways to launch the step."""
+    if "step_ms" in next(iter(result["runs"].values())):
+        names = {"halfbyte": "halfbyte", "peer": "HF, PEFT, bitsandbytes"}
+        tokens = QLORA_BATCH[0] * QLORA_BATCH[1]
+        runs = {names[key]: run for key, run in result["runs"].items() if key in names}
+        return {name: (tokens / run["step_ms"] * 1e3, run["peak_gib"]) for name, run in runs.items()}
+    runs = measured(result)
+    best = min((name for name in runs if name.startswith("halfbyte")), key=lambda name: runs[name]["ms"])
+    shown = {"halfbyte": runs[best]} | {name: run for name, run in runs.items() if not name.startswith("halfbyte")}
+    return {name: (run["tokens_per_second"], run["peak_gib"]) for name, run in shown.items()}
 
 
 def kernels(figure: Figure, results: Results) -> None:

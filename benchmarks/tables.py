@@ -1,7 +1,10 @@
-"""Rewrites the quality tables of docs/formats.md and README.md from benchmarks/results: `python -m benchmarks.tables`.
+"""Rewrites the generated tables of docs/formats.md and README.md: `python -m benchmarks.tables`.
 
-A table lies between `<!-- quality: FILE all -->`, or `short`, and `<!-- end -->`; FILE is that of a result. `all` has a
-row for every one of the result; `short` those of SHORT.
+A table lies between a mark and `<!-- end -->`. The marks:
+
+    <!-- quality: FILE all -->   what formats cost, from a result in benchmarks/results; `short` has the rows of SHORT
+    <!-- families -->            what works with which model family, from `halfbyte.families`
+    <!-- cards -->               which model fits which card, from cards.json (`python -m benchmarks.cards`)
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "docs" / "formats.md", ROOT / "README.md")
+NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen2Moe": "Qwen2-MoE", "Qwen3Moe": "Qwen3-MoE", "Phi3": "Phi-3",
+         "Gemma2": "Gemma 2", "Gemma3": "Gemma 3 (with images: the text part)"}  # fmt: skip
+WAYS = ("fused training", "static decoding", "to GGUF", "from GGUF", "images to mmproj")
+SIMPLE = re.compile(r"(<!-- (families|cards) -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"(<!-- quality: (\S+) (all|short) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHORT = (
     "as it is", "int8", "fp8", "kbit5", "hqq4", "int4", "nf4", "kbit4", "nvfp4-1d-46", "mxfp4", "fp4", "kbit3", "kbit2",
@@ -50,6 +57,34 @@ def _cell(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
+def family_table() -> str:
+    """Markdown: a row a family, a column each of WAYS."""
+    from halfbyte.families import FAMILIES
+
+    lines = [f"| model | {' | '.join(WAYS)} |", "|---" * (1 + len(WAYS)) + "|"]
+    for row in FAMILIES:
+        fused = "attention, norms" if row.experts else "yes"
+        found = (
+            fused if row.patched else "",
+            "yes" if row.patched and not row.experts else "",
+            "yes" if row.gguf.arch else "",
+            "yes" if row.gguf.arch else "",
+            "yes" if row.tower else "",
+        )
+        lines.append(f"| {NAMES.get(row.name, row.name)} | {' | '.join(found)} |")
+    return "\n".join([*lines, "| other causal LMs | by their `nn.Linear`s | | | | |"]) + "\n"
+
+
+def card_table(result: dict[str, Any]) -> str:
+    """Markdown: a row a model, a column a card: the longest row that a step fits."""
+    cards = result["cards"]
+    lines = [f"| model | weights, GiB | {' | '.join(cards)} |", "|---" * (2 + len(cards)) + "|"]
+    for name, row in result["models"].items():
+        cells = (f"{row['longest'][card]:,}" if row["longest"][card] else "" for card in cards)
+        lines.append(f"| {name} | {row['weights_gib']:.1f} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", result["note"]]) + "\n"
+
+
 def updated(document: str, results: Path) -> str:
     """The document's text with its tables as the results say."""
 
@@ -57,7 +92,12 @@ def updated(document: str, results: Path) -> str:
         begin, file, rows, end = found.groups()
         return begin + quality_table(json.loads((results / file).read_text()), rows == "short") + end
 
-    return BLOCK.sub(table, document)
+    def simple(found: re.Match[str]) -> str:
+        begin, kind, end = found.groups()
+        made = family_table() if kind == "families" else card_table(json.loads((results / "cards.json").read_text()))
+        return begin + made + end
+
+    return SIMPLE.sub(simple, BLOCK.sub(table, document))
 
 
 def main() -> None:
