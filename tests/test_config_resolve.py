@@ -116,4 +116,4 @@ def test_a_resolved_configuration_of_the_version_before_loads_as_it_was():
     formats = (("*.down_proj", "kbit5"), ("*", "blockwise4:nf4:128:nested"))
     assert run.storage == Storage(formats, skip_first=1)
     assert (run.precision.recipe, run.precision.recipe_options["margin"], run.adapter.r) == ("fp8-hybrid", 2, 8)
-    assert (config.optim, config.activation_checkpointing) == ("paged_adamw_8bit", "offload_kept")
+    assert (config.optim, config.activation_checkpointing) == ("adamw_torch", "offload_kept")

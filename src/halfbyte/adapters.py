@@ -33,7 +33,7 @@ from .architectures import ALL_LINEAR, all_linear, is_linear
 from .config import Adapter, RunConfig, resolve
 from .errors import CheckpointError, ConfigError, ModelError
 from .notices import notice
-from .qat.adapter import round_merged
+from .qat.model import round_merged
 
 WEIGHTS = "adapter_model.safetensors"
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..errors import DataError
 from ..notices import notice
+from ..ops import IGNORE_INDEX
 from .layer import causal_lm_of
 
-IGNORE_INDEX = -100
 PROBE_TOKENS = 8
 ARGMAX_ROWS = 256  # positions whose logits are made at a time
 
@@ -32,6 +32,11 @@ class Head:
 
     scale: float = 1.0
     softcap: float | None = None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """The logits of X Wᵀ, in fp32."""
+        logits = products.float() * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 _heads: WeakKeyDictionary[nn.Module, Head | str] = WeakKeyDictionary()
@@ -167,7 +172,7 @@ def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
         return obstacle
     causal_lm = causal_lm_of(model)
     if causal_lm not in _heads:
-        _heads[causal_lm] = _probe(causal_lm, configured_head(_config(model)), inputs)
+        _heads[causal_lm] = _probe(causal_lm, configured_head(model), inputs)
     return _heads[causal_lm]
 
 
@@ -190,8 +195,9 @@ def _obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def configured_head(config: Any) -> Head:
-    """What the (text) config of a model says of its head."""
+def configured_head(model: nn.Module) -> Head:
+    """What a model's config says of its head."""
+    config = _config(model)
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
     scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
@@ -226,9 +232,7 @@ def _probe(causal_lm: Any, head: Head, inputs: dict[str, Any]) -> Head | str:
     name = type(causal_lm).__name__
     if set(seen) != {"hidden", "into_head", "out_of_head"} or not torch.equal(seen["hidden"], seen["into_head"]):
         return f"{name} does more between its backbone and its head than this version knows"
-    expected = seen["out_of_head"].float() * head.scale
-    if head.softcap is not None:
-        expected = head.softcap * torch.tanh(expected / head.softcap)
+    expected = head(seen["out_of_head"])
     if (logits.float() - expected).abs().max() > expected.abs().max() / 64:  # bf16 rounds to 1/256
         return f"{name} changes its logits in a way that this version does not know"
     return head

@@ -196,6 +196,10 @@ class LayerView:
         return Half(own.post_attention_layernorm, own.mlp, dropout, None, self._scale)
 
     @property
+    def halves(self) -> tuple[Half, Half]:
+        return self.attention_half, self.mlp_half
+
+    @property
     def _scale(self) -> float:
         return scale_of(self.family.residual_scale, self.module.self_attn.config)
 
