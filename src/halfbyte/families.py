@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .ops.glu import Activation
 
 # transformers' names of activations, and those of `halfbyte.ops.glu`.
@@ -286,6 +284,6 @@ def tower_of(config: Any) -> Tower | None:
     return towers().get(config.model_type)
 
 
-def scaled(x: Tensor, key: str, config: Any) -> Tensor:
-    """`x` times what the config has under a row's `residual_scale` or `embedding_scale`; without a key `x` itself."""
-    return x * getattr(config, key) if key else x
+def scale_of(key: str, config: Any) -> float:
+    """The value of a row's `residual_scale` or `embedding_scale`."""
+    return float(getattr(config, key)) if key else 1.0

@@ -15,8 +15,8 @@ from halfbyte import notices
 from halfbyte.errors import ModelError
 from halfbyte.families import FAMILIES as ROWS
 from halfbyte.models import activations
-from halfbyte.models.activations import ACTIVATIONS
 from halfbyte.models.head import causal_lm_loss
+from halfbyte.models.patched import patched
 from halfbyte.plan.policy import FUSED, LEVELS, LayerShape
 from halfbyte.plan.replay import Ledger
 
@@ -193,7 +193,7 @@ def test_unpatching_forgets_the_levels():
     model = tiny("Llama")
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     halfbyte.patch(model, "checkpoint")
-    assert sum(ACTIVATIONS in module.__dict__ for module in model.modules()) == 2
+    assert sum(getattr(patched(module), "activations", None) is not None for module in model.modules()) == 2
     halfbyte.unpatch(model)
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
 

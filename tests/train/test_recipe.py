@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from tiny_runs import losses, make_trainer, rows, run_config
 
 import halfbyte
+from halfbyte.config import resolve
 from halfbyte.errors import CheckpointError
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.train import checkpoint as checkpoints
@@ -17,7 +18,7 @@ KEYS |= {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
 def trainer_in(output, **keys):
     config = run_config(output, **KEYS | keys)
     trainer = make_trainer(config, train=rows(12), held_out=rows(3, 9))
-    trainer.scaling = halfbyte.patch(trainer.model, recipe=configured_recipe(config)).scaling
+    trainer.scaling = halfbyte.patch(trainer.model, recipe=configured_recipe(resolve(config).precision)).scaling
     return trainer
 
 

@@ -1,17 +1,15 @@
 """What a run wants: one flat YAML file, the same names on the command line and in Python."""
 
+from .reading import TEXT_KEYS, allowed, explain, load_config
+from .resolve import Adapter, Origin, Precision, Resolved, Storage, resolve, storage_of
 from .schema import (
     KEEP,
     SCHEDULES,
     SECTIONS,
     SIXTEEN,
-    TEXT_KEYS,
     Level,
     RunConfig,
-    allowed,
     dump_config,
-    explain,
-    load_config,
 )
 
 __all__ = [
@@ -20,10 +18,17 @@ __all__ = [
     "SECTIONS",
     "SIXTEEN",
     "TEXT_KEYS",
+    "Adapter",
     "Level",
+    "Origin",
+    "Precision",
+    "Resolved",
     "RunConfig",
+    "Storage",
     "allowed",
     "dump_config",
     "explain",
     "load_config",
+    "resolve",
+    "storage_of",
 ]

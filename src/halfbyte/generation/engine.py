@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..adapters import compute, compute_dtype_of, no_input_casts
 from ..errors import ModelError
-from ..families import ACTIVATIONS, Family, family_of, scaled
-from ..models.blocks import epsilon
+from ..families import ACTIVATIONS, Family, family_of, scale_of
+from ..layers.plain import hooked
 from ..models.head import configured_head
-from ..models.projections import hooked
+from ..models.layer import epsilon
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
@@ -73,6 +73,8 @@ class StaticEngine:
         self.config, self.embed, self.norm = backbone.config, backbone.embed_tokens, backbone.norm
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.activation = ACTIVATIONS[getattr(self.config, self.family.activation)]
+        self.embedding_scale = scale_of(self.family.embedding_scale, self.config)
+        self.residual_scale = scale_of(self.family.residual_scale, self.config)
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype)
         self.layers = [self._layer(layer, adapters, slots, cache_dtype or self.dtype) for layer in backbone.layers]
         self.ropes = {layer.rope: self._rope(backbone.rotary_emb, layer.rope, slots) for layer in self.layers}
@@ -97,8 +99,8 @@ class StaticEngine:
     def _one_launch(self, batch: int) -> Run | None:
         """A token's way through all layers as one kernel, where there is one and the family is of Llama's kind."""
         family, attention = self.family, self.layers[0].module.self_attn
-        others = family.norm_offset or family.sandwich or family.fused or family.softcap or family.residual_scale
-        if others or self.activation != "silu":
+        others = family.norm_offset or family.sandwich or family.fused or family.softcap
+        if others or self.residual_scale != 1.0 or self.activation != "silu":
             return None
         layers = [found for layer in self.layers if (found := _decoder_layer(layer, family)) is not None]
         epsilons = {epsilon(norm) for layer in self.layers for norm in _norms(layer.module, family)}
@@ -175,12 +177,11 @@ class StaticEngine:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits, after = self.head(hidden)[0][:, 0].float(), configured_head(self.config)
-        logits = logits if after.scale == 1.0 else logits * after.scale
-        cap = after.softcap
+        logits, cap = _times(logits, after.scale), after.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return scaled(self.embed(tokens), self.family.embedding_scale, self.config).to(self.dtype)
+        return _times(self.embed(tokens), self.embedding_scale).to(self.dtype)
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict | None) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]; their keys and values go to `slots` [T] of the cache.
@@ -199,9 +200,9 @@ class StaticEngine:
                 x, residual = self._norm(module.pre_feedforward_layernorm, branch, residual)
                 branch = self._norm(module.post_feedforward_layernorm, self._mlp(layer, x))[0]
             else:
-                branch = scaled(branch, self.family.residual_scale, self.config)
+                branch = _times(branch, self.residual_scale)
                 x, residual = self._norm(module.post_attention_layernorm, branch, residual)
-                branch = scaled(self._mlp(layer, x), self.family.residual_scale, self.config)
+                branch = _times(self._mlp(layer, x), self.residual_scale)
         return self._norm(self.norm, branch, residual)[0]
 
     def _norm(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -235,6 +236,10 @@ class StaticEngine:
         else:
             out = _prompt_attention(q, k, v, masks[layer.window], attention.scaling, cap)
         return layer.out(out.transpose(1, 2).flatten(2))[0]
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
 
 
 def _norms(layer: Any, family: Family) -> list[Any]:

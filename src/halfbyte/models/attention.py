@@ -43,10 +43,10 @@ from ..dispatch import on_compiler
 from ..notices import notice
 from ..ops.attention import Spans, spans
 from .copies import fresh_copies
+from .patched import patched, record
 
 NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
-PREVIOUS = "_halfbyte_attention"  # the attribute of a backbone that holds the implementation it had
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
 DIFFERS = "reproducible"  # the key of the notice that two runs may differ
 HOPPER = 9
@@ -162,7 +162,7 @@ def bind_attention(backbone: Any) -> str:
     if obstacle := _unbound(config, device):
         return f"transformers' {config._attn_implementation}: {obstacle}"
     register()
-    setattr(backbone, PREVIOUS, config._attn_implementation)
+    record(backbone).implementation = config._attn_implementation
     config._attn_implementation = CAPPED if _is_capped(config) else NAME
     if flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
@@ -178,8 +178,9 @@ def register() -> None:
 
 def unbind_attention(backbone: Any) -> None:
     """Undo `bind_attention`."""
-    if PREVIOUS in backbone.__dict__:
-        backbone.config._attn_implementation = backbone.__dict__.pop(PREVIOUS)
+    own = patched(backbone)
+    if own is not None and own.implementation is not None:
+        backbone.config._attn_implementation, own.implementation = own.implementation, None
 
 
 def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

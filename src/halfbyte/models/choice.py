@@ -15,6 +15,7 @@ from ..formats import named, names
 from ..formats.base import Format
 from ..formats.blockwise4 import Blockwise4
 from ..notices import notice
+from .layer import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +67,8 @@ class Choice:
         """Prefixes of the names in the decoder layers that are skipped."""
         if not self.skip_first and not self.skip_last:
             return ()
-        prefix, depth = decoder_layers(model)
+        prefix, layers = decoder_layers(model)
+        depth = len(layers)
         if self.skip_first + self.skip_last >= depth:
             raise ModelError(
                 f"skip_quant_first_layers: {self.skip_first} and skip_quant_last_layers: {self.skip_last} "
@@ -75,21 +77,6 @@ class Choice:
             )
         kept = [*range(self.skip_first), *range(depth - self.skip_last, depth)]
         return tuple(f"{prefix}.{index}." for index in kept)
-
-
-def decoder_layers(model: nn.Module) -> tuple[str, int]:
-    """Name and length of the list of decoder layers.
-
-    Raises:
-        ModelError: the model has no such list.
-    """
-    from torch import nn
-
-    depth = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return name, depth
-    raise ModelError(f"{type(model).__name__} has no list of {depth} decoder layers", "remove skip_quant_*_layers")
 
 
 def choose(

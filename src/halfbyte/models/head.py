@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..errors import DataError
 from ..notices import notice
+from .layer import causal_lm_of
 
 IGNORE_INDEX = -100
 PROBE_TOKENS = 8
@@ -153,12 +154,6 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     # The largest stays the largest under a scale and a softcap.
     likeliest = [(rows.to(weight.dtype) @ weight.T).argmax(-1) for rows in hidden.split(ARGMAX_ROWS)]
     return log_probs, torch.cat(likeliest) == wanted
-
-
-def causal_lm_of(model: nn.Module) -> Any:
-    """The Hugging Face model inside a `peft.PeftModel`, or `model` itself."""
-    get_base_model: Any = getattr(model, "get_base_model", None)  # a PeftModel's
-    return model if get_base_model is None else get_base_model()
 
 
 def _config(model: nn.Module) -> Any:

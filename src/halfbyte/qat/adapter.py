@@ -6,19 +6,22 @@ is another function: the sum of the two lies between the values that the format 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from halfbyte.autograd.lora import LoRA
 from halfbyte.errors import ModelError
+from halfbyte.layers.plain import read_adapters
 from halfbyte.qat.fake_quantize import fake_quantized_linear
 from halfbyte.qat.layer import QATLinear
 
 
 class QATLoraLinear(LoraLinear):
     """PEFT's LoRA around a `QATLinear`; state dict, saving, merging and unloading are PEFT's own."""
+
+    own_forward = "its weight is rounded with the adapter merged"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("adapter_names") is not None:
@@ -33,16 +36,16 @@ class QATLoraLinear(LoraLinear):
         """What is merged in every forward; None where the adapter is off, or in the weight already.
 
         Raises:
-            ModelError: several adapters are active.
+            ModelError: several adapters are active, or the one that is has no merged weight.
         """
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        if self.disable_adapters or self.merged or not active:
+        if self.disable_adapters or self.merged:
             return None
-        if len(active) > 1:
-            raise ModelError(f"{len(active)} adapters are active at once", "activate one: its sum with W is rounded")
-        name = active[0]
-        a, b = cast(Tensor, self.lora_A[name].weight), cast(Tensor, self.lora_B[name].weight)
-        return LoRA(a, b, self.scaling[name])
+        found = read_adapters(self)
+        if isinstance(found, str):
+            raise ModelError(f"{found}: no merged weight computes that", "use plain LoRA")
+        if len(found) > 1:
+            raise ModelError(f"{len(found)} adapters are active at once", "activate one: its sum with W is rounded")
+        return LoRA(found[0].a, found[0].b, found[0].scaling) if found else None
 
 
 def round_merged(model: nn.Module) -> None:
@@ -56,17 +59,15 @@ def round_merged(model: nn.Module) -> None:
             continue
         if obstacle := _obstacle(module):
             what, fix = obstacle
-            raise ModelError(f"qat_scheme: {name} has {what}, which no merged weight computes", fix)
+            raise ModelError(f"qat_scheme: no merged weight computes {name}: {what}", fix)
         module.__class__ = QATLoraLinear
 
 
 def _obstacle(module: Any) -> tuple[str, str] | None:
     """What of an adapter cannot be merged in every forward, and the fix."""
-    if type(module) is not LoraLinear or module.lora_variant:
-        kind = next((type(each).__name__ for each in module.lora_variant.values()), type(module).__name__)
-        return f"an adapter of kind {kind}", "use plain LoRA"
+    if type(module) is not LoraLinear:
+        return f"its adapter is a {type(module).__name__}", "use plain LoRA"
     if any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.lora_dropout.values()):
-        return "dropout on its adapter's input", "set lora_dropout: 0 (adapter_path: in adapter_config.json)"
-    if any(module.lora_bias.values()):
-        return "an adapter with a bias", "train one without lora_bias"
-    return None
+        return "it has dropout on its adapter's input", "set lora_dropout: 0 (adapter_path: in adapter_config.json)"
+    found = read_adapters(module, module.lora_A)
+    return (found, "train one of plain LoRA") if isinstance(found, str) else None

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from halfbyte.adapters import check_adapter_files
 from halfbyte.checkpoint_files import check_checkpoint
-from halfbyte.config import RunConfig, dump_config
+from halfbyte.config import RunConfig, dump_config, resolve
 from halfbyte.data import PreparedData, prepare
 from halfbyte.data.batches import batches_of, widths_of
 from halfbyte.environment import environment
@@ -85,7 +85,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     bound_cpu_primitives()
     checkpoint = checkpoints.starting_point(config, resume)
     device = chosen_device(config.device)
-    check_recipe(configured_recipe(config), device)
+    check_recipe(configured_recipe(resolve(config).precision), device)
     if config.qat_scheme is not None:
         qat_format(config.qat_scheme)
     compute_dtype = resolve_dtype(config.dtype, device)

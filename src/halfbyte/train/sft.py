@@ -19,7 +19,7 @@ from rich.console import Console
 from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
-from halfbyte.config import RunConfig, load_config
+from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.data.collate import Collator, make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
@@ -161,7 +161,9 @@ def _make_ready(
     if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
         trainer.use_graphs()
     if job.config.recipe != "bf16":  # a CPU computes in it, too
-        trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
+        trainer.scaling = patch(
+            model, job.plan.levels or None, configured_recipe(resolve(job.config).precision)
+        ).scaling
     return results, report
 
 
