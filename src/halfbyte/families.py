@@ -42,7 +42,7 @@ class Gguf:
     """llama.cpp's graph of a family (src/models/*.cpp there), and what that takes for granted.
 
     Args:
-        arch: its name.
+        arch: its name; "": there is none that computes the same.
         text_alone: transformers has a causal LM of the text part alone, which a file can be read as.
         permute: RoPE turns neighbouring pairs, where transformers turns halves: rows of q and k are reordered.
         bias: linears may have biases.
@@ -58,7 +58,7 @@ class Gguf:
             its scaling (`original_max_position_embeddings`).
     """
 
-    arch: str
+    arch: str = ""
     text_alone: bool = True
     permute: bool = False
     bias: bool = False
@@ -140,7 +140,7 @@ class Family:
         images_see_themselves: tokens of one image attend to each other both ways (token_type_ids), not causally.
         experts: a mixture in place of the MLP.
         tower: what stands before the text part in models of `package` that take images.
-        gguf: llama.cpp's graph; None: there is none that computes the same.
+        gguf: llama.cpp's graph.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Family:
     images_see_themselves: bool = False
     experts: Experts | None = None
     tower: Tower | None = None
-    gguf: Gguf | None = None
+    gguf: Gguf = Gguf()
 
     def __post_init__(self) -> None:
         filled = {"model_type": self.package,
@@ -274,10 +274,14 @@ def of_config(text_config: Any) -> Family | None:
     return next((family for family in FAMILIES if family.model_type == text_config.model_type), None)
 
 
+def towers() -> dict[str, Tower]:
+    """model_type of whole models → their vision tower."""
+    return {family.package: family.tower for family in FAMILIES if family.tower} | TOWERS
+
+
 def tower_of(config: Any) -> Tower | None:
-    """The vision tower of a whole model's config that the table knows."""
-    known = {family.package: family.tower for family in FAMILIES if family.tower}
-    return (TOWERS | known).get(config.model_type)
+    """The vision tower of a whole model's config; None: it has none, or one that the table does not know."""
+    return towers().get(config.model_type)
 
 
 def scale_of(key: str, config: Any) -> float:

@@ -17,13 +17,13 @@ from halfbyte.adapters import add_adapter
 from halfbyte.cli.check import check_run
 from halfbyte.config import RunConfig, load_config
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
-from halfbyte.export.gguf.adapter import export_adapter
-from halfbyte.export.gguf.export import export_gguf
+from halfbyte.export.gguf_adapter import export_adapter
+from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
+from halfbyte.gguf import unpack
+from halfbyte.gguf.to_formats import KEPT, kept_format, kept_parts
+from halfbyte.gguf.unpack import import_gguf
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.gguf import unpack
-from halfbyte.models.gguf.keep import KEPT, kept_format, kept_parts
-from halfbyte.models.gguf.unpack import import_gguf
 from halfbyte.models.load import load_model, load_model_config
 from halfbyte.notices import said
 from halfbyte.plan.shapes import ModelShapes

@@ -14,12 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from halfbyte.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import FORMATS, Format, named, recognize
 from halfbyte.formats.base import parameter_of_entry
-from halfbyte.models.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
-from halfbyte.models.gguf.cache import checkpoint_folder
+from halfbyte.gguf.cache import checkpoint_folder
 from halfbyte.tensor import QuantizedTensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from ..architectures import auto_class, beside_text
+from ..checkpoint_files import check_checkpoint
 from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
 from ..families import FAMILIES
 from ..formats import FORMATS
 from ..formats.base import FLOATS
+from ..gguf.cache import checkpoint_folder, in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
-from .checkpoint_files import check_checkpoint
 from .choice import qat_format
-from .gguf.cache import checkpoint_folder, in_words
 
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head

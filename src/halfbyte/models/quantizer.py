@@ -15,19 +15,17 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..architectures import beside_text
+from ..architectures import beside_text, kept_whole, quantizable
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
-from ..formats.base import FLOATS, entry_name
+from ..formats.base import FLOATS, QUANT_METHOD, entry_name
 from ..layers import QuantizedLinear, quantized_parameter
 from ..notices import notice
 from ..tensor import QuantizedTensor
 from .choice import choose
-
-QUANT_METHOD = "halfbyte"
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -191,23 +189,6 @@ def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ..
             f"{name} has shape {found} in the checkpoint, {expected} in the model",
             "check that config.json belongs to these weights",
         )
-
-
-def kept_whole(model: Any, skip_modules: list[str] | None = None, beside: bool = True) -> list[str]:
-    """Names of what is not quantized: `skip_modules` and what the model keeps in fp32. By default that is the output
-    head and what is tied to it, and with `beside` all that is not the language model (vision tower, projector)."""
-    skip = HfQuantizer.get_modules_to_not_convert(model, skip_modules, model._keep_in_fp32_modules)
-    return [*skip, *beside_text(model)] if skip_modules is None and beside else skip
-
-
-def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, nn.Linear]:
-    """Name → module of the linear layers that may be quantized: all but `skip_modules`, as in `kept_whole`."""
-    skip = kept_whole(model, skip_modules)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and should_convert_module(name, skip)
-    }
 
 
 @register_quantizer(QUANT_METHOD)

@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from halfbyte.adapters import check_adapter_files
+from halfbyte.checkpoint_files import check_checkpoint
 from halfbyte.config import RunConfig, dump_config, resolve
 from halfbyte.data import PreparedData, prepare
 from halfbyte.data.batches import batches_of, widths_of
@@ -21,7 +22,6 @@ from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.models.attention import implementation
-from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.choice import qat_format
 from halfbyte.models.load import check_attention, load_model_config, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from halfbyte.notices import notice
 
-from .source import Source
+from .gguf_source import Source
 
 MARKS = {"system": "\ue000", "user": "\ue001", "assistant": "\ue002"}  # private use: in no template
 PROBES: tuple[tuple[str, ...], ...] = (

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...config import KEEP
-from ...errors import ConfigError, ModelError
-from ...files import cache_folder
+from ..config import KEEP
+from ..errors import ConfigError, ModelError
+from ..files import cache_folder
 
 SUFFIX = ".gguf"
 
@@ -22,8 +22,7 @@ def checkpoint_folder(name_or_path: str, quantization: Any = None) -> str:
 
     With `quantization: keep` that is another folder, whose linear layers are stored as in the file.
 
-    The folder is in the cache, under a name that depends on the file's place, size and
-    time of change.
+    The folder is in the cache, under a name that depends on the file's place, size and time of change.
 
     Raises:
         ConfigError: the gguf library is missing, there is nothing to keep, or there is no cache.

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 
-from halfbyte.errors import ConfigError
-
-from .tensors import Planned
+from ..errors import ConfigError
 from .types import FLOATS, Type
+from .write_tensors import Planned
 
 # name → type of most tensors, llama.cpp's number for the mix
 MIXES = {

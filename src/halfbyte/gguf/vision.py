@@ -1,7 +1,6 @@
 """The vision part of a model as llama.cpp's mmproj file: tower and projector, architecture "clip".
 
-A row of `TOWERS` is what one kind of vision model becomes: the tensors that its graph in llama.cpp reads (tools/mtmd),
-no fewer and no others. Names are those of the gguf library where it has them.
+What tells one kind from another is its `families.Tower`. Names are those of the gguf library where it has them.
 """
 
 from __future__ import annotations
@@ -11,94 +10,21 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gguf import MODEL_ARCH, GGUFType, GGUFWriter, TensorNameMap, VisionProjectorType, get_tensor_name_map
+from gguf import MODEL_ARCH, GGUFType, GGUFWriter, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
-from halfbyte.errors import CheckpointError, ModelError
-from halfbyte.notices import notice
-
-from .tensors import BESIDE_TEXT, Planned, Weight
+from ..errors import CheckpointError, ModelError
+from ..families import Tower, tower_of, towers
+from ..notices import notice
+from .names import BESIDE_TEXT, KINDS
 from .types import Type
+from .write_tensors import Planned, Weight
 
-BOTH = (".weight", ".bias")
-# What the gguf library has no name for, or that of another family
-NAMES = {
-    "multi_modal_projector.mm_input_projection_weight": "mm.input_projection.weight",
-    "multi_modal_projector.linear_1": "mm.0",
-    "multi_modal_projector.linear_2": "mm.2",
-}
-BLOCK = ("ln1", "ln2", "attn_q", "attn_k", "attn_v", "attn_out", "ffn_up", "ffn_down")
 SERVE_OTHERWISE = "serve the model with transformers or vLLM"
-DYNAMIC_SIZE = 560  # the side of the images that llama.cpp plans memory for, where any size goes
-WINDOW = 112  # pixels, fixed in llama.cpp
-
-
-@dataclass(frozen=True)
-class Tower:
-    """One row.
-
-    Args:
-        projector: what llama.cpp calls it.
-        model_types: of the vision config.
-        activations: of the tower's MLP, in transformers' names → the flag in the file, if it has one.
-        outside: tensors beside the layers.
-        block: parts of a layer: those with a bias, and those without.
-        unused: names in the checkpoint of tensors that the language model gets nothing from.
-    """
-
-    projector: str
-    model_types: tuple[str, ...]
-    activations: Mapping[str, str]
-    outside: frozenset[str]
-    block: tuple[tuple[str, ...], tuple[str, ...]]
-    unused: re.Pattern[str]
-
-    def tensors(self, layers: int) -> set[str]:
-        """Names of all tensors of the file."""
-        biased, plain = self.block
-        parts = [part + kind for part in biased for kind in BOTH] + [f"{part}.weight" for part in plain]
-        return {*self.outside} | {f"v.blk.{layer}.{part}" for layer in range(layers) for part in parts}
-
-
-TANH = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu"}  # llama.cpp has the tanh form alone
-TOWERS = {
-    "gemma3": Tower(
-        VisionProjectorType.GEMMA3,
-        ("siglip_vision_model",),
-        TANH,
-        frozenset(
-            {"v.patch_embd.weight", "v.patch_embd.bias", "v.position_embd.weight", "v.post_ln.weight", "v.post_ln.bias",
-             "mm.input_projection.weight", "mm.soft_emb_norm.weight"}
-        ),
-        (BLOCK, ()),
-        re.compile(r"vision_model\.head\.|\.position_ids$"),
-    ),
-    "llava": Tower(
-        "mlp",
-        ("clip_vision_model",),
-        TANH | {"quick_gelu": ""},
-        frozenset(
-            {"v.class_embd", "v.patch_embd.weight", "v.position_embd.weight", "v.pre_ln.weight", "v.pre_ln.bias",
-             "mm.0.weight", "mm.0.bias", "mm.2.weight", "mm.2.bias"}
-        ),
-        (BLOCK, ()),
-        re.compile(r"vision_model\.post_layernorm\.|\.position_ids$"),  # features come from before it
-    ),
-    "qwen2_5_vl": Tower(
-        VisionProjectorType.QWEN25VL,
-        ("qwen2_5_vl", "qwen2_5_vl_vision"),
-        {"silu": "use_silu"},
-        frozenset(
-            {"v.patch_embd.weight", "v.patch_embd.weight.1", "v.post_ln.weight",
-             "mm.0.weight", "mm.0.bias", "mm.2.weight", "mm.2.bias"}
-        ),
-        ((*BLOCK[2:], "ffn_gate"), BLOCK[:2]),
-        re.compile(r"$^"),
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,8 +43,15 @@ class Vision:
 
     @property
     def layers(self) -> int:
-        vision = self.config.vision_config
-        return int(vision.depth if self.config.model_type == "qwen2_5_vl" else vision.num_hidden_layers)
+        """How many the tower has."""
+        return int(getattr(self.config.vision_config, self.tower.layers))
+
+    @property
+    def tensors(self) -> set[str]:
+        """Names of all tensors of the file."""
+        parts = [part + kind for part in self.tower.biased for kind in KINDS]
+        parts += [f"{part}.weight" for part in self.tower.plain]
+        return {*self.tower.outside} | {f"v.blk.{layer}.{part}" for layer in range(self.layers) for part in parts}
 
 
 def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
@@ -135,21 +68,17 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
     beside = [name for name in names if BESIDE_TEXT.search(name)]
     if not beside:
         return None
-    tower = TOWERS.get(config.model_type)
+    tower = tower_of(config)
     if tower is None:
-        known = ", ".join(TOWERS)
+        known = ", ".join(towers())
         raise ModelError(
             f"{min(beside)} is beside the language model, and GGUF export knows no such part of {config.model_type}"
             f" models (it knows those of {known})",
             SERVE_OTHERWISE,
         )
     _check_config(config, tower)
-    if config.model_type == "llava":
-        notice(
-            "gguf-llava-shift",
-            "llama.cpp of 2025 and 2026 moves the patches of LLaVA's images by one and loses the first (its issue"
-            " 25814); the file is as it should be",
-        )
+    if tower.notice:
+        notice(f"gguf-{config.model_type}", tower.notice)
     return Vision(config, _processor(folder), tower)
 
 
@@ -175,19 +104,15 @@ def _check_config(config: Any, tower: Tower) -> None:
         expected["vision_config.hidden_act"] = (vision.hidden_act, " or ".join(tower.activations))
     if vision.intermediate_size == vision.hidden_size:  # the reader takes up for down then
         expected["vision_config.intermediate_size"] = (vision.intermediate_size, "any but hidden_size")
-    if config.model_type == "llava":
-        if config.projector_hidden_act not in ("gelu", "gelu_pytorch_tanh"):
-            expected["projector_hidden_act"] = (config.projector_hidden_act, "gelu")
-        if config.vision_feature_select_strategy != "default":
-            expected["vision_feature_select_strategy"] = (config.vision_feature_select_strategy, "default")
-    if config.model_type == "qwen2_5_vl":
-        full = list(vision.fullatt_block_indexes)
+    for key, values in tower.required.items():
+        value = attrgetter(key)(config)
+        if value not in values:
+            expected[key] = (value, " or ".join(map(str, values)))
+    if tower.unwindowed:
+        full = list(getattr(vision, tower.unwindowed))
         period = full[0] + 1 if full else 0
-        if not full or full != list(range(period - 1, vision.depth, period)):
-            expected["vision_config.fullatt_block_indexes"] = (full, "every n-th layer")
-        for key, value in (("window_size", WINDOW), ("spatial_merge_size", 2), ("temporal_patch_size", 2)):
-            if getattr(vision, key) != value:
-                expected[f"vision_config.{key}"] = (getattr(vision, key), str(value))
+        if not full or full != list(range(period - 1, getattr(vision, tower.layers), period)):
+            expected[f"vision_config.{tower.unwindowed}"] = (full, "every n-th layer")
     for key, (value, wanted) in expected.items():
         raise ModelError(f"config.json: {key}: {value}: llama.cpp's graph has {wanted}", SERVE_OTHERWISE)
 
@@ -198,42 +123,38 @@ def _check_config(config: Any, tower: Tower) -> None:
 def add_vision(writer: GGUFWriter, vision: Vision) -> None:
     """Everything llama.cpp needs to build the graph and to prepare images."""
     config, part, tower = vision.config, vision.config.vision_config, vision.tower
-    qwen = config.model_type == "qwen2_5_vl"
     writer.add_type(GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(tower.projector)
     writer.add_vision_block_count(vision.layers)
     writer.add_vision_embedding_length(part.hidden_size)
     writer.add_vision_feed_forward_length(part.intermediate_size)
-    writer.add_vision_head_count(part.num_heads if qwen else part.num_attention_heads)
-    writer.add_vision_attention_layernorm_eps(1e-6 if qwen else part.layer_norm_eps)  # Qwen's is fixed in its code
+    writer.add_vision_head_count(getattr(part, tower.heads))
+    writer.add_vision_attention_layernorm_eps(tower.epsilon or part.layer_norm_eps)
     writer.add_vision_patch_size(part.patch_size)
-    writer.add_vision_image_size(DYNAMIC_SIZE if qwen else part.image_size)
-    writer.add_vision_projection_dim(part.out_hidden_size if qwen else config.get_text_config().hidden_size)
+    writer.add_vision_image_size(tower.image_size or part.image_size)
+    width = getattr(part, tower.projected) if tower.projected else config.get_text_config().hidden_size
+    writer.add_vision_projection_dim(width)
     writer.add_vision_image_mean(vision.processor["image_mean"])
     writer.add_vision_image_std(vision.processor["image_std"])
     if flag := tower.activations[part.hidden_act]:
         getattr(writer, f"add_vision_{flag}")(True)
-    if qwen:
+    if tower.unwindowed:
         writer.add_vision_spatial_merge_size(part.spatial_merge_size)
-        writer.add_vision_n_wa_pattern(part.fullatt_block_indexes[0] + 1)
-    elif config.model_type == "gemma3":
+        writer.add_vision_n_wa_pattern(getattr(part, tower.unwindowed)[0] + 1)
+    if tower.pooled:
         side = part.image_size // part.patch_size
-        writer.add_vision_projector_scale_factor(side // int(config.mm_tokens_per_image**0.5))
-    else:
+        writer.add_vision_projector_scale_factor(side // int(getattr(config, tower.pooled) ** 0.5))
+    if tower.feature_layers:
+        given, layers = getattr(config, tower.feature_layers), vision.layers
         writer.add_bool("clip.has_llava_projector", True)
-        writer.add_array("clip.vision.feature_layer", feature_layers(config))
+        taken = [each % (layers + 1) for each in (given if isinstance(given, list) else [given])]
+        writer.add_array("clip.vision.feature_layer", taken)
 
 
-def vision_metadata(vision: Vision) -> dict[str, object]:
-    """Metadata of the file to look at again."""
+def vision_keys(vision: Vision) -> dict[str, object]:
+    """Keys of the file to look at again."""
     return {"general.architecture": "clip", "clip.vision.block_count": vision.layers}
-
-
-def feature_layers(config: Any) -> list[int]:
-    """After how many layers LLaVA takes features."""
-    given, layers = config.vision_feature_layer, config.vision_config.num_hidden_layers
-    return [each % (layers + 1) for each in (given if isinstance(given, list) else [given])]
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -247,15 +168,15 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
         CheckpointError: one that it needs is missing.
     """
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision.layers)
-    wanted = vision.tower.tensors(vision.layers)
+    wanted, unused = vision.tensors, re.compile(vision.tower.unused)
     planned = {}
     for key, weight in weights.items():
         if not BESIDE_TEXT.search(key):
             continue
         plain = re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", key.removeprefix("model."))
-        if vision.tower.unused.search(plain):
+        if unused.search(plain):
             continue
-        for part in _placed(_name(plain, names), weight):
+        for part in _placed(_name(plain, names, vision.tower), weight):
             if part.name not in wanted:
                 raise ModelError(
                     f"{key} has no place in llama.cpp's graph of {vision.config.model_type}", SERVE_OTHERWISE
@@ -268,12 +189,12 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
     return list(planned.values())
 
 
-def _name(plain: str, names: TensorNameMap) -> str:
+def _name(plain: str, names: TensorNameMap, tower: Tower) -> str:
     """The name in the file; empty if there is none."""
-    stem, kind = next(((plain.removesuffix(each), each) for each in BOTH if plain.endswith(each)), (plain, ""))
-    if stem in NAMES:
-        return NAMES[stem] + kind
-    return names.get_name(plain, try_suffixes=BOTH) or ""
+    stem, kind = next(((plain.removesuffix(each), each) for each in KINDS if plain.endswith(each)), (plain, ""))
+    if stem in tower.names:
+        return tower.names[stem] + kind
+    return names.get_name(plain, try_suffixes=KINDS) or ""
 
 
 def _placed(name: str, weight: Weight) -> Iterator[Planned]:

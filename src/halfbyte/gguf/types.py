@@ -8,9 +8,9 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from halfbyte.errors import CheckpointError
-
-from . import blocks, kquants
+from ..errors import CheckpointError
+from . import block_quants as blocks
+from . import kquants
 
 Type = GGMLQuantizationType
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}

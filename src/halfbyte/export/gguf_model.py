@@ -1,40 +1,40 @@
-"""Writing a GGUF file: read, merge, quantize and write one tensor after another, then read the file back.
+"""A model as a GGUF file: its weights are read, merged, quantized and written one by one, then the file is read back.
 
-Host memory holds one tensor of the checkpoint and its quantized bytes. The file appears under its name when it is whole
+The file appears under its name when it is whole
 and checked.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import gguf
-import numpy as np
-import torch
-from gguf import GGML_QUANT_VERSION, GGUFWriter
+from gguf import GGML_QUANT_VERSION, MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from halfbyte.errors import CheckpointError, ConfigError, TrainingError
-from halfbyte.files import new_file, write_text
+from halfbyte.errors import ConfigError
+from halfbyte.files import check_space, new_file, write_text
+from halfbyte.gguf.graph import experts_of
+from halfbyte.gguf.hyperparameters import add_hyperparameters, written_keys
+from halfbyte.gguf.imatrix import matrix_path, read_importances
+from halfbyte.gguf.mixes import MIXES, check_mix, choose
+from halfbyte.gguf.read_back import Written, check_file
+from halfbyte.gguf.tokenizer import add_tokenizer
+from halfbyte.gguf.types import FLOATS
+from halfbyte.gguf.vision import Vision, add_vision, plan_vision, vision_keys, vision_types
+from halfbyte.gguf.write_file import NewGguf, write_tensors
+from halfbyte.gguf.write_tensors import Planned, plan
 
-from .check import Written, check_file, text_metadata
-from .importance import collect, matrix_path, read_importances
-from .metadata import add_hyperparameters, experts_of
-from .mixes import MIXES, check_mix, choose
+from .gguf_source import Source, open_source
+from .importance import collect
 from .modelfile import modelfile
-from .source import Source, open_source
-from .tensors import Planned, plan
-from .tokenizer import add_tokenizer
-from .types import FLOATS, Type, quantize, row_bytes
-from .vision import Vision, add_vision, plan_vision, vision_metadata, vision_types
 
 HEADROOM = 64 << 20  # bytes for metadata and vocabulary
 
@@ -78,19 +78,6 @@ class ExportReport:
         )
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file to write: its tensors and their types."""
-
-    path: Path
-    planned: list[Planned]
-    types: dict[str, Type]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(_nbytes(each, self.types[each.name]) for each in self.planned)
-
-
 def export_gguf(
     run_or_model: Path | str,
     mix: str = "q4_k_m",
@@ -131,14 +118,18 @@ def export_gguf(
         mix,
         layers=source.config.num_hidden_layers,
         heads_per_kv=source.config.num_attention_heads // source.config.num_key_value_heads,
-        experts=experts_of(source.config),
+        experts=experts_of(source.config, source.family),
         important=importances is not None,
     )
-    files = [_File(path, planned, types)]
+    files = [NewGguf(path, planned, types)]
     if source.vision:
         seen = plan_vision(source.weights, source.vision)
-        files.append(_File(mmproj_path(path), seen, vision_types(seen, MIXES[mix][0])))
-    check_space(path, sum(file.nbytes for file in files) + HEADROOM)
+        files.append(NewGguf(mmproj_path(path), seen, vision_types(seen, MIXES[mix][0])))
+    check_space(
+        path,
+        sum(file.nbytes for file in files) + HEADROOM,
+        "free some space, name a file on another disk (--out), or choose a smaller type",
+    )
     weighed = _importances(importances, run_or_model, mix, path, source, planned, console)
     errors = _write_files(files, source, mix, weighed, console)
     beside = write_text(path.with_suffix(".Modelfile"), modelfile([file.path.name for file in files], source))
@@ -146,7 +137,7 @@ def export_gguf(
         path,
         mix,
         path.stat().st_size,
-        sum(torch.Size(each.shape).numel() for each in planned),
+        files[0].numel,
         dict(Counter(type_.name for type_ in types.values()).most_common()),
         errors,
         source.merged,
@@ -178,19 +169,6 @@ def mmproj_path(path: Path) -> Path:
         ConfigError: something is there.
     """
     return output_path(path.parent, path.with_name(f"mmproj-{path.name}"), "")
-
-
-def check_space(path: Path, needed: int) -> None:
-    """Raises:
-    TrainingError: the disk of `path` has fewer than `needed` bytes free.
-    """
-    place = next(parent for parent in path.absolute().parents if parent.exists())
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise TrainingError(
-            f"no space for {path}: it takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
-            "free some space, name a file on another disk (--out), or choose a smaller type",
-        )
 
 
 def _importances(
@@ -225,7 +203,7 @@ def _importances(
 
 
 def _write_files(
-    files: list[_File], source: Source, mix: str, importances: Mapping[str, Tensor], console: Console | None
+    files: list[NewGguf], source: Source, mix: str, importances: Mapping[str, Tensor], console: Console | None
 ) -> dict[str, float]:
     """Write the language model and, where there is one, the vision part; both appear when both are checked.
 
@@ -234,18 +212,18 @@ def _write_files(
     """
     with _progress(console) as progress, ExitStack() as stack:
         asides = [stack.enter_context(new_file(file.path)) for file in files]
-        written = _write(_open(asides[0], source, mix), files[0], importances, source.device, progress)
-        expected = text_metadata(source.family, source.config)
-        errors = check_file(asides[0], written, expected, source.config.vocab_size)
+
+        def write(index: int, writer: GGUFWriter, importances: Mapping[str, Tensor]) -> list[Written]:
+            task = progress.add_task("writing", total=files[index].numel)
+            advance = partial(progress.advance, task)
+            return write_tensors(writer, files[index], importances, source.device, advance)
+
+        written = write(0, _open(asides[0], source, mix), importances)
+        errors = check_file(asides[0], written, written_keys(source.config, source.family), source.config.vocab_size)
         if source.vision:
-            writer = _open_vision(asides[1], source.name, source.vision)
-            written = _write(writer, files[1], {}, source.device, progress)
-            check_file(asides[1], written, vision_metadata(source.vision))
+            written = write(1, _open_vision(asides[1], source.name, source.vision), {})
+            check_file(asides[1], written, vision_keys(source.vision))
     return errors
-
-
-def _nbytes(planned: Planned, type_: Type) -> int:
-    return torch.Size(planned.shape[:-1]).numel() * row_bytes(planned.shape[-1], type_)
 
 
 def _progress(console: Console | None) -> Progress:
@@ -255,7 +233,7 @@ def _progress(console: Console | None) -> Progress:
 
 def _open(path: Path, source: Source, mix: str) -> GGUFWriter:
     """A writer with all metadata."""
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[source.family.arch])
+    writer = GGUFWriter(path, source.family.gguf.arch)
     writer.add_type("model")
     writer.add_name(source.name)
     writer.add_file_type(MIXES[mix][1])
@@ -267,52 +245,8 @@ def _open(path: Path, source: Source, mix: str) -> GGUFWriter:
 
 def _open_vision(path: Path, name: str, vision: Vision) -> GGUFWriter:
     """A writer with all metadata of the vision part."""
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ])
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[MODEL_ARCH.MMPROJ])
     writer.add_name(name)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     add_vision(writer, vision)
     return writer
-
-
-def _write(
-    writer: GGUFWriter, file: _File, importances: Mapping[str, Tensor], device: torch.device, progress: Progress
-) -> list[Written]:
-    planned, types = file.planned, file.types
-    for each in planned:
-        type_ = types[each.name]
-        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _nbytes(each, type_), type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    task = progress.add_task("writing", total=sum(torch.Size(each.shape).numel() for each in planned))
-    written = []
-    for each in planned:
-        data, sample = _encoded(each, types[each.name], importances.get(each.name), device)
-        writer.write_tensor_data(data)
-        written.append(Written.of(each, types[each.name], data, sample))
-        progress.advance(task, torch.Size(each.shape).numel())
-    writer.close()
-    return written
-
-
-def _encoded(
-    planned: Planned, type_: Type, importance: Tensor | None, device: torch.device
-) -> tuple[np.ndarray, np.ndarray]:
-    """A tensor's bytes, and its first values in fp32."""
-    data = np.empty(_nbytes(planned, type_), np.uint8)
-    if importance is not None and importance.shape[-1] != planned.shape[-1]:
-        raise CheckpointError(f"the importance matrix has {importance.shape[-1]} columns for {planned.name}")
-    start, sample = 0, np.empty(0, np.float32)
-    for index, piece in enumerate(planned.pieces()):
-        weight = piece.to(device)
-        weighed = importance[index] if importance is not None and importance.ndim > 1 else importance
-        try:
-            encoded = quantize(weight, type_, weighed).flatten().cpu().numpy()
-        except CheckpointError as error:
-            raise CheckpointError(f"{planned.name}: {error.message}") from error
-        data[start : start + encoded.size] = encoded
-        start += encoded.size
-        if index == 0:
-            rows = weight if weight.ndim == 1 else weight[: Written.ROWS]
-            sample = rows.float().cpu().numpy()
-    return data, sample

@@ -9,21 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
-from gguf import GGUFWriter, get_tensor_name_map
+from gguf import GGUFWriter, Keys
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import new_file
+from halfbyte.gguf.graph import checked_family
+from halfbyte.gguf.names import as_in_file, gguf_name, names_of
+from halfbyte.gguf.types import FLOATS, Type, quantize
 from halfbyte.runs.saved import find, saved_config
 
-from ..adapter import AdapterLayers
-from .export import output_path
-from .families import family_of
-from .source import text_config
-from .tensors import gguf_name, transformed
-from .types import FLOATS, Type, quantize
+from .adapter import AdapterLayers
+from .gguf_model import output_path
+from .gguf_source import text_config
 
 
 def export_adapter(
@@ -50,11 +49,11 @@ def export_adapter(
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     path = output_path(run, out, f"adapter-{mix.lower()}.gguf")
     with new_file(path) as aside:
-        writer = GGUFWriter(aside, gguf.MODEL_ARCH_NAMES[family_of(text_config(config)).arch])
+        writer = GGUFWriter(aside, checked_family(text_config(config)).gguf.arch)
         writer.add_type("adapter")
-        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_string(Keys.Adapter.TYPE, "lora")
         alpha, tensors = _tensors(config, place.adapter)
-        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+        writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
         for name, tensor in tensors.items():
             stored = quantize(tensor, type_).numpy()
             writer.add_tensor(name, stored, raw_dtype=type_)
@@ -69,8 +68,8 @@ def export_adapter(
 def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Alpha, and name → A [rank, in] and B [out, rank] in fp32, in the order and with the rows of the base's file."""
     model_config = text_config(config)
-    family = family_of(model_config)
-    names = get_tensor_name_map(family.arch, model_config.num_hidden_layers)
+    family = checked_family(model_config)
+    names = names_of(family, model_config.num_hidden_layers)
     adapter = AdapterLayers(config, folder, torch.device("cpu"))
     if adapter.whole:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
@@ -84,5 +83,5 @@ def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Te
         a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
         found[f"{name}.lora_a"] = a
         scaled = b * (layer.scaling["default"] * a.shape[0] / alpha)
-        found[f"{name}.lora_b"] = transformed(name, scaled, model_config, family)
+        found[f"{name}.lora_b"] = as_in_file(name, scaled, model_config, family)
     return alpha, found

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import as_bytes
+from .block_quants import as_bytes
 from .fits import REFINEMENTS, Grid, fit_affine, fit_positive, fit_symmetric, inverse
 
 SUPER = 256

@@ -11,11 +11,20 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ...errors import CheckpointError, ModelError
+from ..errors import CheckpointError, ModelError
 
 VALUES = 1 << 24  # decoded at once, in fp32: 64 MiB
 STORED = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
 DAMAGED = "download or convert the file again"
+
+
+class _Reader(gguf.GGUFReader):
+    """The gguf library's reader, on a plain view of the mapped file: slices of a memmap, of which a vocabulary takes
+    hundreds of thousands, cost several times as much."""
+
+    def _get(self, *args: Any, **kwargs: Any) -> Any:
+        self.data: Any = np.asarray(self.data)
+        return super()._get(*args, **kwargs)
 
 
 class GgufFile:
@@ -34,7 +43,7 @@ class GgufFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._reader = _Reader(path)
         except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
             raise CheckpointError(f"{path} is truncated, or no GGUF file: {error}", DAMAGED) from error
         self.arch = str(self.get("general.architecture", ""))

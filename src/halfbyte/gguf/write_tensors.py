@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gguf import MODEL_ARCH, MODEL_TENSOR, MODEL_TENSORS, TENSOR_NAMES, TensorNameMap, get_tensor_name_map
+from gguf import MODEL_TENSOR, MODEL_TENSORS, TENSOR_NAMES, TensorNameMap
 from torch import Tensor
 
-from halfbyte.errors import CheckpointError, ModelError
+from ..errors import CheckpointError
+from ..families import Family
+from .graph import experts_of
+from .hyperparameters import rope_tensors
+from .names import (
+    BESIDE_TEXT,
+    EXPERT,
+    STACKED_EXPERTS,
+    architecture,
+    as_in_file,
+    experts_name,
+    gguf_name,
+    layer_of,
+    names_of,
+    parts_of,
+    shape_in_file,
+)
 
-from .families import Family
-from .metadata import experts_of, rope_tensors
-
-EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
-FUSED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)")
-EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
-BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
 OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
     MODEL_TENSOR.ATTN_ROT_EMBD,
 }  # fmt: skip
-SPLIT_QKV = {MODEL_TENSOR.ATTN_Q, MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_V}
+NOT_FUSED = {MODEL_TENSOR.ATTN_Q, MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_V, MODEL_TENSOR.FFN_GATE}
 DENSE = {MODEL_TENSOR.FFN_GATE, MODEL_TENSOR.FFN_UP, MODEL_TENSOR.FFN_DOWN}
 SPARSE = {
     MODEL_TENSOR.FFN_GATE_INP, MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP, MODEL_TENSOR.FFN_DOWN_EXP,
@@ -70,7 +78,7 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
         ModelError: a weight that the architecture has no place for.
         CheckpointError: one that it needs is missing.
     """
-    names = get_tensor_name_map(family.arch, config.num_hidden_layers)
+    names = names_of(family, config.num_hidden_layers)
     planned = {name: Planned(name, tuple(made.shape), [made.clone]) for name, made in rope_tensors(config).items()}
     for key, weight in weights.items():
         if BESIDE_TEXT.search(key) or key.endswith(DERIVED):
@@ -87,85 +95,40 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
     return list(planned.values())
 
 
-def gguf_name(key: str, names: TensorNameMap, family: Family) -> str:
-    """The name in the file of a checkpoint's tensor.
-
-    Raises:
-        ModelError: there is none.
-    """
-    plain = key.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
-    plain = plain.removeprefix("language_model.")
-    found = names.get_type_and_name(plain, try_suffixes=(".weight", ".bias"))
-    arch = family.arch.name.lower()
-    if found is None:
-        raise ModelError(f"{key} has no place in llama.cpp's {arch} architecture", "serve the model with transformers")
-    _, name = found
-    if name.endswith(".bias") and not family.bias:
-        raise ModelError(f"{key}: llama.cpp's {arch} architecture has no biases", "serve the model with transformers")
-    return str(name)
-
-
 Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 
 
 def _placed(key: str, weight: Weight, names: TensorNameMap, config: Any, family: Family) -> Iterator[Placed]:
     """What of the file a weight of the checkpoint becomes: (name, shape of the part, how to make it)."""
-    if match := EXPERT.fullmatch(key):
-        layer = layer_of(key)
-        yield f"blk.{layer}.ffn_{EXPERT_PARTS[match[3]]}_exps.weight", weight.shape, weight.read
-    elif match := FUSED_EXPERTS.fullmatch(key):
-        yield from _fused_experts(layer_of(key), match[2], weight)
+    parts = parts_of(family.experts) if family.experts else {}
+    if (match := EXPERT.fullmatch(key)) and match[3] in parts:
+        yield experts_name(layer_of(key), parts[match[3]]), weight.shape, weight.read
+    elif parts and (match := STACKED_EXPERTS.fullmatch(key)):
+        yield from _stacked_experts(layer_of(key), match[2], weight)
     else:
         name = gguf_name(key, names, family)
-        shape = weight.shape[-1:] if name.endswith("ffn_gate_inp_shexp.weight") else weight.shape
-        yield name, shape, lambda: transformed(name, weight.read(), config, family).view(shape)
+        shape = shape_in_file(name, weight.shape)
+        yield name, shape, lambda: as_in_file(name, weight.read(), config, family).view(shape)
 
 
-def layer_of(key: str) -> int:
-    """The number of the decoder layer that a tensor of the checkpoint is in."""
-    return int(re.findall(r"\.layers\.(\d+)\.", key)[0])
-
-
-def _fused_experts(layer: int, kind: str, weight: Weight) -> Iterator[Placed]:
+def _stacked_experts(layer: int, kind: str, weight: Weight) -> Iterator[Placed]:
     """Experts that the checkpoint has stacked: [experts, rows, columns], gate above up."""
     experts, rows, columns = weight.shape
-    if kind == "down_proj":
+    parts = ("down",) if kind == "down_proj" else ("gate", "up")
+    rows //= len(parts)
+    for index, part in enumerate(parts):
+        own = slice(index * rows, (index + 1) * rows)
         for expert in range(experts):
-            yield f"blk.{layer}.ffn_down_exps.weight", (rows, columns), partial(_expert, weight, expert, slice(None))
-        return
-    half = rows // 2
-    for half_name, start in (("gate", 0), ("up", half)):
-        for expert in range(experts):
-            name = f"blk.{layer}.ffn_{half_name}_exps.weight"
-            yield name, (half, columns), partial(_expert, weight, expert, slice(start, start + half))
+            yield experts_name(layer, part), (rows, columns), partial(_expert, weight, expert, own)
 
 
 def _expert(weight: Weight, expert: int, rows: slice) -> Tensor:
     return weight.read()[expert, rows]
 
 
-def transformed(name: str, value: Tensor, config: Any, family: Family) -> Tensor:
-    """A checkpoint's values as the architecture wants them."""
-    if family.permute and (".attn_q." in name or ".attn_k." in name):
-        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
-        return interleaved(value, heads)
-    if family.norm_offset and name.endswith("norm.weight"):
-        return value.float() + 1
-    return value
-
-
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads · size, …] of each head from (all first halves, all second halves) of the pairs that RoPE turns, as
-    transformers has them, to pair after pair."""
-    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
 def _check_complete(planned: Mapping[str, Planned], config: Any, family: Family) -> None:
-    experts = experts_of(config)
-    needed = set(MODEL_TENSORS[family.arch]) - OPTIONAL - (DENSE if experts else SPARSE)
-    if family.arch == MODEL_ARCH.PHI3:
-        needed -= SPLIT_QKV
-    needed -= {MODEL_TENSOR.FFN_GATE} if family.arch == MODEL_ARCH.PHI3 else set()
+    experts, tensors = experts_of(config, family), set(MODEL_TENSORS[architecture(family)])
+    needed = tensors - OPTIONAL - (DENSE if experts else SPARSE) - (NOT_FUSED if family.fused else set())
     for tensor in sorted(needed, key=lambda tensor: TENSOR_NAMES[tensor]):
         template = TENSOR_NAMES[tensor]
         for layer in range(config.num_hidden_layers if "{bid}" in template else 1):
@@ -177,8 +140,5 @@ def _check_complete(planned: Mapping[str, Planned], config: Any, family: Family)
             stacked = planned[name].parts
             if name.endswith("_exps.weight") and len(stacked) != experts:
                 raise CheckpointError(f"{name}: {len(stacked)} experts in the checkpoint, {experts} in config.json")
-    if not config.tie_word_embeddings and "output.weight" not in planned and family.arch in HEADED:
+    if not config.tie_word_embeddings and "output.weight" not in planned and MODEL_TENSOR.OUTPUT in tensors:
         raise CheckpointError("the checkpoint lacks lm_head.weight", "re-download the checkpoint")
-
-
-HEADED = {arch for arch, tensors in MODEL_TENSORS.items() if MODEL_TENSOR.OUTPUT in tensors}

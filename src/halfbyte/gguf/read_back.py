@@ -1,4 +1,4 @@
-"""Reading a GGUF file back: shapes and metadata by the gguf library, bytes by checksum, values by its decoders."""
+"""Reading back what was written: shapes and keys by the gguf library, bytes by checksum, values by its decoders."""
 
 from __future__ import annotations
 
@@ -6,34 +6,23 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import gguf
 import numpy as np
 
-from halfbyte.errors import CheckpointError
-
-from .families import Family
-from .tensors import Planned
+from ..errors import CheckpointError
+from .file import GgufFile
 from .types import Type, row_bytes
 
 # Largest relative error (RMS of the difference over RMS of the values) that rounding explains. What normal weights get
 # is about a third of these; a wrong layout gives 1 and more.
 BOUNDS = {
     Type.F32: 0.0, Type.F16: 1e-3, Type.BF16: 4e-3, Type.Q8_0: 0.02, Type.Q4_0: 0.25, Type.Q4_1: 0.25,
-    Type.Q5_0: 0.12, Type.Q5_1: 0.12,  Type.Q2_K: 0.6, Type.Q3_K: 0.4, Type.Q4_K: 0.25,
+    Type.Q5_0: 0.12, Type.Q5_1: 0.12, Type.Q2_K: 0.6, Type.Q3_K: 0.4, Type.Q4_K: 0.25,
     Type.Q5_K: 0.12, Type.Q6_K: 0.06,
 }  # fmt: skip
 FP16_SCALES = 1e-5  # values well below this have no scale in fp16 and become zeros
-
-
-class _Reader(gguf.GGUFReader):
-    """The gguf library's reader, on a plain view of the mapped file: slices of a memmap, of which a vocabulary takes
-    hundreds of thousands, cost several times as much."""
-
-    def _get(self, *args: Any, **kwargs: Any) -> Any:
-        self.data: Any = np.asarray(self.data)
-        return super()._get(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -46,10 +35,6 @@ class Written:
     checksum: int
     sample: np.ndarray
     ROWS: ClassVar[int] = 16
-
-    @classmethod
-    def of(cls, planned: Planned, type_: Type, data: np.ndarray, sample: np.ndarray) -> Written:
-        return cls(planned.name, planned.shape, type_, zlib.crc32(data.data), sample)
 
 
 def check_file(
@@ -67,15 +52,19 @@ def check_file(
     Raises:
         CheckpointError: naming the tensor or key that is not as it should be.
     """
-    reader = _Reader(path)
-    _check_metadata(reader, path, expected, tokens)
-    found = {tensor.name: tensor for tensor in reader.tensors}
+    file = GgufFile(path)
+    for key, value in expected.items():
+        if file.get(key) != value:
+            raise CheckpointError(f"{path}: {key} reads back as {file.get(key)}, not {value}")
+    if tokens and len(file.get("tokenizer.ggml.tokens", ())) != tokens:
+        raise CheckpointError(f"{path}: the vocabulary does not read back")
+    found = file.tensors
     if found.keys() != {each.name for each in written}:
         raise CheckpointError(f"{path}: other tensors than were written")
     errors: dict[str, float] = {}
     for each in written:
         tensor = found[each.name]
-        if tuple(reversed(tensor.shape.tolist())) != each.shape or tensor.tensor_type != each.type:
+        if file.shape(each.name) != each.shape or tensor.tensor_type != each.type:
             raise CheckpointError(f"{path}: {each.name} reads back as {tensor.tensor_type.name} {tensor.shape}")
         stored = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
         if zlib.crc32(stored.data) != each.checksum:
@@ -96,24 +85,3 @@ def _error(stored: np.ndarray, written: Written) -> float:
     size = float(np.sqrt(np.mean(written.sample.astype(np.float64) ** 2)))
     off = float(np.sqrt(np.mean((decoded.astype(np.float64) - written.sample) ** 2)))
     return off / (size + FP16_SCALES)
-
-
-def text_metadata(family: Family, config: Any) -> dict[str, object]:
-    """Metadata of a language model's file to look at again."""
-    arch = gguf.MODEL_ARCH_NAMES[family.arch]
-    return {
-        "general.architecture": arch,
-        f"{arch}.block_count": config.num_hidden_layers,
-        f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.attention.head_count": config.num_attention_heads,
-    }
-
-
-def _check_metadata(reader: gguf.GGUFReader, path: Path, expected: Mapping[str, object], tokens: int) -> None:
-    for key, value in expected.items():
-        entry = reader.get_field(key)
-        if entry is None or entry.contents() != value:
-            raise CheckpointError(f"{path}: {key} reads back as {entry.contents() if entry else None}, not {value}")
-    vocabulary = reader.get_field("tokenizer.ggml.tokens")
-    if tokens and (vocabulary is None or len(vocabulary.data) != tokens):
-        raise CheckpointError(f"{path}: the vocabulary does not read back")

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 
 from halfbyte.config import RunConfig
+from halfbyte.families import Family
+from halfbyte.gguf.graph import checked_family
+from halfbyte.gguf.vision import Vision, vision_of
+from halfbyte.gguf.write_tensors import Weight
 from halfbyte.hardware import chosen_device
 from halfbyte.models.load import read_model_config
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
 
-from ..adapter import AdapterLayers
-from ..base import BaseCheckpoint
-from ..weights import MergedWeights, Target
-from .families import Family, family_of
-from .tensors import Weight
-from .vision import Vision, vision_of
+from .adapter import AdapterLayers
+from .base import BaseCheckpoint
+from .weights import MergedWeights, Target
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     whole = whole_config(config)
     model_config = text_config(config)
-    family = family_of(model_config)
+    family = checked_family(model_config)
     base = BaseCheckpoint(config)
     name = config.model_name_or_path.rstrip("/").split("/")[-1]
     target = chosen_device(device or config.device)

@@ -6,7 +6,6 @@ Kept linear layers are stored in the formats that hold their values, as a checkp
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +13,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ...errors import ConfigError, TrainingError
-from ...files import new_directory, write_json
-from ...notices import notice
 from ..checkpoint_files import INDEX
-from ..quantizer import QUANT_METHOD
+from ..errors import ConfigError
+from ..files import check_space, new_directory, write_json
+from ..formats.base import QUANT_METHOD
+from ..notices import notice
 from .cache import in_words
-from .config import read_config
-from .keep import KEPT
-from .read import GgufFile
-from .tensors import Entry, entries
+from .file import GgufFile
+from .hyperparameters import read_config
+from .read_tensors import Entry, entries
+from .to_formats import KEPT
 from .tokenizer import read_tokenizer
 
 SHARD_BYTES = 1 << 30
@@ -55,7 +54,7 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
     if keep:
         config.quantization_config = _kept(file, found)
     nbytes = sum(entry.nbytes(config.dtype) for entry in found)
-    _check_space(folder, nbytes + HEADROOM)
+    check_space(folder, nbytes + HEADROOM, "free some space, or set HALFBYTE_CACHE to a folder on another disk")
     tokenizer = read_tokenizer(file)
     said = f"{path} is unpacked once into {folder} ({nbytes / 2**30:.2f} GiB)"
     could = Counter(entry.type for entry in found if entry.type in KEPT_NAMES)
@@ -64,7 +63,8 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
     notice(f"gguf-{folder}", said)
     with new_directory(folder) as aside:
         tokenizer.save_pretrained(aside)
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        config.architectures = [architecture.__name__]
         config.save_pretrained(aside)
         ends = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")} - {None}
         write_json(aside / "generation_config.json", {"eos_token_id": sorted(ends)})
@@ -73,7 +73,7 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
 
 
 def _kept(file: GgufFile, found: list[Entry]) -> dict[str, Any]:
-    """What config.json says of a checkpoint with kept layers: see `quantizer.HalfbyteConfig`."""
+    """What config.json says of a checkpoint with kept layers: see `models.quantizer.HalfbyteConfig`."""
     linears = [entry for entry in found if entry.type]
     kept = Counter(entry.type for entry in linears if entry.format)
     others = Counter(entry.type for entry in linears if not entry.format)
@@ -88,16 +88,6 @@ def _kept(file: GgufFile, found: list[Entry]) -> dict[str, Any]:
         if entry.format:
             formats.setdefault(entry.format.spec, []).append(entry.name.removesuffix(".weight"))
     return {"quant_method": QUANT_METHOD, "formats": formats, "kept": kept, "others": others}
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    place = next(parent for parent in folder.absolute().parents if parent.exists())
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise TrainingError(
-            f"no space for {folder}: it takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
-            "free some space, or set HALFBYTE_CACHE to a folder on another disk",
-        )
 
 
 def _shards(found: list[Entry], dtype: torch.dtype) -> Iterator[list[Entry]]:
