@@ -1,7 +1,7 @@
 """Where a test of a kernel runs: its parameter `backend`.
 
 `cpu`: C, built here. `emulated`: CUDA's own code on a CPU, on emulated warps (`emulated`). `hopper`: CUDA on a GPU.
-Tests of Triton's kernels run on a GPU or in the interpreter, as `parity` says.
+`gpu`: what any GPU runs. `interpret`: Triton's interpreter, in the process that `test_interpreted` starts.
 """
 
 import shutil
@@ -9,14 +9,17 @@ import shutil
 import pytest
 import torch
 from emulated import emulate, needs_compiler
+from parity import INTERPRETED
 
 _hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 MARKS = {
     "cpu": [pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")],
     "emulated": [needs_compiler],
+    "gpu": [pytest.mark.gpu],
+    "interpret": [pytest.mark.interpret, pytest.mark.skipif(not INTERPRETED, reason="in a process of its own")],
     "hopper": [pytest.mark.gpu, pytest.mark.skipif(not _hopper, reason="needs a Hopper GPU")],
 }
-DEVICES = {"cpu": "cpu", "emulated": "cpu", "hopper": "cuda"}
+DEVICES = {"cpu": "cpu", "emulated": "cpu", "interpret": "cpu", "gpu": "cuda", "hopper": "cuda"}
 hopper = MARKS["hopper"]
 
 

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-PARITY = sorted(path.name for path in HERE.glob("test_*.py") if re.search(r"parity\.mark|\bmark, ", path.read_text()))
+PATTERN = r"parity\.mark|\bmark, |\"interpret\"|interpret="
+PARITY = sorted(path.name for path in HERE.glob("test_*.py") if re.search(PATTERN, path.read_text()))
 
 
 @pytest.mark.interpret
