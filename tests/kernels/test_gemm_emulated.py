@@ -25,7 +25,7 @@ extern "C" void run_gemm4(u32 blocks, u32 threads, u32 bytes, Weight *w, const u
 }
 """
 PLANES = """
-extern "C" void run_gemm_planes(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x, float4 **parts,
+extern "C" void run_gemm_planes(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, float4 **parts,
                                 u32 *batch) {
     launch(blocks, threads, bytes, [&] { gemm_planes(*w, *x, *parts, *batch); });
 }

@@ -8,7 +8,7 @@ from gemv4_cases import arguments, check
 pytest.importorskip("triton")
 pytestmark = needs_compiler
 PRODUCT = """
-extern "C" void run(u32 blocks, u32 threads, u32 bytes, Table4 *w, const u16 **x, const u16 **bias, u16 **out) {
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out) {
     launch(blocks, threads, bytes, [&] { row4(*w, *x, *bias, *out); });
 }
 """

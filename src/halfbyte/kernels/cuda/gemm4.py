@@ -1,6 +1,6 @@
 """`cuda/gemm.cuh`: products of up to 64 rows with weights of 4 bits, decoded in registers, by Hopper's wgmma.
 
-It takes what the kernels of `cuda/product.cuh` take (`gemv4_cuda`), on a GPU of compute capability 9.x.
+It takes what the kernels of `cuda/split_k.cuh` take (`gemv4_cuda`), on a GPU of compute capability 9.x.
 """
 
 from __future__ import annotations

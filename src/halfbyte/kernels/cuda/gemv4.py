@@ -22,7 +22,7 @@ Nested = tuple[Tensor, Tensor, Tensor] | None
 
 
 class Blocks(NamedTuple):
-    """Constants of `cuda/product.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+    """Constants of `cuda/split_k.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
 
     rt: int
     wr: int
@@ -30,20 +30,15 @@ class Blocks(NamedTuple):
     stages: int
 
 
-class Table4(ctypes.Structure):
-    """The struct of this name in `cuda/table4.cuh`."""
+class Weight(ctypes.Structure):
+    """The struct of this name in `cuda/weight4.cuh`; those of `cuda/row4.cu` and `cuda/gemm4.cu` are as large."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
+        ("shift", ctypes.c_float * 2),  # the kernel's own
     )
-
-
-class Weight(Table4):
-    """The struct of this name in `cuda/weight4.cuh` and, with one number less, in `cuda/gemm4.cu`."""
-
-    _fields_ = (("shift", ctypes.c_float * 2),)  # the kernel's own
 
 
 def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
@@ -75,7 +70,7 @@ def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_t
 
 
 def takes(x: Tensor, *of_weight: Tensor, most: int = BATCH) -> bool:
-    """True if a kernel of `cuda/product.cuh` can run: the device, x's dtype and size, and how tensors are aligned."""
+    """True if a kernel of `cuda/split_k.cuh` can run: the device, x's dtype and size, and how tensors are aligned."""
     return (
         device_of(x).at_least(HOPPER)
         and x.dtype is not torch.float32

@@ -17,23 +17,14 @@ from ..tiling import ceil_div, power_of_2
 from . import Attempts, Kernel, cubin, gemv_planes_row, remembered
 from . import gemm4 as gemm_cuda
 from .gemv4 import takes
+from .gemv_planes_row import Planes
 
 FEWEST_HQQ = 17  # rows of x, from which on `product4` is faster
 _attempt = Attempts("gemv-planes-cuda", "products of few rows with bit planes dequantize them, more slowly")
 
 
-class Planes(ctypes.Structure):
-    """The struct of this name in `planes.cu`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("packed", "scales", "zeros", "codebook")),
-        ("rows", ctypes.c_uint32),
-        ("columns", ctypes.c_uint32),
-    )
-
-
 class Blocks(NamedTuple):
-    """Constants of `planes.cu`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+    """Constants of `cuda/split_k.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
 
     rt: int
     wr: int
