@@ -9,10 +9,10 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from halfbyte.config import RunConfig
-from halfbyte.generation import forget, generate
-from halfbyte.generation.engine import context_length
-from halfbyte.ops import IGNORE_INDEX
+from ..config import RunConfig
+from ..generation import forget, generate
+from ..generation.engine import context_length
+from ..ops import IGNORE_INDEX
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
 LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
