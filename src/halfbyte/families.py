@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-
     from .ops.glu import Activation
 
 # transformers' names of activations, and those of `halfbyte.ops.glu`.
