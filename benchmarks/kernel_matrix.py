@@ -37,6 +37,7 @@ from halfbyte import files
 from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import cuda
 from halfbyte.kernels import triton as triton_folder
+from halfbyte.kernels.cuda import nvrtc
 from halfbyte.kernels.device import Device, assumed
 from halfbyte.kernels.triton import lora_glu
 from halfbyte.kernels.triton.launch import Launcher
@@ -179,12 +180,12 @@ class Record:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def no_nvrtc(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+def no_nvrtc(*_: Any) -> cuda.Image:
     raise Unavailable("no NVRTC")
 
 
 @contextlib.contextmanager
-def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterator[Record]:
+def recorded(target: Target, cubin: Callable[..., cuda.Image] = cuda.cubin) -> Iterator[Record]:
     """Write down what is launched, and launch nothing, on a target that is assumed.
 
     Args:
@@ -195,19 +196,20 @@ def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterat
     def record(self, device, programs, tensors, numbers, constants, warps):
         found.triton.append(Launch(self, tensors, numbers, constants, warps))
 
-    def compiled(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+    def compiled(name: str, *arguments: Any) -> cuda.Image:
         try:
-            return cubin(name, capability, constants)
+            return cubin(name, *arguments)
         except Unavailable as error:
             found.refused[name] = str(error)
             raise
 
     class Recorded:
-        def __init__(self, image: bytes, name: str, shared_bytes: int):
+        def __init__(self, image: cuda.Image, name: str, shared_bytes: int | None = None):
+            shared_bytes = image.shared if shared_bytes is None else shared_bytes
             if shared_bytes > target.device.shared_bytes:
                 found.refused[name] = f"{shared_bytes} bytes of shared memory"
                 raise Unavailable(f"{name} needs {found.refused[name]}")
-            self.launch = CudaLaunch(name, image, shared_bytes)
+            self.launch = CudaLaunch(name, image.code, shared_bytes)
             found.cuda.append(self.launch)
 
         def __call__(self, blocks, threads, arguments, together=False):
@@ -221,9 +223,10 @@ def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterat
         enter(assumed(target.device))
         enter(mock.patch.object(Launcher, "_launch", record))
         for module in modules():
-            if hasattr(module, "_kernel"):
-                module._kernel.cache_clear()
-                stack.callback(module._kernel.cache_clear)
+            for name in ("_kernel", "_image"):
+                if hasattr(module, name):
+                    getattr(module, name).cache_clear()
+                    stack.callback(getattr(module, name).cache_clear)
             for name, value in (("Kernel", Recorded), ("cubin", compiled)):
                 if hasattr(module, name):
                     enter(mock.patch.object(module, name, value))
@@ -295,7 +298,7 @@ def compile_cuda(launch: CudaLaunch) -> Taken:
     return Taken(static + launch.shared_bytes, registers, spilled)
 
 
-_nvrtc_of_torch = cuda._nvrtc
+_nvrtc_of_torch = nvrtc._nvrtc
 
 
 @functools.cache
@@ -456,7 +459,7 @@ def measure_part(part: tuple[str, int]) -> tuple[str, dict[str, Row]]:
     """The rows of one kind of cases (an index of `MAKERS`) on the target of that name."""
     name, maker = part
     target = next(target for target in TARGETS if target.name == name)
-    with mock.patch.object(cuda, "_nvrtc", any_nvrtc):
+    with mock.patch.object(nvrtc, "_nvrtc", any_nvrtc):
         return name, measure(target, MAKERS[maker]())
 
 

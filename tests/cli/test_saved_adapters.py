@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from serve_tiny import byte_tokenizer, random_adapter, random_model
-from tiny_runs import make_trainer, run_config
+from tiny_runs import make_loop, run_config
 from transformers import AutoModelForCausalLM
 
 import halfbyte
@@ -188,10 +188,10 @@ def test_a_base_of_another_name_is_said(run, base, tmp_path):
 
 
 def test_a_checkpoint_is_resumed_by_the_same_rules(tmp_path):
-    make_trainer(run_config(tmp_path, max_steps=2, save_steps=2)).train()
+    make_loop(run_config(tmp_path, max_steps=2, save_steps=2)).train()
     tensors(lambda found, name: found[name][0, 0].fill_(torch.nan))(tmp_path / "checkpoint-2")
     with pytest.raises(CheckpointError, match=rf"{NAME} has NaN or Inf"):
-        make_trainer(run_config(tmp_path, max_steps=4)).train_from(tmp_path / "checkpoint-2")
+        make_loop(run_config(tmp_path, max_steps=4)).train(tmp_path / "checkpoint-2")
 
 
 @pytest.mark.parametrize("quantized", [False, True])

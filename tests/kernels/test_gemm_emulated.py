@@ -6,6 +6,7 @@ from emulated import emulate, needs_compiler
 from gemv4_cases import arguments, check
 from gemv_planes_cases import check4, weight_of
 
+from halfbyte.kernels.cuda.gemv4 import Weight
 from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 
 pytest.importorskip("triton")  # whose launcher's arithmetic they share
@@ -74,14 +75,22 @@ def test_bit_planes(gemm, spec, batch, dtype):
     check4(gemv_planes.product4, weight_of(spec, 70, 768), batch, dtype, gemm.Blocks(1, 4))
 
 
+@pytest.mark.parametrize("gemm", [GEMM4], indirect=True, ids=[""])
+@pytest.mark.parametrize("tiles", [4, 8])
+def test_blocks_fit_a_multiprocessor(gemm, tiles):
+    """The most tiles that share a number of stages."""
+    product, _ = gemm._kernel("gemm4", gemm.blocks_for(tiles), -1, tiles, True, Weight, (("NESTED", 0),))
+    assert product.size <= HOPPER_SHARED_BYTES
+
+
 def test_shapes():
-    """Blocks fit a multiprocessor; as few as end at the same time, and at most some 16 parts to a tile."""
+    """As few as end at the same time, and at most some 16 parts to a tile."""
     from halfbyte.kernels.cuda import gemm4 as gemm_cuda
 
     for batch in (9, 16, 17, 32, 33, 48, 49, 64):
         tiles = gemm_cuda.tiles_of(batch)
         assert 8 * tiles >= batch
-        assert gemm_cuda.blocks_for(tiles).shared_bytes(tiles, gemm_cuda.CODES + 16) <= HOPPER_SHARED_BYTES
+        assert gemm_cuda.blocks_for(tiles) == gemm_cuda.blocks_for(4 if tiles <= 4 else 8)
     assert [gemm_cuda.grid_for(*sizes, 132) for sizes in ((16, 56), (56, 16), (4, 16), (1, 1), (1, 40))] == [
         128, 128, 64, 1, 14,
     ]  # fmt: skip

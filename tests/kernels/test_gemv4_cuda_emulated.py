@@ -47,7 +47,8 @@ def test_block_shapes_fit_a_multiprocessor(cuda):
     for rows in (16, 256, 1024, 4096, 14336, 28672, 131072):
         for batch in (1, 8, 9, 16):
             blocks = cuda.blocks_for(rows, batch, 132)
-            full = 8 * cuda.power_of_2(cuda.ceil_div(batch, 8))
-            assert blocks.shared_bytes(full, False) <= HOPPER_SHARED_BYTES
             assert blocks.wr * blocks.wk == (16 if batch <= 8 else 8)
+    for tiles in (1, 2):
+        kernel = cuda._kernel(cuda.blocks_for(4096, 8 * tiles, 132), -1, tiles, True, False)
+        assert kernel.size <= HOPPER_SHARED_BYTES
     assert [cuda.blocks_for(rows, 1, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]

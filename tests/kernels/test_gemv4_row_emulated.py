@@ -47,7 +47,10 @@ def test_products(row, blocks, batch, blocksize, columns, dtype, nested):
 def test_block_shapes_fit_a_multiprocessor(row):
     from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 
+    for batch, nested, blocksize in ((1, True, 64), (2, False, 32)):
+        kernel = row._kernel(row.blocks_for(4096, 132), -1, batch, True, nested, blocksize)
+        assert kernel.size <= HOPPER_SHARED_BYTES
     for rows in (16, 256, 1024, 4096, 14336, 28672, 131072):
-        for batch, nested, blocksize in ((1, True, 64), (2, False, 32)):
-            assert row.blocks_for(rows, 132).shared_bytes(batch, nested, blocksize) <= HOPPER_SHARED_BYTES
+        rt, wr, wk = row.blocks_for(rows, 132)
+        assert (rt, wr * wk) == (1, 16)
     assert [row.blocks_for(rows, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]

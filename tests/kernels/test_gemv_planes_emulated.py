@@ -55,8 +55,13 @@ def test_more_rings_than_fit_before_the_table_and_warps_without_work(planes):
 
 
 def test_block_shapes_fit_a_multiprocessor(planes):
-    for rows in (16, 256, 1024, 4096, 14336, 28672, 131072):
+    """Warps, which take the shared memory, are as many for all numbers of rows; the largest are compiled."""
+    for bits in (2, 3, 4, 5, 8):
         for batch in (1, 2, 4, 8, 16):
-            for bits, group in ((2, 0), (3, 0), (4, 0), (5, 0), (2, 32), (3, 32), (4, 32), (8, 32)):
-                blocks = planes.blocks_for(bits, rows, batch, 132)
-                assert blocks.shared_bytes(bits, group, batch) <= 232448
+            shapes = [planes.blocks_for(bits, rows, batch, 132) for rows in (32, 256, 4096, 14336, 131072)]
+            assert {(rt, wr * wk, stages) for rt, wr, wk, stages in shapes} == {
+                (1 if batch <= 8 or bits == 8 else 2, 16 if batch <= 8 and bits < 8 else 8, 2)
+            }
+    for bits, group, batch in ((5, 0, 8), (5, 0, 16), (4, 32, 8), (8, 32, 16)):
+        kernel = planes._kernel(planes.blocks_for(bits, 4096, batch, 132), -1, batch, True, bits, group)
+        assert kernel.size <= 232448

@@ -1,8 +1,12 @@
 """The CUDA kernel of one row and bit planes, on a GPU."""
 
+import contextlib
+
 import pytest
 import torch
 from gemv_planes_cases import check_row, row_arguments, weight_of
+
+from halfbyte.dispatch import Unavailable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +37,7 @@ def test_products(row, spec, dtype):
 @pytest.mark.parametrize("blocks", [(1, 1, 16), (2, 2, 4), (1, 8, 1), (2, 1, 3)], ids=str)
 def test_block_shapes(row, spec, blocks):
     shape = row.Blocks(*blocks)
-    if shape.shared_bytes(int(spec[5])) <= 232448:
+    with contextlib.suppress(Unavailable):  # where one of them takes too much shared memory
         check_row(row, weight_of(spec, 5005, 2560, "cuda"), torch.bfloat16, shape)
 
 

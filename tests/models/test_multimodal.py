@@ -18,8 +18,9 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models import attention
+from halfbyte.models.find import load_model_config
 from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.load import load_model, load_model_config
+from halfbyte.models.load import load_model
 from halfbyte.plan.estimate import estimate
 
 
@@ -105,7 +106,7 @@ def saved(family: str, folder: Path) -> str:
 def test_loading_quantizes_the_language_model_alone(family, tmp_path):
     path = saved(family, tmp_path / "model")
     whole = load_model(path, load_in_4bit=False, device="cpu", dtype="float32")
-    model = load_model(path, device="cpu", dtype="float32", blocksize=32)
+    model = load_model(path, device="cpu", dtype="float32", bnb_4bit_blocksize=32)
     beside = tuple(beside_text(model))
     assert len(beside) == (2 if family == "Gemma3" else 1)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -143,5 +144,5 @@ def test_memory_is_planned_with_the_tower_in_16_bits(family, tmp_path):
     path = saved(family, tmp_path)
     config = RunConfig(model_name_or_path=path, dataset="none", output_dir="out", bnb_4bit_blocksize=32)
     plan = estimate(config, load_model_config(path), device=torch.device("cpu"))
-    model = load_model(path, device="cpu", blocksize=32)
+    model = load_model(path, device="cpu", bnb_4bit_blocksize=32)
     assert plan.weights == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=0.1)

@@ -13,7 +13,7 @@ from .exits import Commands
 
 app = typer.Typer(
     cls=Commands,
-    help="Fine-tune language models whose frozen weights are stored in 4 bits.",
+    help="Fine-tune language models whose frozen weights are stored in 2 to 8 bits.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

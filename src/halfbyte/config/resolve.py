@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
+from ..errors import ConfigError
 from ..notices import notice
 from .contradictions import RECIPE_OPTIONS
 from .reading import given_section
@@ -112,14 +113,18 @@ def resolve(config: RunConfig) -> Resolved:
     return Resolved(origin, storage, _precision(config), adapter)
 
 
-def storage_of(**keys: Any) -> Storage:
-    """What the quantization keys describe, given in Python: `load_in_4bit`, `bnb_4bit_quant_type`, `quantization`, ...
+def storage_of(storage: Storage | None = None, /, **keys: Any) -> Storage:
+    """`storage`, or what the quantization keys describe, given in Python: `load_in_4bit`, `quantization`, ...
 
     Other tools' names are read as in a run's file, and said.
 
     Raises:
         ConfigError: no such key, or not such a value, or keys that contradict each other.
     """
+    if storage is not None:
+        if keys:
+            raise ConfigError(f"{', '.join(keys)} beside a storage", "give one of the two")
+        return storage
     for before in NAMES_BEFORE.keys() & keys.keys():
         now = NAMES_BEFORE[before]
         notice(f"renamed {before}", f"{before} is read as {now}; the old name goes in the next version")

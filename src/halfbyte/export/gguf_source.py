@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from halfbyte.config import RunConfig
+from halfbyte.config import RunConfig, resolve
 from halfbyte.families import Family
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.vision import Vision, vision_of
 from halfbyte.gguf.write_tensors import Weight
 from halfbyte.hardware import chosen_device
-from halfbyte.models.load import read_model_config
+from halfbyte.models.find import read_model_config
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
 
 from .adapter import AdapterLayers
@@ -70,7 +70,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     weights, merged = {each.name: Weight(each.shape, partial(base.read, each)) for each in base.weights}, ""
     if place.adapter:
         both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
-        goal: Target = "dequantized" if config.load_in_4bit or base.quantized else "original"
+        goal: Target = "dequantized" if config.quantized or base.quantized else "original"
         outputs = [output for shard in both.shards.values() for output in shard]
         weights = {each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal)) for each in outputs}
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
@@ -92,8 +92,7 @@ def text_config(config: RunConfig) -> Any:
 
 def whole_config(config: RunConfig) -> Any:
     """The model's config of transformers."""
-    where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
-    return read_model_config(config.model_name_or_path, **where, trust_remote_code=config.trust_remote_code)
+    return read_model_config(resolve(config).origin)
 
 
 def _end_ids(folder: Path) -> list[int]:

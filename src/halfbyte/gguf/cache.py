@@ -8,19 +8,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from ..config import KEEP
 from ..errors import ConfigError, ModelError
 from ..files import cache_folder
 
 SUFFIX = ".gguf"
 
 
-def checkpoint_folder(name_or_path: str, quantization: Any = None) -> str:
+def checkpoint_folder(name_or_path: str, keep: bool = False) -> str:
     """`name_or_path`, unless it is a GGUF file: then the folder that it is unpacked in, which may take minutes once.
 
-    With `quantization: keep` that is another folder, whose linear layers are stored as in the file.
+    With `keep` that is another folder, whose linear layers are stored as in the file.
 
     The folder is in the cache, under a name that depends on the file's place, size and time of change.
 
@@ -28,7 +26,6 @@ def checkpoint_folder(name_or_path: str, quantization: Any = None) -> str:
         ConfigError: the gguf library is missing, there is nothing to keep, or there is no cache.
         ModelError, CheckpointError, TrainingError: see `unpack.import_gguf`.
     """
-    keep = quantization == KEEP
     if not name_or_path.endswith(SUFFIX):
         if keep:
             raise ConfigError(

@@ -20,6 +20,7 @@ from ..dispatch import Unavailable
 RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
 HOPPER = (9, 0)  # compute capability from which there are griddepcontrol and blocks of this much shared memory:
 HOPPER_SHARED_BYTES = 232448
+NEEDS_HOPPER = "needs a Hopper GPU or newer"
 LOCAL_BYTES = 65536  # of a work-group on AMD's and Intel's GPUs, where torch does not say
 
 

@@ -19,6 +19,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..architectures import beside_text, kept_whole, quantizable
+from ..config import Storage, storage_of
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
 from ..formats.base import FLOATS, QUANT_METHOD, entry_name
@@ -33,42 +34,35 @@ class HalfbyteConfig(QuantizationConfigMixin):
     """How the linear layers of a model are stored.
 
     Args:
-        bnb_4bit_quant_type: "nf4" or "fp4".
-        bnb_4bit_blocksize: weights per scale.
-        bnb_4bit_use_double_quant: store the scales in 8 bits too.
+        storage: how; default: as `keys` say.
         llm_int8_skip_modules: names of modules left as they are; default: the output head and what is tied to it.
             (bitsandbytes' name, which pre-quantized checkpoints carry for every bit width.)
-        quantization: a format's name or spec for every layer, or pattern of module names → name, spec or "16bit", of
-            which the first that matches decides; None: as the bnb_4bit options say.
-        skip_quant_first_layers, skip_quant_last_layers: decoder layers at either end that stay in 16 bits.
-        formats: spec → names of the modules stored so; what a saved model's config.json says instead of all the above.
+        formats: spec → names of the modules stored so; what a saved model's config.json says instead of `storage`.
         others: of an unpacked GGUF file, its type → how many linear layers have it and are not in `formats`: they are
-            stored in 16 bits, and quantized while loading as the options above say.
+            stored in 16 bits, and quantized while loading as `storage` says.
+        kept: of an unpacked GGUF file, its type → how many linear layers keep it. For people.
+        keys: `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
+            `skip_quant_first_layers`, `skip_quant_last_layers`, as in a run's configuration.
+
+    Raises:
+        ModelError: no such format.
+        ConfigError: no such key, or keys that contradict each other.
     """
 
     def __init__(
         self,
-        bnb_4bit_quant_type: str = "nf4",
-        bnb_4bit_blocksize: int = 64,
-        bnb_4bit_use_double_quant: bool = True,
+        storage: Storage | None = None,
+        *,
         llm_int8_skip_modules: list[str] | None = None,
-        quantization: str | Mapping[str, str] | None = None,
-        skip_quant_first_layers: int = 0,
-        skip_quant_last_layers: int = 0,
         formats: Mapping[str, list[str]] | None = None,
         others: Mapping[str, int] | None = None,
-        **kwargs: Any,
+        kept: Mapping[str, int] | None = None,
+        quant_method: str = QUANT_METHOD,
+        **keys: Any,
     ):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.llm_int8_skip_modules = llm_int8_skip_modules
-        self.choice = choose(
-            quantization,
-            quant_type=bnb_4bit_quant_type,
-            blocksize=bnb_4bit_blocksize,
-            double_quant=bnb_4bit_use_double_quant,
-            skip_first=skip_quant_first_layers,
-            skip_last=skip_quant_last_layers,
-        )
+        self.choice = choose(storage_of(storage, **keys))
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
         self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
         self.others = others or {}
