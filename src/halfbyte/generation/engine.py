@@ -109,7 +109,7 @@ class StaticEngine:
         self.embedding_scale = scale_of(self.family.embedding_scale, backbone.config)
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype)
-        self.to_logits = configured_head(causal)
+        self.to_logits = configured_head(backbone.config)
         self.layers = [self._layer(view, adapters, slots, cache_dtype or self.dtype) for view in views]
         ropes = {layer.attention.rope for layer in self.layers}
         self.ropes = {rope: self._rope(backbone.rotary_emb, rope, slots) for rope in ropes}

@@ -106,7 +106,8 @@ def mlp_half(
 def _may_skip(half: Half) -> bool:
     """Whether nothing reads the MLP's result but the residual stream."""
     dropped = half.dropout is not None and half.dropout.p
-    return not dropped and half.leave is None and is_bound(half.inner) and not half.inner._forward_hooks
+    untouched = not dropped and half.leave is None and half.scale == 1
+    return untouched and is_bound(half.inner) and not half.inner._forward_hooks
 
 
 def _again(store: Store | None, norm: Any, normed: Tensor, residual: Tensor) -> contextlib.AbstractContextManager[None]:
