@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from halfbyte.adapters import compute, quiet_peft
-from halfbyte.errors import TrainingError
 from halfbyte.checkpoint_files import safetensors_files
+from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.qat.adapter import round_merged
 
