@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import KEEP, SIXTEEN
 from ..errors import ModelError
-from ..formats import named, names
+from ..formats import FORMATS, named, names
 from ..formats.base import Format
 from ..formats.blockwise4 import Blockwise4
 from ..notices import notice
@@ -141,11 +141,15 @@ def configured(config: RunConfig) -> Choice:
     )
 
 
-def stored_formats(config: RunConfig, model_config: Any, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
-    """Module name → format, of those `names` that are quantized in a run: as its keys say, but for those that
-    `model_config` says are stored so."""
-    entry = getattr(model_config, "quantization_config", None) or {}
-    if not isinstance(entry, Mapping) or "formats" not in entry:
+def stored_formats(
+    config: RunConfig, entry: Mapping[str, Any], model: nn.Module, names: Collection[str]
+) -> dict[str, Format]:
+    """Module name → format, of those `names` that are quantized in a run: as its keys say, but for those that `entry`,
+    the `quantization_config` of the model's config.json, says are stored so."""
+    found = next(filter(None, (cls.from_quantization_config(entry) for cls in FORMATS.values())), None)
+    if found is not None:
+        return dict.fromkeys(names, found)
+    if "formats" not in entry:
         return configured(config).assign(model, names)
     stored = {name: named(spec) for spec, modules in entry["formats"].items() for name in modules}
     return configured(config).assign(model, names) | stored if entry.get("others") else stored

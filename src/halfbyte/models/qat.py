@@ -26,7 +26,7 @@ def fake_quantize_linears(model: Any, format: Format) -> None:
         raise ModelError(f"qat_scheme: {type(model).__name__} has no linear layer to quantize", "remove qat_scheme")
     for name, linear in linears.items():
         try:
-            format.quantize(linear.weight.detach())  # the first forward would not know the name
+            QuantizedTensor.quantize(linear.weight.detach(), format)  # the first forward would not know the name
         except ModelError as error:
             raise ModelError(f"qat_scheme: {name}.weight: {error.message}", error.fix) from error
         model.set_submodule(name, QATLinear.from_linear(linear, format))

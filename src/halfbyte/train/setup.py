@@ -20,7 +20,6 @@ from halfbyte.environment import environment
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
-from halfbyte.models.attention import implementation
 from halfbyte.models.checkpoint_files import check_checkpoint
 from halfbyte.models.choice import qat_format
 from halfbyte.models.load import check_attention, load_model_config, load_tokenizer, resolve_dtype
@@ -102,7 +101,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     data = prepare(config, tokenizer)
     print_data(console, data.report)
     batches = batches_of(config, data, device)
-    plan = estimate(config, model_config, device=device, batches=batches, attention=implementation)
+    plan = estimate(config, model_config, device=device, batches=batches)
     print_memory(console, plan)
     if not plan.fits:
         notice("memory_plan", f"the plan needs {plan.total / 2**30:.2f} GiB, of {plan.capacity_bytes / 2**30:.2f} free")
