@@ -14,7 +14,7 @@ from halfbyte.autograd.recompute import recompute
 from halfbyte.errors import TrainingError
 from halfbyte.memory import offload
 from halfbyte.memory.offload import Offload
-from halfbyte.plan.policy import OFFLOADED
+from halfbyte.memory.levels import OFFLOADED
 
 
 class StandIn:

@@ -212,7 +212,9 @@ def _rounding(device_type: str) -> Iterator[None]:
     own = fake_quantize.round_trip
 
     def round_trip(weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+        wide = None if weight.dtype == torch.float32 else weight.float()  # as quantizers begin
         weight.new_empty(int(bytes_to_round(format, device_type) * weight.numel()), dtype=torch.uint8)
+        del wide
         return torch.empty_like(weight, dtype=dtype)
 
     fake_quantize.round_trip = round_trip
