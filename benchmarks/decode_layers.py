@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, event_us, write_result
-from halfbyte.kernels import decode_layers
-from halfbyte.kernels.gemv4_cuda import SHARED_BYTES, Blocks
+from halfbyte.kernels.cuda import decode_layers
+from halfbyte.kernels.cuda.gemv4 import Blocks
+from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 from halfbyte.ops.codebooks import dynamic_map
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 
@@ -83,7 +84,7 @@ def step_us(made: Stack, batch: int, width: int, blocks: Blocks) -> float | None
     hidden = torch.randn(batch, width, dtype=DTYPE, device=DEVICE)
     stacked = decode_layers.Stacked(hidden, made, blocks)
     shared = stacked.shared_bytes()
-    if shared > SHARED_BYTES:
+    if shared > HOPPER_SHARED_BYTES:
         return None
     kernel = decode_layers._kernel(0, shared, tuple(stacked.constants().items()))
     stacked(kernel, hidden)

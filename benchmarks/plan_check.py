@@ -124,6 +124,7 @@ def batch_of(rows: int, length: int, vocabulary: int, packed: bool, device: torc
 def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: torch.dtype) -> None:
     """A few steps as a run makes them."""
     from halfbyte.adapters import compute, no_input_casts
+    from halfbyte.config import resolve
     from halfbyte.models.head import causal_lm_loss
     from halfbyte.models.patch import patch
     from halfbyte.models.recipes import configured_recipe
@@ -132,7 +133,7 @@ def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: t
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     with no_input_casts(model, dtype):
-        scaling = patch(model, plan.levels or None, configured_recipe(config)).scaling
+        scaling = patch(model, plan.levels or None, configured_recipe(resolve(config).precision)).scaling
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         for _ in range(STEPS):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from halfbyte import notices
+from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import cuda, device
-from halfbyte.kernels.cuda import Attempts, Kernel, remembered
-from halfbyte.kernels.native import BuildError
+from halfbyte.kernels.cuda import Attempts, Image, Kernel, remembered
 
 
 def test_what_does_not_compile_is_said_once_and_not_tried_again():
@@ -19,7 +19,7 @@ def test_what_does_not_compile_is_said_once_and_not_tried_again():
     def kernel(constant):
         calls.append(constant)
         if constant > 1:
-            raise BuildError("no NVRTC")
+            raise Unavailable("no NVRTC")
         return constant
 
     def product(x, *, term):
@@ -62,14 +62,14 @@ def kernel(monkeypatch):
 
     def make(shared_bytes, driver):
         monkeypatch.setattr(cuda, "_driver", lambda: driver)
-        return Kernel(b"", "a_kernel", shared_bytes)
+        return Kernel(Image(b"", shared_bytes, 0), "a_kernel")
 
     return make
 
 
 def test_a_kernel_that_needs_more_shared_memory_than_there_is(kernel):
     kernel(99 * 1024, Driver())
-    with pytest.raises(BuildError, match="a_kernel needs 160 KiB of shared memory, and a block on RTX has 99"):
+    with pytest.raises(Unavailable, match="a_kernel needs 160 KiB of shared memory, and a block on RTX has 99"):
         kernel(160 * 1024, Driver())
 
 
@@ -92,7 +92,7 @@ def test_other_failures_of_a_launch_are_raised(kernel):
 def test_blocks_that_do_not_run_at_once_are_refused_before_a_launch(able, each, room, kernel):
     driver = Driver(able=able, each=each)
     made = kernel(0, driver)
-    with pytest.raises(BuildError, match=f"runs {room} of 11 blocks at once"):
+    with pytest.raises(Unavailable, match=f"runs {room} of 11 blocks at once"):
         made.check_together(11, 384)
     assert not driver.launched
     if room:
@@ -104,7 +104,7 @@ def test_without_a_driver(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(cuda.ctypes, "CDLL", refuse)
-    with pytest.raises(BuildError, match="driver does not load"):
+    with pytest.raises(Unavailable, match="driver does not load"):
         cuda._driver()
 
 
@@ -112,24 +112,24 @@ def test_without_a_driver(monkeypatch):
 def test_decoder_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(refuses, monkeypatch):
     pytest.importorskip("triton")
     from benchmarks.kernel_cases import decoder_stack
-    from halfbyte.kernels import decode_layers
+    from halfbyte.kernels.cuda import decode_layers
 
     class Loaded:
-        def __init__(self, image, name, shared_bytes):
+        def __init__(self, image, name, shared_bytes=None):
             pass
 
         def check_together(self, blocks, threads):
             assert (blocks, threads % 32) == (132, 0)
             if refuses:
-                raise BuildError("the device runs 0 of 132 blocks at once")
+                raise Unavailable("the device runs 0 of 132 blocks at once")
 
     notices.forget()
     monkeypatch.setattr(device, "_assumed", device.Device("Hopper", "cuda", (9, 0), 232448, 1024, 132))
-    monkeypatch.setattr(decode_layers, "cubin", lambda *_: b"")
+    monkeypatch.setattr(decode_layers, "cubin", lambda *_: Image(b"", 0, 0))
     monkeypatch.setattr(decode_layers, "Kernel", Loaded)
-    decode_layers._kernel.cache_clear()
+    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
     found = decode_layers.compile_layers(*decoder_stack(1, torch.bfloat16, 128, False))
-    decode_layers._kernel.cache_clear()
+    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
     assert (found is None) == refuses
     assert list(notices.said()) == (["decode-cuda"] if refuses else [])
 

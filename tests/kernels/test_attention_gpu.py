@@ -7,7 +7,7 @@ from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact,
 from halfbyte.ops.attention import attention_backward, spans
 
 pytest.importorskip("triton")
-from halfbyte.kernels import attention as kernels
+from halfbyte.kernels.triton import attention as kernels
 
 pytestmark = mark
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.kernels import attention_rows
+from halfbyte.kernels.cuda import cudnn_attention as attention_rows
 from halfbyte.ops import attention
 from halfbyte.ops.attention import rows_backward
 

@@ -9,7 +9,7 @@ from halfbyte.ops.blockwise4_float8 import float8_of_blockwise4
 from halfbyte.ops.float8 import E4M3
 
 pytest.importorskip("triton")
-from halfbyte.kernels.blockwise4_float8 import float8
+from halfbyte.kernels.triton.blockwise4_float8 import float8
 
 pytestmark = mark
 SIZES = [(1, 64), (37, 40), (130, 136)]

@@ -8,7 +8,8 @@ from halfbyte.ops import cross_entropy as reference
 from halfbyte.ops.cross_entropy import Objective
 
 pytest.importorskip("triton")
-from halfbyte.kernels import cross_entropy_cuda, losses
+from halfbyte.kernels.cuda import cross_entropy as cross_entropy_cuda
+from halfbyte.kernels.triton import cross_entropy as losses
 
 pytestmark = [
     pytest.mark.gpu,

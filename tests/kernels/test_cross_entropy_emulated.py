@@ -19,7 +19,7 @@ SMALL = (64, 2, 3)  # 512 logits a chunk
 
 @pytest.fixture
 def cuda(monkeypatch, tmp_path):
-    from halfbyte.kernels import cross_entropy_cuda
+    from halfbyte.kernels.cuda import cross_entropy as cross_entropy_cuda
 
     monkeypatch.setattr(cross_entropy_cuda, "blocks_for", lambda vocabulary, _: cross_entropy_cuda.Blocks(*SMALL))
     monkeypatch.setattr(cross_entropy_cuda, "takes", lambda *arguments: True)
@@ -103,16 +103,21 @@ def test_logits_that_grow_move_the_origin(cuda):
     torch.testing.assert_close(logits.double(), true, rtol=2**-7, atol=1e-7)
 
 
+def test_shared_memory_is_what_blocks_are_chosen_by(cuda):
+    blocks = cuda.Blocks(*SMALL)
+    assert cuda._kernel(-1, blocks, 2600, True, False, False).size == blocks.shared_bytes(2600)
+
+
 def test_which_vocabularies_fit():
-    from halfbyte.kernels.cross_entropy_cuda import blocks_for
-    from halfbyte.kernels.gemv4_cuda import SHARED_BYTES
+    from halfbyte.kernels.cuda.cross_entropy import blocks_for
+    from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 
     sizes = (8192, 32_000, 50_257, 128_256, 151_665, 151_936, 200_064, 262_144)
-    found = {size: blocks_for(size, SHARED_BYTES) for size in sizes}
+    found = {size: blocks_for(size, HOPPER_SHARED_BYTES) for size in sizes}
     assert [size for size in sizes if found[size]] == [32_000, 50_257, 128_256, 151_665, 151_936]
     assert [size for size in sizes if blocks_for(size, 99 * 1024)] == [32_000, 50_257]
     for size, blocks in found.items():
         if blocks:
             assert blocks.chunks(size) >= blocks.ahead
-            assert blocks.shared_bytes(size) <= SHARED_BYTES
+            assert blocks.shared_bytes(size) <= HOPPER_SHARED_BYTES
             assert blocks.kept * blocks.threads * 8 <= size  # what is kept in registers is whole

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 
 def attend(*arguments):
-    from halfbyte.kernels.decode_attention import attend as kernel
+    from halfbyte.kernels.triton.decode_attention import attend as kernel
 
     return kernel(*arguments)
 

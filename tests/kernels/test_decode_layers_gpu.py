@@ -16,7 +16,7 @@ LARGE = {"width": 2048, "inner": 5632, "heads": 16, "key_heads": 4, "size": 128,
 
 @pytest.fixture
 def layers():
-    from halfbyte.kernels import decode_layers
+    from halfbyte.kernels.cuda import decode_layers
 
     return decode_layers
 

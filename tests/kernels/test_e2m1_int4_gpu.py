@@ -8,8 +8,8 @@ from halfbyte.ops.e2m1 import dequantize_e2m1
 from halfbyte.ops.int4 import dequantize_int4
 
 if INTERPRETED:
-    from halfbyte.kernels.e2m1 import dequantize as e2m1_kernel
-    from halfbyte.kernels.int4 import dequantize as int4_kernel
+    from halfbyte.kernels.triton.e2m1 import dequantize as e2m1_kernel
+    from halfbyte.kernels.triton.int4 import dequantize as int4_kernel
 else:
     e2m1_kernel, int4_kernel = dequantize_e2m1, dequantize_int4
 

@@ -19,7 +19,7 @@ specs = pytest.mark.parametrize("spec", SPECS)
 
 @pytest.fixture
 def kernels():
-    from halfbyte.kernels import gemv8
+    from halfbyte.kernels.triton import gemv8
 
     return gemv8
 

@@ -8,7 +8,7 @@ from halfbyte.autograd.glu import glu
 from halfbyte.ops import glu as reference
 
 pytest.importorskip("triton")
-from halfbyte.kernels import glu as kernels
+from halfbyte.kernels.triton import glu as kernels
 
 pytestmark = mark
 

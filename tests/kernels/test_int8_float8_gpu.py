@@ -8,7 +8,7 @@ from halfbyte.ops import float8 as float8_reference
 from halfbyte.ops import int8 as int8_reference
 
 pytest.importorskip("triton")
-from halfbyte.kernels import float8, int8
+from halfbyte.kernels.triton import float8, int8
 
 pytestmark = mark
 SIZES = [(1, 1), (3, 37), (2, 5000)]

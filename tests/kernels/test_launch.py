@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from halfbyte import notices
-from halfbyte.dispatch import Refused, op
+from halfbyte.dispatch import Unavailable, op
 
 pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from halfbyte.kernels import launch
+from halfbyte.kernels.triton import launch
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def launcher(launched):
         launched.append(("compiled", x, *rest[3:]))
 
     class Jitted:
-        __module__, __name__ = "halfbyte.kernels.some", "_kernel"
+        __module__, __name__ = "halfbyte.kernels.triton.some", "_kernel"
 
         def warmup(self, *arguments, grid, num_warps):
             launched.append(("triton", *arguments))
@@ -96,7 +96,7 @@ def test_tables_do_not_grow_for_ever(launched, monkeypatch):
 class Refusing:
     """A jitted kernel that does not compile, or does not load where `loads` raises."""
 
-    __module__, __name__ = "halfbyte.kernels.some", "_kernel"
+    __module__, __name__ = "halfbyte.kernels.triton.some", "_kernel"
 
     def __init__(self, compiles=None, loads=None):
         self.compiles, self.loads, self.asked = compiles, loads, 0
@@ -127,9 +127,9 @@ def test_a_kernel_that_does_not_run_here_is_refused_and_said_once(how, said, lau
     notices.forget()
     call = launch.Launcher(Refusing(**how))
     for number in range(3):  # sizes are ever new: nothing is compiled again for that
-        with pytest.raises(Refused):
+        with pytest.raises(Unavailable):
             call(1, (torch.zeros(16),), (number,), (64,), 4)
-    with pytest.raises(Refused):
+    with pytest.raises(Unavailable):
         call(1, (torch.zeros(16).half(),), (1,), (64,), 4)
     assert call.function.asked == 2
     (text,) = notices.said().values()
@@ -149,21 +149,21 @@ def test_in_a_capture_a_driver_s_error_is_the_capture_s(launched, monkeypatch):
     with pytest.raises(RuntimeError, match="not permitted"):
         loads(1, (torch.zeros(16),), (1,), (64,), 4)
     monkeypatch.setattr(launch, "_in_capture", lambda tensor: False)
-    with pytest.raises(Refused):  # asked again: nothing was remembered of it
+    with pytest.raises(Unavailable):  # asked again: nothing was remembered of it
         loads(1, (torch.zeros(16),), (1,), (64,), 4)
     monkeypatch.setattr(launch, "_in_capture", lambda tensor: True)
     large = launch.Launcher(Refusing(loads=OutOfResources(159744, 101376, "shared memory")))
-    with pytest.raises(Refused):
+    with pytest.raises(Unavailable):
         large(1, (torch.zeros(16),), (1,), (64,), 4)
 
 
 def test_the_reference_runs_where_a_twin_is_refused():
-    @op(twins="none")
+    @op("triton.none")
     def double(x):
         return 2 * x
 
-    @double.twin("cpu")
+    @double.kernel("cpu")
     def refused(x):
-        raise Refused("none")
+        raise Unavailable("none")
 
     assert double(torch.ones(2)).tolist() == [2, 2]

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def cuda(monkeypatch, folder):
-    from halfbyte.kernels import lora_glu_cuda
+    from halfbyte.kernels.cuda import lora_glu as lora_glu_cuda
 
     module = emulate(lora_glu_cuda, monkeypatch, folder, RUN)
 
@@ -103,10 +103,10 @@ def test_what_is_not_a_number_counts_as_infinite(cuda):
 def test_without_nvrtc_it_is_triton(cuda, monkeypatch):
     module, arguments = cuda((4, 2)), case((5, 40, (8, 8, 8)), torch.bfloat16, "cpu")
 
-    from halfbyte.kernels.native import BuildError
+    from halfbyte.dispatch import Unavailable
 
     def no_nvrtc(*_):
-        raise BuildError("no NVRTC")
+        raise Unavailable("no NVRTC")
 
     monkeypatch.setattr(module, "cubin", no_nvrtc)
     monkeypatch.setattr(module, "takes", lambda *_: True)

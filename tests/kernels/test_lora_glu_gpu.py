@@ -12,8 +12,8 @@ from halfbyte.ops.lora_glu import lora_glu as forward
 from halfbyte.ops.lora_glu import lora_glu_backward_ as backward_
 
 pytest.importorskip("triton")
-from halfbyte.kernels import lora_glu as kernels
-from halfbyte.kernels import lora_glu_cuda
+from halfbyte.kernels.cuda import lora_glu as lora_glu_cuda
+from halfbyte.kernels.triton import lora_glu as kernels
 
 pytestmark = mark
 

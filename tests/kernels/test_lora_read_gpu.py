@@ -11,7 +11,7 @@ from halfbyte.ops.float8 import E4M3, E5M2
 from halfbyte.ops.lora_read import lora_read
 
 pytest.importorskip("triton")
-from halfbyte.kernels import lora_read as kernels
+from halfbyte.kernels.cuda import lora_read as kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from halfbyte.ops import cross_entropy as reference
 from halfbyte.ops.cross_entropy import Objective
 
 pytest.importorskip("triton")
-from halfbyte.kernels import losses as kernels
+from halfbyte.kernels.triton import cross_entropy as kernels
 
 pytestmark = mark
 
@@ -94,6 +94,23 @@ def test_rows_with_gaps_and_columns():
         assert torch.equal(got.loss, want.loss)
         assert torch.equal(wide[:, :3], untouched[:, :3])
         assert torch.equal(wide[:, 26:], untouched[:, 26:])
+
+
+@dtypes
+@pytest.mark.parametrize("vocabulary", [515, 17_001, 7] + [50_257, 151_665] * (not INTERPRETED))
+def test_rows_that_begin_at_eights_of_logits(vocabulary, dtype):
+    """An odd vocabulary in padded rows, as `ops.losses` makes them: equal results, and what is behind rows stays."""
+    labels = torch.tensor([0, vocabulary - 1, -100, 3, 5], device=DEVICE)
+    rows, behind = random(5, vocabulary, dtype=dtype, scale=4.0), -(-vocabulary // 16) * 16 - vocabulary
+    wide = F.pad(rows, (0, behind), value=torch.nan)
+    part = wide[:, :vocabulary]
+    assert kernels._spacing(part, part.stride(0))[1]
+    assert not kernels._spacing(rows, vocabulary)[1]
+    got = kernels.cross_entropy_(part, labels, Objective(z_loss=1e-3), True, True)
+    want = kernels.cross_entropy_(rows, labels, Objective(z_loss=1e-3), True, True)
+    assert torch.equal(part, rows)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    assert wide[:, vocabulary:].isnan().all()
 
 
 def test_labels_outside_and_ignored_rows():

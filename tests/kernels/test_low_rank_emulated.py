@@ -17,7 +17,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, const u16 **x, const u16
 
 @pytest.fixture
 def low_rank(monkeypatch, tmp_path):
-    from halfbyte.kernels import low_rank
+    from halfbyte.kernels.cuda import low_rank
 
     monkeypatch.setattr(low_rank, "SPLIT", 4)
     monkeypatch.setattr(low_rank, "WARPS", 2)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize("batch", [1, 2, 9, 16, 17, 33, 48, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products(batch, dtype):
-    from halfbyte.kernels import low_rank
+    from halfbyte.kernels.cuda import low_rank
 
     for columns, rank in ((32, 16), (4096, 48), (14336, 16), (2080, 128)):
         for masked in (False, True):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import native
-from halfbyte.kernels.native import BuildError
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -34,13 +34,13 @@ def compiler(folder: Path, name: str, body: str) -> str:
 @pytest.mark.parametrize("body", ["exit 1", "exit 0", "kill -9 $$"], ids=["fails", "writes nothing", "killed"])
 def test_a_compiler_without_a_word(body, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", compiler(tmp_path, "quiet", body))
-    with pytest.raises(BuildError, match="quiet failed: exit code"):
+    with pytest.raises(Unavailable, match="quiet failed: exit code"):
         native.library("bitplane")
 
 
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(BuildError, match="no C compiler"):
+    with pytest.raises(Unavailable, match="no C compiler"):
         native.library("bitplane")
 
 
@@ -87,7 +87,7 @@ def test_a_user_without_a_home(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", refuse)
-    with pytest.raises(BuildError, match="HALFBYTE_CACHE"):
+    with pytest.raises(Unavailable, match="HALFBYTE_CACHE"):
         native.cache_folder()
 
 

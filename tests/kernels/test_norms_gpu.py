@@ -11,7 +11,7 @@ from halfbyte.ops.float8 import to_float8
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 
 pytest.importorskip("triton")
-from halfbyte.kernels import norms as kernels
+from halfbyte.kernels.triton import norms as kernels
 
 pytestmark = mark
 

@@ -5,7 +5,7 @@ import torch
 from parity import DEVICE, dtypes, mark, poisoned  # noqa: F401
 
 pytest.importorskip("triton")
-from halfbyte.kernels.partial_sums import sum_rows
+from halfbyte.kernels.triton.partial_sums import sum_rows
 
 pytestmark = mark
 

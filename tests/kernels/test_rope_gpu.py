@@ -8,7 +8,7 @@ from halfbyte.autograd.rope import qk_norm_rope, rope
 from halfbyte.ops import rope as reference
 
 pytest.importorskip("triton")
-from halfbyte.kernels import rope as kernels
+from halfbyte.kernels.triton import rope as kernels
 
 pytestmark = mark
 

@@ -12,10 +12,10 @@ from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.float8 import E4M3
 
 pytest.importorskip("triton")
-from halfbyte.kernels import decode_attention as attention
-from halfbyte.kernels import lora_glu as kernels
-from halfbyte.kernels import lora_glu_cuda
+from halfbyte.kernels.cuda import lora_glu as lora_glu_cuda
 from halfbyte.kernels.device import assumed
+from halfbyte.kernels.triton import decode_attention as attention
+from halfbyte.kernels.triton import lora_glu as kernels
 
 pytestmark = mark
 KIB = (99, 64)

@@ -28,7 +28,9 @@ def layer_of(family: str, rows: int, length: int, recipe: str = "bf16") -> Layer
     """A layer as wide as one of the 8B's (Qwen3: of the 0.6B's), replayed at every level."""
     sizes = SMALL if family == "Qwen3" else LLAMA_8B
     config = RunConfig(model_name_or_path="m", dataset="d", packing=True, dtype="bfloat16", recipe=recipe)
-    shapes = ModelShapes(config, getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0), torch.device("cuda"))
+    shapes = ModelShapes(
+        config, getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0), torch.device("cuda")
+    )
     return _Planner(shapes, Batches.alike(rows, length), GIB).layer(Shape(rows, length))
 
 

@@ -43,7 +43,7 @@ def spans(bounds: Tensor, tokens: int) -> Spans:
     return bounds[index - 1], bounds[index]
 
 
-@op(twins="attention")
+@op("triton.attention")
 def attention_backward(
     dout: Tensor,
     query: Tensor,
@@ -84,7 +84,7 @@ def attention_backward(
     return dq, dk, dv
 
 
-@op(twins="attention_rows")
+@op("cuda.cudnn_attention")
 def rows_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -176,7 +176,7 @@ def padded_blocks(rows: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % size)).reshape(-1, size)
 
 
-@op(twins="bitplane")
+@op("triton.bitplane", "native.bitplane")
 def quantize_bitplane(blocks: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor, codebook: Tensor) -> Tensor:
     """Bit planes of the codes nearest to blocks of weights.
 
@@ -194,7 +194,7 @@ def quantize_bitplane(blocks: Tensor, scales: Tensor, zeros: Tensor | None, fact
     return pack_planes(_nearest(blocks, e4m4_decode(scales) * factor, zeros, codebook), k)
 
 
-@op(twins="bitplane")
+@op("cuda.bitplane", "triton.bitplane", "native.bitplane")
 def dequantize_bitplane(
     packed: Tensor,
     scales: Tensor,

@@ -38,7 +38,7 @@ def _normalized(flat: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
     return scaled, absmax
 
 
-@op(twins="blockwise4")
+@op("triton.blockwise4", "native.blockwise4")
 def quantize_blockwise4(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of a tensor of n values.
 
@@ -59,7 +59,7 @@ def quantize_blockwise4(weight: Tensor, blocksize: int, quant_type: str) -> tupl
     return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
 
 
-@op(twins="blockwise4")
+@op("triton.blockwise4", "native.blockwise4")
 def dequantize_blockwise4(
     packed: Tensor,
     absmax: Tensor,

@@ -20,7 +20,7 @@ def store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
     cache.index_copy_(2, slots, new)
 
 
-@op(twins="decode_attention")
+@op("triton.decode_attention")
 def decode_attention(
     q: Tensor,
     keys: Tensor,
@@ -56,6 +56,3 @@ def decode_attention(
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill_(~seen.view(batch, 1, 1, -1), -torch.inf).softmax(-1)
     return (weights.to(q.dtype) @ values.to(q.dtype)).view(batch, heads, 1, size)
-
-
-decode_attention.twin("cpu")(decode_attention.reference)  # on a CPU the reference is the product

@@ -143,7 +143,7 @@ def decode_layers(hidden: Tensor, stack: Stack) -> Tensor:
     return hidden
 
 
-@op(twins="decode_layers")
+@op("cuda.decode_layers", "native.decode_layers")
 def one_launch(hidden: Tensor, stack: Stack) -> Run | None:
     """`decode_layers` of this stack as one kernel for inputs like `hidden`, or None where there is none.
 

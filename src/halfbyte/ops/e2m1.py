@@ -89,7 +89,7 @@ def decode_scales(scales: Tensor, factor: Tensor | None) -> Tensor:
     return scales.view(torch.float8_e4m3fn).float() * factor
 
 
-@op(twins="e2m1")
+@op("triton.e2m1")
 def dequantize_e2m1(
     packed: Tensor,
     scales: Tensor,
@@ -120,4 +120,3 @@ def dequantize_e2m1(
 
 
 # Two table look-ups a byte and one product: the reference is the CPU's path.
-dequantize_e2m1.twin("cpu")(dequantize_e2m1.reference)

@@ -77,7 +77,7 @@ def to_float8(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
-@op(twins="float8")
+@op("triton.float8")
 def dequantize_float8(codes: Tensor, scale: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:
     """`dtype` values in the shape of `codes` (E4M3, none NaN), rounded once from fp32."""
     return codes.float().mul_(spread_scales(scale, tuple(codes.shape), scaling)).to(dtype)
@@ -89,7 +89,7 @@ def scale_of(amax: Tensor, target: Tensor) -> Tensor:
     return torch.where(usable, target / amax.clamp(min=SMALLEST_AMAX), 1.0)
 
 
-@op(twins="float8")
+@op("triton.float8")
 def cast_float8(
     scale: Tensor,
     parts: Sequence[Tensor],
@@ -121,7 +121,7 @@ def cast_float8(
     return to_float8(values * used, dtype), 1 / used
 
 
-@op(twins="float8")
+@op("cuda.float8", "triton.float8")
 def transpose_float8(codes: Tensor, out: Tensor | None = None) -> Tensor:
     """The transpose [K, N] of FP8 codes [N, K], contiguous or into `out`: what a product takes that sums over N."""
     transposed = codes.view(torch.uint8).t()
@@ -129,7 +129,3 @@ def transpose_float8(codes: Tensor, out: Tensor | None = None) -> Tensor:
         return transposed.contiguous().view(codes.dtype)
     out.view(torch.uint8).copy_(transposed)
     return out
-
-
-for _op in (dequantize_float8, cast_float8, transpose_float8):
-    _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product

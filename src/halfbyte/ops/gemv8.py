@@ -10,7 +10,7 @@ from .float8 import E4M3, Scaling, dequantize_float8
 from .int8 import dequantize_rows_int8
 
 
-@op(twins="gemv8")
+@op("triton.gemv8")
 def linear_float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
     """`F.linear` of rows with an E4M3 weight; no gradient.
 
@@ -28,7 +28,7 @@ def linear_float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bia
     return F.linear(x, dequantize_float8(codes.view(E4M3), scale, scaling, x.dtype), bias)
 
 
-@op(twins="gemv8")
+@op("triton.gemv8")
 def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of rows, not quantized, with an int8 weight; no gradient.
 
@@ -41,7 +41,3 @@ def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -
         [M, N] in x's dtype.
     """
     return F.linear(x, dequantize_rows_int8(codes, absmax, x.dtype), bias)
-
-
-for _op in (linear_float8, linear_int8):
-    _op.twin("cpu")(_op.reference)  # what it calls has a twin

@@ -60,7 +60,7 @@ def activation_and_derivative(gate: Tensor, activation: Activation) -> tuple[Ten
     return gate * sigmoid, sigmoid * (1 + gate * slope * (1 - sigmoid))
 
 
-@op(twins="glu")
+@op("triton.glu")
 def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """a(gate) · up, contiguous.
 
@@ -73,7 +73,7 @@ def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return (activate(gate.to(exact), activation) * up.to(exact)).to(gate.dtype).contiguous()
 
 
-@op(twins="glu")
+@op("triton.glu")
 def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, need_output: bool) -> None:
     """Gradients of `glu`, in place: `gate` and `up` become their gradients; `grad` becomes h where it is asked for.
 
@@ -91,7 +91,3 @@ def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation
     up.copy_(grad * activated)
     if output is not None:
         grad.copy_(output)
-
-
-for _op in (glu, glu_backward_):
-    _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product

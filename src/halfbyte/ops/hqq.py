@@ -92,7 +92,7 @@ def _fit_zeros(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
     return best
 
 
-@op(twins="hqq")
+@op("triton.hqq", "native.hqq")
 def dequantize_hqq(
     packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, width: int, dtype: torch.dtype
 ) -> Tensor:

@@ -26,7 +26,7 @@ def _unpack(words: Tensor, shifts: tuple[int, ...], dim: int) -> Tensor:
     return torch.stack(codes, dim=dim + 1).flatten(dim, dim + 1)
 
 
-@op(twins="int4")
+@op("triton.int4")
 def dequantize_int4(
     qweight: Tensor,
     qzeros: Tensor,
@@ -60,6 +60,3 @@ def dequantize_int4(
         group = group_index.long()
         values = (codes - zeros[group]) * factors[group]
     return values.t().to(dtype).contiguous()
-
-
-dequantize_int4.twin("cpu")(dequantize_int4.reference)  # vectorized torch all through

@@ -36,7 +36,7 @@ def check_matrix(name: str, tensor: Tensor) -> None:
         raise ModelError(f"int8: {name} is {tensor.dtype} {list(tensor.shape)}", "pass a floating-point matrix")
 
 
-@op(twins="int8")
+@op("triton.int8")
 def quantize_rows_int8(x: Tensor, chosen: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
     """int8 [M, K] codes and fp32 [M] absmax of each row of x.
 
@@ -55,23 +55,19 @@ def quantize_rows_int8(x: Tensor, chosen: Tensor | None, threshold: float) -> tu
     return codes.to(torch.int8), absmax
 
 
-@op(twins="int8")
+@op("triton.int8")
 def dequantize_rows_int8(codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """`dtype` [N, K] from int8 [N, K] and fp32 [N], rounded once from fp32."""
     return (codes.float().mul_(absmax.unsqueeze(1)).mul_(INVERSE_127)).to(dtype)
 
 
-@op(twins="int8")
+@op("triton.int8")
 def scale_int8_product(
     product: Tensor, x_absmax: Tensor, w_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """`dtype` [M, N] from the int32 product of codes, the absmax of both sides' rows (fp32 [M], [N]), and bias [N]."""
     y = product.float().mul_(x_absmax.unsqueeze(1) * w_absmax).mul_(INVERSE_127_SQUARED)
     return (y if bias is None else y.add_(bias)).to(dtype)
-
-
-for _op in (quantize_rows_int8, dequantize_rows_int8, scale_int8_product):
-    _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product
 
 
 def outlier_capacity(width: int) -> int:

@@ -35,7 +35,7 @@ def summed(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale).to(dtype)
 
 
-@op(twins="lora_read")
+@op("cuda.lora_read")
 def lora_read(
     x: Tensor,
     more: Sequence[Tensor],
@@ -66,6 +66,3 @@ def lora_read(
         lows = low.split(ranks, dim=1)
         gradients = [summed(p.t(), u, s, dtype) for (p, _), u, s in zip(parts, lows, scalings, strict=True)]
     return Read(v, gradients, None if slot is None else slot.cast(x, *more, factors=columns).values)
-
-
-lora_read.twin("cpu")(lora_read.reference)  # on a CPU the reference is the product

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..dispatch import op
 
 
-@op(twins="low_rank")
+@op("cuda.low_rank")
 def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     """u = x·Aᵀ, where rows of x may leave out rows of A.
 
@@ -22,6 +22,3 @@ def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     """
     u = F.linear(x, a)
     return u if mask is None else u * mask
-
-
-low_rank_rows.twin("cpu")(low_rank_rows.reference)  # a product as any other

@@ -50,7 +50,7 @@ def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-@op(twins="norms")
+@op("triton.norms")
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def rms_norm(
     return y, total, rstd
 
 
-@op(twins="norms")
+@op("triton.norms")
 def rms_norm_float8(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,7 +84,7 @@ def rms_norm_float8(
     return y, total, rstd, slot.cast(y.reshape(-1, y.shape[-1])).values.view(y.shape)
 
 
-@op(twins="norms")
+@op("triton.norms")
 def rms_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -117,7 +117,7 @@ def rms_norm_backward(
     return dx.to(x.dtype), dw
 
 
-@op(twins="norms")
+@op("triton.norms")
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm over the last dimension.
 
@@ -138,7 +138,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
     return y.to(x.dtype), mean, rstd
 
 
-@op(twins="norms")
+@op("triton.norms")
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -160,7 +160,3 @@ def layer_norm_backward(
     dw = (grad_exact * normal).reshape(-1, x.shape[-1]).sum(0)
     db = grad_exact.reshape(-1, x.shape[-1]).sum(0)
     return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
-
-
-for _op in (rms_norm, rms_norm_float8, rms_norm_backward, layer_norm, layer_norm_backward):
-    _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..dispatch import op
 
 
-@op(twins="partial_sums")
+@op("triton.partial_sums")
 def sum_rows(partials: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
     """The sum of the rows of partials, fp32 [R, D], as [1, D] in `dtype`.
 
@@ -16,6 +16,3 @@ def sum_rows(partials: Tensor, dtype: torch.dtype, first: int | None = None) -> 
     """
     parts = [partials] if first is None else [partials[:first], partials[first:]]
     return torch.stack([part.sum(0) for part in parts]).to(dtype)
-
-
-sum_rows.twin("cpu")(sum_rows.reference)  # on a CPU the reference is the product

@@ -68,7 +68,7 @@ def _transposed(sin: Tensor) -> Tensor:
     return -sin.roll(sin.shape[-1] // 2, dims=-1)
 
 
-@op(twins="rope")
+@op("triton.rope")
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
     """Rotate q and k in place.
 
@@ -97,7 +97,7 @@ def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
     return rotate(normal * factor, cos, sin).to(x.dtype)
 
 
-@op(twins="rope")
+@op("triton.rope")
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: bool
 ) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def qk_norm_rope(
     return torch.empty_like(q).copy_(rotated[0]), torch.empty_like(k).copy_(rotated[1])
 
 
-@op(twins="rope")
+@op("triton.rope")
 def qk_norm_rope_backward_(
     grad_q: Tensor,
     grad_k: Tensor,
@@ -149,7 +149,3 @@ def qk_norm_rope_backward_(
         if need_weight:
             dws.append((back * normal).sum((0, 1, 2)).to(weight.dtype))
     return (dws[0], dws[1]) if need_weight else None
-
-
-for _op in (rope_, qk_norm_rope, qk_norm_rope_backward_):
-    _op.twin("cpu")(_op.reference)  # on a CPU the reference is the product

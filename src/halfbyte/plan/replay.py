@@ -26,13 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..adapters import compute, no_input_casts
 from ..formats import Format
 from ..models.attention import Implementation
-from ..models.head import backbone_inputs, causal_lm_of, described_head
+from ..models.head import backbone_inputs, described_head
+from ..models.layer import causal_lm_of
 from ..models.patch import patch
 from ..notices import silent
 from ..ops.cross_entropy import Objective
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
 from ..qat import fake_quantize
-from ..qat.layer import QATLinear
+from ..qat.layers import QATLinear
 from ..tensor import QuantizedTensor
 from .attention import stand_in
 from .ledger import LOGITS, Ledger, kernels

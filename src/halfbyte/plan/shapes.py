@@ -17,22 +17,22 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..adapters import add_adapter
-from ..architectures import auto_class, beside_text
-from ..config import RunConfig
+from ..architectures import auto_class, beside_text, quantizable
+from ..config import RunConfig, resolve
 from ..errors import ModelError
 from ..hardware import compute_dtype
 from ..layers import QuantizedLinear
 from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
 from ..models.attention import Implementation, implementation
-from ..models.choice import qat_format, stored_formats
-from ..models.head import causal_lm_of
+from ..models.choice import stored_formats
+from ..models.layer import causal_lm_of, decoder_layers
 from ..models.patch import PatchReport, patch, unpatch
-from ..models.qat import fake_quantize_linears
-from ..models.quantizer import quantizable
 from ..notices import notice, silent
+from ..qat.model import fake_quantize_linears, qat_format
 from .replay import Step, Where, replay
 
+SKIPPED = "llm_int8_skip_modules"  # what a quantized checkpoint says it leaves whole
 LONG = 8 * TILE_ROWS  # tokens; what longer batches take lies on a line through this and its half
 
 
@@ -44,39 +44,33 @@ class Trainable:
     bytes: int
 
 
-def planned_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The dtype of computation on `device`, which need not be in this machine."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
+def dtype_named(name: str, device: torch.device) -> torch.dtype:
+    """torch's dtype of that name; "auto" is what `device` is fast in, which need not be in this machine."""
+    if name != "auto":
+        return getattr(torch, name)
     absent = device.type == "cuda" and not torch.cuda.is_available()
     return torch.bfloat16 if absent else compute_dtype(device).dtype
 
 
-def weights_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
-    """The dtype of unquantized weights. Full fine-tuning keeps float32 ones (an update of 1e-4 of a weight is lost in
-    bfloat16's 8 bits), unless a dtype is asked for."""
-    return torch.float32 if not config.use_peft and config.dtype == "auto" else computed
-
-
 class ModelShapes:
-    """A causal LM with its adapter on the meta device.
+    """A causal LM with its adapter on the meta device, built as it will be loaded.
 
     Raises:
         ModelError: transformers cannot build a causal LM from `model_config`, or PEFT finds no module to adapt.
     """
 
     def __init__(self, config: RunConfig, model_config: Any, device: torch.device):
-        self.config, self.device = config, device
-        self.dtype = planned_dtype(config, device)
+        self.config, self.device, self.run = config, device, resolve(config)
+        self.dtype = dtype_named(self.run.precision.compute, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         with torch.device("meta"):
-            self._store(getattr(model_config, "quantization_config", None))
-            self.model = add_adapter(self.causal_lm, config) if config.use_peft else self.causal_lm
+            self._store(model_config)
+            self.model = add_adapter(self.causal_lm, self.run.adapter) if self.run.adapter else self.causal_lm
         self.model.train()
 
     def _build(self, model_config: Any) -> Any:
-        stored = weights_dtype(self.config, self.dtype)
-        options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, "dtype": stored}
+        stored = dtype_named(self.run.precision.weights, self.device)
+        options: dict[str, Any] = {"trust_remote_code": self.run.origin.trust_remote_code, "dtype": stored}
         attention = self.config.attn_implementation
         if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
             attention = "eager"  # as `models.load` does
@@ -90,17 +84,17 @@ class ModelShapes:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ModelError(f"transformers cannot build this model: {error}", "check config.json") from error
 
-    def _store(self, entry: Any) -> None:
-        """Have the linear layers stored, and the tower frozen, as `load_model` does; `entry` is config.json's."""
-        model, config = self.causal_lm, self.config
+    def _store(self, model_config: Any) -> None:
+        """Have the linear layers stored, and the tower frozen, as `load_model` does."""
+        model, storage = self.causal_lm, self.run.storage
         for name in beside_text(model):
             model.get_submodule(name).requires_grad_(False)
-        if config.quantized:
-            linears = quantizable(model, (entry or {}).get("llm_int8_skip_modules"))
-            for name, format_ in stored_formats(config, entry or {}, model, linears.keys()).items():
+        linears = quantizable(model, (getattr(model_config, "quantization_config", None) or {}).get(SKIPPED))
+        if storage.quantized:
+            for name, format_ in stored_formats(storage, model_config, model, linears.keys()).items():
                 model.set_submodule(name, QuantizedLinear.from_linear(linears[name], format_))
-        elif config.qat_scheme is not None:
-            fake_quantize_linears(model, qat_format(config.qat_scheme))
+        elif storage.qat_scheme is not None:
+            fake_quantize_linears(model, linears, qat_format(storage.qat_scheme))
 
     # --- what stays --------------------------------------------------------------------------------------------------
 
@@ -133,11 +127,11 @@ class ModelShapes:
     @functools.cached_property
     def layers(self) -> dict[str, nn.Module]:
         """The decoder layers by name; none where no list of as many modules is found."""
-        depth, beside = self.text_config.num_hidden_layers, tuple(beside_text(self.causal_lm))
-        for name, module in self.causal_lm.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == depth and not name.startswith(beside):
-                return {f"{name}.{index}": layer for index, layer in enumerate(module)}
-        return {}
+        try:
+            name, layers = decoder_layers(self.causal_lm)
+        except ModelError:
+            return {}
+        return {f"{name}.{index}": layer for index, layer in enumerate(layers)}
 
     @property
     def text_config(self) -> Any:
@@ -190,7 +184,7 @@ class ModelShapes:
 
     def _copies(self) -> float:
         """Bytes of a copy in the compute dtype (`models.copies`) for each byte that is trained."""
-        if not self._patched.fused or not self.config.use_peft or self.config.adapter_dtype != "float32":
+        if not self._patched.fused or self.run.adapter is None or self.run.adapter.adapter_dtype != "float32":
             return 0.0
         return self.dtype.itemsize / 4 if self.dtype.itemsize < 4 else 0.0
 
@@ -219,7 +213,7 @@ class ModelShapes:
             )
             enable({"use_reentrant": False})
         where = Where(self.device.type, self.dtype, self._attention)
-        prefix = "base_model.model." if self.config.use_peft else ""
+        prefix = "base_model.model." if self.run.adapter else ""
         counted = [prefix + name for name in names]
         return replay(model.train(training), counted, self._inputs(batch), where, levels if fused else None)
 

@@ -27,6 +27,10 @@ else, and put with tags, for which the clerks wait, who add B u to a tile. */
 
 #include "clerk.cuh"
 
+/* Three tables, two rooms, inputs, the count of rooms served; for each row 1 / rms, its first slot and, by the launch, u. */
+LAYOUT(Weight::TABLE + WARPS * STAGES * Weight::SLOT + 3 * sizeof(Layer) + 2 * HELD + 4 * (2 * ROOM + 1), 8, sizeof(Linear),
+       sizeof(Product), sizeof(Layer), sizeof(Step), sizeof(Weight));
+
 struct Worker : Member {
     Weight w;
     Copies copies;

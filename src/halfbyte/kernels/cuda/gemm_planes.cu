@@ -101,6 +101,8 @@ struct Planes {
     }
 };
 
+LAYOUT(SHARED<Planes>, 0, sizeof(Planes), sizeof(Term));
+
 extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm_planes(Planes w, const u16 *x, float4 *parts, u32 batch) {
     product(w, x, parts, batch);
 }

@@ -14,7 +14,7 @@ slots of its own, past the end of a tile too. x comes half a step ahead. All tha
 are weights.
 
 Constants: BITS (2, 3, 4, 5 with E4M4 scales a block; 2, 3, 4, 8 with GROUP), GROUP (weights that share HQQ's scale
-and zero; 0: E4M4), RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16). */
+and zero; 0: E4M4), RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16), ORIGIN (where a block's shared memory begins). */
 
 #include "planes.cuh"
 
@@ -35,6 +35,11 @@ struct Planes {
     const float *codebook;     /* [2^BITS], not with GROUP */
     u32 rows, columns;         /* N, K */
 };
+
+/* The table lies where its address divides by ALIGN, as many rings as fit before it, the others and sums behind. */
+constexpr u32 FRONT = (ALIGN - ORIGIN % ALIGN) % ALIGN, BEFORE = FRONT / RING < WARPS ? FRONT / RING : WARPS;
+constexpr u32 SUMS = FRONT + TABLE + (WARPS - BEFORE) * RING;
+LAYOUT(SUMS, 2 * WARPS * ROWS * 4, sizeof(Planes));
 
 typedef float Sums[RT][NT][4];
 
@@ -280,13 +285,10 @@ planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor, u
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
     u32 tiles = (w.rows + ROWS - 1) / ROWS, steps = w.columns / 256;
     u32 first_tile = group * gridDim.x + blockIdx.x, stride = gridDim.x * WR;
-    /* The table lies where its address divides by ALIGN, as many rings as fit before it, the others and sums behind. */
-    u32 front = -address(shared) % ALIGN, before = front / RING;
-    u32 ring = warp < before ? warp * RING : front + TABLE + (warp - before) * RING;
+    u32 ring = warp < BEFORE ? warp * RING : FRONT + TABLE + (warp - BEFORE) * RING;
     keep(ring);
-    u32 behind = front + TABLE + (WARPS > before ? WARPS - before : 0) * RING;
-    float *sums = (float *)(shared + behind) + group * 2 * WK * batch * ROWS;
-    u32 place = address(shared) + front + (BITS == 5 ? 0 : BITS == 2 ? lane % 16 * 8 : lane * 4);
+    float *sums = (float *)(shared + SUMS) + group * 2 * WK * batch * ROWS;
+    u32 place = ORIGIN + FRONT + (BITS == 5 ? 0 : BITS == 2 ? lane % 16 * 8 : lane * 4);
 
     Source source(w, first < steps ? first_tile : tiles, first, lane);
     u32 filled = 0;
@@ -300,7 +302,7 @@ planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor, u
     };
     for (int i = 0; i < STAGES - 1; i++)
         fetch_next();
-    build(shared + front, w.codebook);
+    build(shared + FRONT, w.codebook);
     float scale = GROUP ? 1.0f : *factor;
     __syncthreads();
     begin_after_others();

@@ -1,5 +1,7 @@
 /* How words of bit planes become indices of a table, whose entries are the numbers of neighbouring columns. */
 
+#pragma once
+
 #include "warp.cuh"
 
 /* Two words of which each has the bits of `mask` of one and of the other. */

@@ -13,9 +13,13 @@ All that is read before begin_after_others() are weights, so that it may happen 
 
 Constants: RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16). */
 
+#pragma once
+
 #include "warp.cuh"
 
 constexpr u32 ROWS = 16 * RT, WARPS = WR * WK, THREADS = 32 * WARPS;
+
+constexpr u32 SUMS_OF_ROW = 2 * WARPS * ROWS * 4; /* bytes of shared memory */
 
 typedef float Sums[RT][NT][4];
 

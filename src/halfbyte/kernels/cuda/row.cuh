@@ -10,6 +10,8 @@ that one right operand serves both: columns of the other's parts mean nothing.
 
 Constants: BATCH (rows of x, 1 or 2), RT, WR, WK (see row4.cu), BF16 (else fp16). */
 
+#pragma once
+
 #include "warp.cuh"
 
 constexpr u32 ROWS = 16, THREADS = 32 * WR * WK;

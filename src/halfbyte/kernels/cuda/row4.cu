@@ -20,6 +20,7 @@ of row.cuh. */
 constexpr u32 FOUR = NESTED ? 8 : 16, OF_ROW = SHIFT ? FOUR : 2 * FOUR; /* bytes of four scales, of a row's */
 constexpr u32 CODES = 128 * ROWS, TILE = CODES + OF_ROW * ROWS, SLOT = RT * TILE;
 constexpr u32 SUMS = Table4::TABLE + WR * WK * 2 * SLOT;
+LAYOUT(SUMS + 2 * WR * WK * RT * BATCH * ROWS * 4, 0, sizeof(Table4));
 
 /* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
 __device__ __forceinline__ u32 place(u32 row, u32 at) { return row * 128 + (at ^ (row & 1) << 4); }

@@ -33,6 +33,8 @@ struct Planes {
     u32 rows, columns;         /* N, K */
 };
 
+LAYOUT(SUMS + 2 * WR * WK * RT * ROWS * 4, 0, sizeof(Planes));
+
 /* The last tile begins early enough to be whole: rows that two tiles have come out alike. */
 __device__ __forceinline__ u32 first_row(const Planes &w, u32 tile) {
     return tile * ROWS + ROWS <= w.rows ? tile * ROWS : w.rows - ROWS;

@@ -5,6 +5,8 @@ their order in memory. fp32 sums of a block are scaled and added up in fp32.
 
 Constants: NESTED, and those of product.cuh. */
 
+#pragma once
+
 #include "product.cuh"
 #include "table4.cuh"
 

@@ -21,26 +21,23 @@ from pathlib import Path
 
 import torch
 
+from ... import files
+from ...dispatch import Unavailable
+from ...errors import ConfigError
+
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 
 
-class BuildError(ImportError):
-    """No compiler, or it refused the source."""
-
-
 def cache_folder() -> Path:
-    """Where built libraries are kept: $HALFBYTE_CACHE, else the user's cache folder.
+    """As `files.cache_folder`.
 
     Raises:
-        BuildError: there is neither. What is loaded from a folder for everybody's temporary files could be anybody's.
+        Unavailable: there is none.
     """
-    chosen = os.environ.get("HALFBYTE_CACHE")
-    if chosen:
-        return Path(chosen)
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfbyte"
-    except RuntimeError as error:  # as in containers that run under a number alone
-        raise BuildError("this user has no home folder: set HALFBYTE_CACHE to one for built kernels") from error
+        return files.cache_folder()
+    except ConfigError as error:
+        raise Unavailable(f"{error.message}: {error.fix}") from error
 
 
 def _cpu() -> str:
@@ -56,7 +53,7 @@ def _version(compiler: str) -> str:
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     except OSError as error:
-        raise BuildError(f"{compiler} does not run: {error.strerror}") from error
+        raise Unavailable(f"{compiler} does not run: {error.strerror}") from error
     return done.stdout
 
 
@@ -65,13 +62,13 @@ def library(name: str) -> ctypes.CDLL:
     """The shared library built from `<name>.c` in this folder.
 
     Raises:
-        BuildError: with the reason.
+        Unavailable: with the reason.
     """
     source = Path(__file__).with_name(f"{name}.c")
     chosen = shlex.split(os.environ.get("CC") or "cc")
     compiler = shutil.which(chosen[0]) if chosen else None
     if compiler is None:
-        raise BuildError(f"there is no C compiler ({' '.join(chosen) or 'cc'})")
+        raise Unavailable(f"there is no C compiler ({' '.join(chosen) or 'cc'})")
     command = [compiler, *chosen[1:], *FLAGS]
     machine = f"{_version(compiler)}{platform.libc_ver()}{platform.machine()}{_cpu()}"
     key = hashlib.sha256(f"{source.read_text()}{command}{machine}".encode()).hexdigest()[:16]
@@ -83,7 +80,7 @@ def library(name: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(built))
     except OSError as error:
-        raise BuildError(f"{built} does not load: {error}") from error
+        raise Unavailable(f"{built} does not load: {error}") from error
 
 
 def _build(command: list[str], source: Path, built: Path) -> None:
@@ -97,10 +94,10 @@ def _build(command: list[str], source: Path, built: Path) -> None:
             if done.returncode or not aside.exists():
                 said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
                 reason = said[0].strip() if said else f"exit code {done.returncode}, without a word"
-                raise BuildError(f"{command[0]} failed: {reason}")
+                raise Unavailable(f"{command[0]} failed: {reason}")
             os.replace(aside, built)
     except OSError as error:
-        raise BuildError(f"cannot write to {built.parent}: {error.strerror}") from error
+        raise Unavailable(f"cannot write to {built.parent}: {error.strerror}") from error
 
 
 @functools.cache

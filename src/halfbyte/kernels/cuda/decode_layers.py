@@ -1,0 +1,280 @@
+"""`cuda/decode.cu`: all decoder layers of one token's step in one launch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.codebooks import codebook4
+from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
+from ..tiling import ceil_div
+from . import Image, Kernel, cubin, remembered
+from .gemv4 import BLOCKSIZE, STEP, Blocks, Weight
+
+BATCH = 8  # rows at most: beyond, separate products are faster
+LONG_CACHE = 1024  # slots from which attention takes all blocks
+HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
+
+
+def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
+    """A struct of `cuda/copies.cuh`."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_float
+Linear = _struct("Linear", packed=_P, absmax=_P, second=_P, bias=_P, up=_P, offset=_F, rows=_I, begin=_I, rank=_I)
+Product = _struct("Product", parts=Linear * 3, down=_P, mask=_P, columns=_I, tiles=_I, ranks=_I, pad=_I)
+Layer = _struct(
+    "Layer", products=Product * 4, norms=_P * 2, q_norm=_P, k_norm=_P, keys=_P, values=_P, window=_I, pad=_I * 3
+)
+Step = _struct(
+    "Step", layers=_P, norm=_P, hidden=_P, normed=_P * 2, qkv=_P, attended=_P, gated=_P, squares=_P, shares=_P,
+    low=_P, counters=_P, cos=_P, sin=_P, padding=_P, slot=_P, count=_I, batch=_I, width=_I, heads=_I, key_heads=_I,
+    slots=_I, eps=_F, scale=_F, record=_I, columns=_I,
+)  # fmt: skip
+
+
+def blocks_for(batch: int) -> Blocks:
+    """What `benchmarks.decode_layers` found best; one group, with `clerks_of` twelve warps in all."""
+    return Blocks(2, 1, 11, 2) if batch == 1 else Blocks(2, 1, 8, 3)
+
+
+def clerks_of(batch: int) -> int:
+    """Warps that finish tiles; from 9 to 12 warps of a block leave each as many registers."""
+    return 1 if batch == 1 else 4
+
+
+def queries_of(batch: int, size: int, group: int) -> int:
+    """Query heads of a block of attention at a time: so many that one turn is enough for most batches."""
+    wanted = 1 if batch <= 4 or size > 128 else 2
+    return math.gcd(wanted, group)
+
+
+def room_floats(blocks: Blocks, batch: int, size: int, queries: int) -> int:
+    """Of a room: sums of a tile, or what attention's warps exchange; in whole pieces of 16 bytes."""
+    attention = (queries + 1) * size + blocks.wk * queries * (size + 2)
+    return 4 * ceil_div(max(blocks.wk * batch * 16 * blocks.rt, attention), 4)
+
+
+def splits_of(units: int, blocks: int, tiles: int, slots: int) -> int:
+    """Blocks that share the slots of a unit of attention, where there are so many; it has each for itself.
+
+    In a short cache two are enough, and only of those blocks that have fewest tiles of q, k and v: the others are late.
+    """
+    long = slots >= LONG_CACHE
+    free = blocks if long or tiles <= blocks else blocks - tiles % blocks
+    return next(splits for splits in (4, 2, 1) if splits == 1 or (units * splits <= free and (long or splits == 2)))
+
+
+@remembered
+def _image(device: int, constants: tuple[tuple[str, int], ...]) -> Image:
+    given = dict(constants) | {"ORIGIN": origin_of(device)}
+    return cubin("decode", device_at(device).capability, given, [Linear, Product, Layer, Step, Weight])
+
+
+@remembered
+def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel(_image(device, constants), "decode", shared)
+
+
+class Stacked:
+    """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange.
+
+    Raises:
+        Unavailable: the kernel does not compile here.
+    """
+
+    def __init__(self, hidden: Tensor, stack: Stack, blocks: Blocks):
+        self.stack, self.blocks, self.kept = stack, blocks, [hidden]
+        self.hidden = torch.empty_like(hidden)
+        layers = stack.layers
+        self.ranks = self.shares = 0
+        following = [layer.norm for layer in layers[1:]] + [layers[0].norm]
+        table = (Layer * len(layers))(*[self._layer(*pair) for pair in zip(layers, following, strict=True)])
+        batch, width = hidden.shape
+        self.batch = batch
+        first = layers[0]
+        self.weight = Weight(0, 0, 0, 0, 0, 0)
+        one = first.out.weights[0]
+        self.weight.codebook = self._hold(codebook4(one.quant_type, hidden.device))
+        self.weight.code = None if one.nested is None else self._hold(one.nested[1])
+        self.fp8 = first.keys.dtype is torch.float8_e4m3fn
+        self.group = stack.heads // first.keys.shape[1]
+        self.head, key_heads = first.keys.shape[3], first.keys.shape[1]
+
+        def room(*shape: int, dtype: torch.dtype) -> int:
+            return self._hold(torch.zeros(shape, dtype=dtype, device=hidden.device))
+
+        at_once = queries_of(batch, self.head, self.group)
+        units, tiles = batch * stack.heads // at_once, sum(each.rows for each in first.qkv.weights) // (16 * blocks.rt)
+        self.splits = splits_of(units, multiprocessors_of(hidden.get_device()), tiles, first.keys.shape[2])
+        queries, inner = stack.heads * self.head, first.gate_up.weights[0].rows
+        sizes = [batch * each for each in (width, width, queries + 2 * key_heads * self.head, queries, inner)]
+        columns = [max(columns_of(each) for each in linears_of(stack)[i::2]) for i in range(2)]
+        self.held = sum(columns) if batch == 1 and self.fits_in(sum(columns)) else 0
+        records = 2 * len(layers) if self.held else 1
+        exchange = self._hold(torch.full((records, sum(sizes)), -1, dtype=torch.int16, device=hidden.device))
+        places = [exchange + 2 * sum(sizes[:i]) for i in range(len(sizes))]
+
+        self.step = Step(
+            layers=self._hold(torch.frombuffer(bytearray(table), dtype=torch.uint8).to(hidden.device)),
+            norm=first.norm.data_ptr(), hidden=self.hidden.data_ptr(), normed=(_P * 2)(*places[:2]), qkv=places[2],
+            attended=places[3], gated=places[4], squares=room(batch, width // (16 * blocks.rt), dtype=torch.int64),
+            shares=room(units * at_once, self.splits - 1, self.head + 2, dtype=torch.int64),
+            low=room(self.shares, batch, self.ranks, dtype=torch.int64), counters=room(2, dtype=torch.int32),
+            cos=self._hold(stack.cos), sin=self._hold(stack.sin), padding=stack.padding.data_ptr(),
+            slot=stack.slot.data_ptr(), count=len(layers), batch=batch, width=width, heads=stack.heads,
+            key_heads=key_heads, slots=first.keys.shape[2], eps=stack.eps, scale=stack.scale,
+            record=sum(sizes) if self.held else 0, columns=columns[0],
+        )  # fmt: skip
+
+    def constants(self, held: int | None = None) -> dict[str, int]:
+        """What `cuda/decode.cu` is compiled with, or would be with so many numbers of inputs in shared memory."""
+        batch, held = self.batch, self.held if held is None else held
+        queries = queries_of(batch, self.head, self.group)
+        return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
+            "NT": 1,
+            "FLOW": int(held > 0),
+            "HELD": held,
+            "CLERKS": clerks_of(batch),
+            "VALUES": ceil_div(ceil_div(batch * self.blocks.rt, 2), clerks_of(batch)),
+            "BF16": int(self.hidden.dtype is torch.bfloat16),
+            "NESTED": int(self.weight.code is not None),
+            "KV8": int(self.fp8),
+            "HEAD": self.head,
+            "QUERIES": queries,
+            "SPLITS": self.splits,
+            "ROOM": room_floats(self.blocks, batch, self.head, queries),
+        }
+
+    def shared_bytes(self, held: int | None = None) -> int:
+        """Of a block: what the image says, and u."""
+        image = _image(self.hidden.get_device(), tuple(self.constants(held).items()))
+        return image.shared_for(self.batch) + 4 * self.batch * self.ranks
+
+    def fits_in(self, numbers: int) -> bool:
+        """True if shared memory has room for so many of one row's inputs."""
+        return self.shared_bytes(numbers) <= device_of(self.hidden).shared_bytes
+
+    def _hold(self, tensor: Tensor) -> int:
+        """The address of a tensor that stays."""
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _layer(self, layer: DecoderLayer, following: Tensor) -> Any:
+        products = [self._product(linears) for linears in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        norms = (_P * 2)(layer.post_norm.data_ptr(), following.data_ptr())
+        q_norm, k_norm = (None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
+        caches = layer.keys.data_ptr(), layer.values.data_ptr()
+        return Layer((Product * 4)(*products), norms, q_norm, k_norm, *caches, layer.window or 0)
+
+    def _product(self, linears: Projections) -> Any:
+        parts = []
+        for weight, up in zip(linears.weights, linears.ups, strict=True):
+            second = weight.absmax if weight.nested is None else weight.nested[0]
+            offset = 0.0 if weight.nested is None else float(weight.nested[2])
+            addresses = [self._hold(tensor) for tensor in (weight.packed, weight.absmax, second)]
+            bias = None if weight.bias is None else self._hold(weight.bias)
+            begin, b = up or (0, None)
+            up_address, rank = (None, 0) if b is None else (self._hold(b), b.shape[1])
+            parts.append(Linear(*addresses, bias, up_address, offset, weight.rows, begin, rank))
+        columns = columns_of(linears)
+        tiles = sum(weight.rows for weight in linears.weights) // (16 * self.blocks.rt)
+        ranks = 0 if linears.down is None else linears.down.shape[0]
+        self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // STEP, self.blocks.wk))
+        mask = None if linears.mask is None else linears.mask.contiguous()
+        below = [None if tensor is None else self._hold(tensor) for tensor in (linears.down, mask)]
+        return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)
+
+    def threads(self) -> int:
+        return 32 * (self.blocks.wk + clerks_of(self.batch))
+
+    def __call__(self, kernel: Kernel, hidden: Tensor) -> Tensor:
+        self.hidden.copy_(hidden)
+        with torch.cuda.device(hidden.get_device()):
+            kernel(multiprocessors_of(hidden.get_device()), self.threads(), [self.step, self.weight], together=True)
+        return self.hidden
+
+
+def columns_of(linears: Projections) -> int:
+    weight = linears.weights[0]
+    return weight.packed.numel() * 2 // weight.rows
+
+
+def linears_of(stack: Stack) -> list[Projections]:
+    return [each for layer in stack.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+
+def obstacle(hidden: Tensor, stack: Stack) -> str | None:
+    if not device_of(hidden).at_least(HOPPER):
+        return NEEDS_HOPPER
+    batch = hidden.shape[0]
+    if hidden.dtype not in (torch.bfloat16, torch.float16) or not 1 <= batch <= BATCH:
+        return "takes 1 to 8 rows of 16 bits"
+    return misfit(hidden, stack, 16 * blocks_for(batch).rt)
+
+
+def misfit(hidden: Tensor, stack: Stack, tile: int) -> str | None:
+    """Why the kernel, with tiles of so many rows, does not take these layers."""
+    weights = [weight for each in linears_of(stack) for weight in each.weights]
+    return _formats(weights) or _shapes(hidden, stack, weights, tile) or _tensors(hidden, stack)
+
+
+def _formats(weights: list[Weight4]) -> str | None:
+    """All weights are alike."""
+    codes = [weight.nested[1] for weight in weights if weight.nested is not None]
+    alike = len({(weight.quant_type, weight.blocksize) for weight in weights}) == 1 and len(codes) in (0, len(weights))
+    if not alike or weights[0].blocksize != BLOCKSIZE or (codes and not (torch.stack(codes) == codes[0]).all()):
+        return "needs weights of one 4-bit format in blocks of 64"
+    return None
+
+
+def _shapes(hidden: Tensor, stack: Stack, weights: list[Weight4], tile: int) -> str | None:
+    """Tiles of so many rows divide every product."""
+    linears, size = linears_of(stack), stack.layers[0].keys.shape[3]
+    if any(weight.rows % tile or weight.packed.data_ptr() % 16 for weight in weights):
+        return f"needs N in multiples of {tile}, at multiples of 16 bytes"
+    if hidden.shape[1] % STEP or any(columns_of(each) % STEP for each in linears):
+        return "needs K in multiples of 256"
+    if any(weight.rows * columns_of(each) >= 2**36 for each in linears for weight in each.weights):
+        return "needs weights of less than 2^36 values"
+    downs = [each.down.shape[0] for each in linears if each.down is not None]
+    ups = [(begin, up.shape[1]) for each in linears for begin, up in filter(None, each.ups)]
+    if any(rank % 16 for rank in downs) or any(begin % 8 or rank % 8 for begin, rank in ups):
+        return "needs adapters' ranks in multiples of 16 in all and of 8 each"
+    return None if size in HEADS and stack.cos.shape[1] == size else "takes heads of 64, 128 and 256, all turned"
+
+
+def _tensors(hidden: Tensor, stack: Stack) -> str | None:
+    """How tensors lie, and their dtypes."""
+    plain = [stack.cos, stack.sin]
+    for each in linears_of(stack):
+        plain += [tensor for tensor in (each.down, *[up[1] for up in each.ups if up]) if tensor is not None]
+    for layer in stack.layers:
+        norms = layer.norm, layer.post_norm, layer.q_norm, layer.k_norm
+        plain += [norm for norm in norms if norm is not None]
+    caches = [cache for layer in stack.layers for cache in (layer.keys, layer.values)]
+    kept = caches[0].dtype
+    if any(tensor.dtype is not hidden.dtype or not tensor.is_contiguous() for tensor in plain):
+        return "needs contiguous norms and adapters in the dtype of the rows"
+    if kept not in (hidden.dtype, torch.float8_e4m3fn) or any(
+        c.dtype is not kept or not c.is_contiguous() for c in caches
+    ):
+        return "needs contiguous caches in the dtype of the rows or in E4M3"
+    packed = [weight.packed for each in linears_of(stack) for weight in each.weights]
+    return None if all(tensor.device == hidden.device for tensor in (*plain, *packed)) else "needs one device"
+
+
+@one_launch.kernel("cuda", unless=obstacle)
+def compile_layers(hidden: Tensor, stack: Stack) -> Run | None:
+    stacked, device = Stacked(hidden, stack, blocks_for(hidden.shape[0])), hidden.get_device()
+    with torch.cuda.device(device):
+        kernel = _kernel(device, stacked.shared_bytes(), tuple(stacked.constants().items()))
+        kernel.check_together(multiprocessors_of(device), stacked.threads())
+    return functools.partial(stacked, kernel)

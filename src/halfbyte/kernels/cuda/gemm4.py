@@ -1,0 +1,125 @@
+"""`cuda/gemm.cuh`: GEMM of up to 64 rows with weights of 4 bits, decoded in registers, by Hopper's wgmma."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.gemv4 import linear_blockwise4
+from ..device import device_at, device_of, multiprocessors_of, origin_of
+from ..tiling import ceil_div
+from . import Kernel, cubin, remembered
+from .gemv4 import BLOCKSIZE, Nested, Term, mma_obstacle, weight_of
+
+FEWEST, BATCH = 9, 64  # rows of x
+CAPABILITY = 9  # wgmma is of 9.x alone
+STEP = 256  # columns of K that are dealt out together
+COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of `add`
+PARTS = 16  # of a tile at most, about
+
+
+class _Term(ctypes.Structure):
+    """The struct `Term` of `cuda/gemm.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in "ub"),
+        *((name, ctypes.c_uint32) for name in ("apart", "rank")),
+    )
+
+
+class Blocks(NamedTuple):
+    """Constants of `cuda/gemm.cuh`: tiles of 64 · `groups` rows, `stages` of the ring."""
+
+    groups: int
+    stages: int
+
+
+def tiles_of(batch: int) -> int:
+    """Tiles of 8 rows of x, an even number."""
+    return 2 * ceil_div(batch, 16)
+
+
+def blocks_for(tiles: int) -> Blocks:
+    """The largest tile; more stages would take the first-level cache, through which x comes."""
+    return Blocks(4, 4 if tiles <= 4 else 3)
+
+
+def grid_for(tiles: int, steps: int, multiprocessors: int) -> int:
+    """The fewest blocks that end as early as with one on every multiprocessor, or `PARTS` to a tile."""
+    blocks = min(multiprocessors, tiles * min(steps, PARTS))
+    return ceil_div(tiles * steps, ceil_div(tiles * steps, blocks))
+
+
+@remembered
+def _kernel(
+    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, struct: type[ctypes.Structure], constants: tuple
+) -> tuple[Kernel, Kernel]:
+    """What multiplies, and what adds up the tiles' parts."""
+    values = {"GROUPS": blocks.groups, "STAGES": blocks.stages, "NT": tiles, "BF16": int(bf16), **dict(constants)}
+    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)}, [struct, _Term])
+    return Kernel(image, name), Kernel(image, "add", 0)
+
+
+def wgmma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
+    """Why these kernels do not take these, whatever the size of blocks; None: they do."""
+    if x.shape[0] > BATCH:
+        return "takes up to 64 rows"
+    return mma_obstacle(x, *of_weight) or (
+        "needs wgmma, of compute capability 9.x alone" if device_of(x).capability[0] != CAPABILITY else None
+    )
+
+
+def adds(term: Term) -> bool:
+    """True if the kernels can add this term: eights of 16-bit numbers, read 16 bytes at a time."""
+    return term is None or (
+        term[1].is_contiguous()
+        and (term[0].stride(1), term[0].stride(0) % 8, term[0].shape[1] % 8) == (1, 0, 0)
+        and all(tensor.data_ptr() % 16 == 0 for tensor in term)
+    )
+
+
+def launch(
+    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int,
+    blocks: Blocks | None = None, term: Term = None, **constants: int,
+) -> Tensor:  # fmt: skip
+    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, of parameters weight, x, the tiles' parts and x's rows."""
+    device, (batch, columns), tiles = x.get_device(), x.shape, tiles_of(x.shape[0])
+    blocks = blocks or blocks_for(tiles)
+    tile = 64 * blocks.groups
+    cut = ceil_div(rows, tile)
+    grid = grid_for(cut, columns // STEP, multiprocessors_of(device))
+    parts = torch.empty((grid + cut) * tile * 8 * tiles, dtype=torch.float32, device=x.device)
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, parts, bias, out, factor)]
+    sizes = [ctypes.c_uint32(size) for size in (rows, columns, batch, grid)]
+    added = _Term() if term is None else _Term(*[t.data_ptr() for t in term], term[0].stride(0), term[0].shape[1])
+    with torch.cuda.device(device):
+        bf16 = x.dtype is torch.bfloat16
+        product, add = _kernel(name, blocks, device, tiles, bf16, type(weight), tuple(constants.items()))
+        product(grid, 128 * blocks.groups + COPYING, [weight, *pointers[:2], sizes[2]])
+        add(cut * tile * 2 * tiles // ADDED, ADDED, [*pointers[1:], *sizes, added])
+    return out
+
+
+def obstacle(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, term: Term = None, *_: Any,
+) -> str | None:  # fmt: skip
+    if x.shape[0] < FEWEST or blocksize != BLOCKSIZE:
+        return "takes 9 to 64 rows and blocks of 64"
+    return wgmma_obstacle(x, packed, absmax) or (
+        None if adds(term) else "needs the adapter's ranks in multiples of 8, at multiples of 16 bytes"
+    )
+
+
+@linear_blockwise4.kernel("cuda", unless=obstacle, rank=2)
+def gemm(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    x = x.contiguous()
+    weight = weight_of(x, packed, absmax, nested, quant_type, rows)
+    return launch("gemm4", weight, x, bias, None, rows, blocks, term, NESTED=int(nested is not None))

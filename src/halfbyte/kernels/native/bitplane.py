@@ -1,0 +1,93 @@
+"""CPU twins of `halfbyte.ops.bitplane`, in C built on first use (`kernels/native`); `hqq_cpu` shares `decode`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ...ops.bitplane import BLOCK, TINY, dequantize_bitplane, e4m4_decode, quantize_bitplane
+from . import library, parallel
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+GRAIN = 1 << 11  # blocks a thread should have at least
+
+_lib = library("bitplane")
+_pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_lib.halfbyte_dequantize_planes.argtypes = [_pointer, _int, *[_pointer] * 3, _int64, _pointer, *[_int64] * 4, _int]
+_lib.halfbyte_quantize_planes.argtypes = [*[_pointer] * 4, _int, _pointer, _int64, _int64, _int]
+_lib.halfbyte_dequantize_planes.restype = _lib.halfbyte_quantize_planes.restype = None
+
+
+def decode(
+    packed: Tensor,
+    bits: int,
+    codebook: Tensor | None,
+    scales: Tensor,
+    zeros: Tensor,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`dtype` [rows, width]: (codebook[code] − zero) · scale, or (code − zero) · scale without a codebook.
+
+    Args:
+        packed: int32, the planes of `bits`-bit codes in rows of whole groups.
+        scales, zeros: fp32 [groups].
+    """
+    out = torch.empty(rows, width, dtype=dtype)
+    blocks = packed.numel() // bits
+    if not blocks:
+        return out
+    packed, scales, zeros = packed.contiguous(), scales.contiguous(), zeros.contiguous()
+    if codebook is not None:  # the C looks up in a table of fixed size
+        codebook = torch.nn.functional.pad(codebook, (0, BLOCK - codebook.numel())).contiguous()
+
+    def some(first: int, last: int) -> None:
+        _lib.halfbyte_dequantize_planes(
+            packed.data_ptr(), bits, None if codebook is None else codebook.data_ptr(), scales.data_ptr(),
+            zeros.data_ptr(), blocks // scales.numel(), out.data_ptr(), width, blocks // rows, first, last,
+            DTYPES[dtype],
+        )  # fmt: skip
+
+    parallel(some, blocks, GRAIN)
+    return out
+
+
+@dequantize_bitplane.kernel("cpu")
+def dequantize(
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    factor: Tensor,
+    codebook: Tensor,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    steps = e4m4_decode(scales) * factor
+    k = codebook.numel().bit_length() - 1
+    return decode(packed, k, codebook, steps, _zeros(zeros, steps), rows, width, dtype)
+
+
+@quantize_bitplane.kernel("cpu")
+def quantize(blocks: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor, codebook: Tensor) -> Tensor:
+    k = codebook.numel().bit_length() - 1
+    blocks, midpoints = blocks.contiguous(), (codebook[:-1] + codebook[1:]) / 2
+    steps = (e4m4_decode(scales) * factor).clamp(min=TINY)
+    offsets = _zeros(zeros, steps)
+    packed = torch.empty(scales.numel() * k, dtype=torch.int32)
+
+    def some(first: int, last: int) -> None:
+        _lib.halfbyte_quantize_planes(
+            blocks.data_ptr(), steps.data_ptr(), offsets.data_ptr(), midpoints.data_ptr(), k, packed.data_ptr(),
+            first, last, DTYPES[blocks.dtype],
+        )  # fmt: skip
+
+    parallel(some, blocks.numel() // BLOCK, GRAIN)
+    return packed
+
+
+def _zeros(zeros: Tensor | None, steps: Tensor) -> Tensor:
+    return torch.zeros_like(steps) if zeros is None else zeros.float()

@@ -1,0 +1,136 @@
+"""CPU twin of `halfbyte.ops.decode_layers`: a token's way through all layers as one call of C, in fp32."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.codebooks import codebook4
+from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
+from .blockwise4 import CPU
+from .gemv4 import GEMV_ROWS, Weight, lib
+
+_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
+VECTOR = 16
+
+
+class _Projections(ctypes.Structure):
+    _fields_ = (("w", Weight * 3), ("down", _pointer), ("mask", _pointer), ("ranks", _int64))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *[(name, _Projections) for name in ("qkv", "out", "gate_up", "down")],
+        *[(name, _pointer) for name in ("norm", "post_norm", "q_norm", "k_norm", "keys", "values")],
+        ("window", _int64),
+    )
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        *[(name, _pointer) for name in ("cos", "sin", "padding", "slot", "scratch")],
+        *[(name, _int64) for name in ("count", "heads", "kv_heads", "size", "slots")],
+        *[(name, _int64) for name in ("rotated", "width", "inner", "ranks")],
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("batch", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+lib.halfbyte_decode_scratch.argtypes, lib.halfbyte_decode_scratch.restype = [_pointer], _int64
+lib.halfbyte_decode.argtypes, lib.halfbyte_decode.restype = [_pointer] * 2, None
+
+
+class _Refused(Exception):
+    """The C has no way for a tensor of this dtype, shape or memory order."""
+
+
+class _Pointers:
+    """Pointers of tensors; holds the tensors, so that the pointers stay good."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+
+    def __call__(self, tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+        if tensor is None:
+            return None
+        if tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise _Refused
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def weight(self, given: Weight4, columns: int, up: tuple[int, Tensor] | None) -> Weight:
+        if columns % given.blocksize or columns % VECTOR or given.rows % VECTOR:
+            raise _Refused
+        found = Weight(rows=given.rows, columns=columns, blocksize=given.blocksize, bias=self(given.bias))
+        found.packed = self(given.packed, torch.uint8)
+        found.absmax = self(given.absmax, torch.float32 if given.nested is None else torch.uint8)
+        found.codebook = self(codebook4(given.quant_type, CPU))
+        if given.nested is not None:
+            second, code, offset = given.nested
+            found.second, found.code, found.offset = self(second), self(code), float(offset)
+        if up is not None:
+            found.begin, found.up, found.rank = up[0], self(up[1]), up[1].shape[1]
+        return found
+
+    def projections(self, given: Projections, columns: int) -> _Projections:
+        ups = given.ups if given.down is not None else [None] * len(given.weights)
+        found = _Projections(down=self(given.down), mask=self(given.mask))
+        found.ranks = 0 if given.down is None else len(given.down)
+        for i, (weight, up) in enumerate(zip(given.weights, ups, strict=True)):
+            found.w[i] = self.weight(weight, columns, up)
+        return found
+
+    def layer(self, given: DecoderLayer, heads: int, width: int) -> _Layer:
+        attention, inner = heads * given.keys.shape[3], given.gate_up.weights[0].rows
+        return _Layer(
+            self.projections(given.qkv, width), self.projections(given.out, attention),
+            self.projections(given.gate_up, width), self.projections(given.down, inner),
+            *[self(norm) for norm in (given.norm, given.post_norm, given.q_norm, given.k_norm)],
+            self(given.keys), self(given.values), given.window or 0,
+        )  # fmt: skip
+
+
+def obstacle(hidden: Tensor, stack: Stack) -> str | None:
+    if not 1 <= hidden.shape[0] <= GEMV_ROWS or hidden.dtype is not torch.float32:
+        return "takes 1 to 4 rows in fp32"
+    shapes = {(layer.keys.shape, layer.gate_up.weights[0].rows) for layer in stack.layers}
+    alike = len(shapes) == 1 and not stack.layers[0].keys.shape[3] % VECTOR
+    return None if alike else f"needs layers alike, and heads in multiples of {VECTOR}"
+
+
+@one_launch.kernel("cpu", unless=obstacle)
+def one_call(hidden: Tensor, stack: Stack) -> Run | None:
+    batch, width = hidden.shape
+    _, kv_heads, slots, size = stack.layers[0].keys.shape
+    inner = stack.layers[0].gate_up.weights[0].rows
+    at = _Pointers()
+    try:
+        layers = (_Layer * len(stack.layers))(*[at.layer(layer, stack.heads, width) for layer in stack.layers])
+        call = _Stack(
+            layers, at(stack.cos), at(stack.sin), at(stack.padding, torch.int32), at(stack.slot, torch.int64), None,
+            len(layers), stack.heads, kv_heads, size, slots, stack.cos.shape[1], width, inner, _ranks(layers),
+            stack.eps, stack.scale, batch,
+        )  # fmt: skip
+    except _Refused:
+        return None
+    scratch = torch.empty(lib.halfbyte_decode_scratch(ctypes.byref(call)))
+    call.scratch = at(scratch)
+
+    def run(hidden: Tensor, kept: Any = (at, layers)) -> Tensor:
+        out = hidden.clone(memory_format=torch.contiguous_format)
+        call.threads = torch.get_num_threads()
+        lib.halfbyte_decode(ctypes.byref(call), out.data_ptr())
+        return out
+
+    return run
+
+
+def _ranks(layers: Any) -> int:
+    """The most factors that linears of one input have."""
+    return max(each.ranks for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))

@@ -1,0 +1,16 @@
+"""CPU twin of `halfbyte.ops.hqq.dequantize_hqq`: the C of `bitplane_cpu`, without a codebook."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops.hqq import dequantize_hqq
+from .bitplane import decode
+
+
+@dequantize_hqq.kernel("cpu")
+def dequantize(
+    packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    return decode(packed, bits, None, scales.float(), zeros.float(), rows, width, dtype)

@@ -1,0 +1,160 @@
+"""Launching a Triton kernel for a few microseconds of host time.
+
+`kernel[grid](...)` binds names, specialises every argument and hashes a string each time, and what it returns asks the
+driver about every pointer and calls the hooks of profilers. What it finds is a function of the arguments' dtypes and
+devices, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it found under
+exactly those and calls the compiled kernel with addresses. Anything else (a first call, a pointer that is not aligned)
+takes Triton's own way. No lambdas, no autotuning: grid and blocks are functions of the shape, beside each kernel.
+
+Checks, strides and grids are functions of the operands' layouts alone. An operation whose own Python costs as much as
+the launch gives those as a key, and what was launched for them once is launched again (`repeat`).
+
+A kernel that does not compile for a device, or asks for more than it has, is `Unavailable` there before anything is
+launched, and dispatch runs another, also while a CUDA graph is captured.
+
+A step of fixed shape meets a handful of keys. Batches of ever new lengths would meet ever more, so the table is emptied
+when it has grown past any use.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
+
+from ...dispatch import Unavailable
+from ..device import device_of
+
+TABLE = 4096
+
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def layouts(*tensors: Tensor) -> tuple:
+    """All that tensors are but for their addresses: shapes, strides, dtypes, indices of devices."""
+    return (
+        *map(_shape, tensors), *map(Tensor.stride, tensors), *map(_dtype, tensors), *map(Tensor.get_device, tensors)
+    )  # fmt: skip
+
+
+class Launcher:
+    """A jitted kernel with a table of its compiled forms.
+
+    Its parameters are pointers, then numbers, then constexprs, and it is called with one tuple of each.
+
+    Args:
+        function: the `triton.jit` function.
+        options: Triton's compile options, e.g. `enable_fp_fusion=False`.
+    """
+
+    def __init__(self, function: Any, **options: Any):
+        self.function, self.options = function, options
+        self._compiled: dict[tuple, Any] = {}
+        self._refused: dict[tuple, str] = {}
+        self.known: dict[tuple, tuple[Any, int, tuple]] = {}
+
+    def repeat(self, key: tuple, tensors: tuple[Tensor, ...]) -> bool:
+        """Launch on `tensors` what a call with `key` launched before; False, and nothing done, where there was none.
+
+        `key` says everything that programs, numbers and constants follow from, with the layouts of all operands.
+        """
+        known = self.known.get(key)
+        if known is None:
+            return False
+        compiled, programs, arguments = known
+        device = tensors[0].get_device()
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        if reduce(operator.or_, addresses) % 16 or device != torch.accelerator.current_device_index():
+            return False
+        _run(compiled, programs, device, addresses, arguments)
+        return True
+
+    def __call__(
+        self,
+        programs: int,
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[float, ...],
+        constants: tuple,
+        warps: int,
+        key: tuple | None = None,
+    ) -> None:
+        """Run `programs` programs of `warps` warps, on the current stream of the first tensor's device.
+
+        `warps` must follow from the constants and dtypes: the table's key leaves it out. `repeat` will be asked for
+        `key`.
+
+        Raises:
+            Unavailable: the kernel does not compile for this device or asks for more than it has; nothing was launched.
+        """
+        device = tensors[0].get_device()
+        # Triton launches on the current device. A model spread over several has tensors on others.
+        if device >= 0 and device != torch.accelerator.current_device_index():
+            with torch.accelerator.device_index(device):
+                compiled = self._launch(device, programs, tensors, numbers, constants, warps)
+        else:
+            compiled = self._launch(device, programs, tensors, numbers, constants, warps)
+        if key is not None and compiled is not None:
+            _keep(self.known, key, (compiled, programs, (*numbers, *constants)))
+
+    def _launch(self, device, programs, tensors, numbers, constants, warps) -> Any:
+        """Returns what was compiled for aligned pointers; None where it was not for those."""
+        key = (numbers, constants, *map(_dtype, tensors), *map(Tensor.get_device, tensors))
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        aligned = reduce(operator.or_, addresses) % 16 == 0
+        compiled = self._compiled.get(key) if aligned else None
+        if compiled is None:
+            compiled = self._compile(key, programs, tensors, numbers, constants, warps)
+            if compiled is None:
+                return None
+            if aligned:
+                _keep(self._compiled, key, compiled)
+        _run(compiled, programs, device, addresses, (*numbers, *constants))
+        return compiled if aligned else None
+
+    def _compile(self, key, programs, tensors, numbers, constants, warps) -> Any:
+        """The kernel for these arguments, loaded; None where the interpreter has run it, which compiles nothing."""
+        variant = key[1:]  # what a refusal follows from; numbers are ever new ones
+        if variant in self._refused:
+            raise Unavailable(self._refused[variant])
+        grid, options = (programs, 1, 1), {"num_warps": warps, **self.options}
+        if isinstance(self.function, InterpretedFunction):
+            self.function[grid](*tensors, *numbers, *constants, **options)
+            return None
+        try:
+            compiled = self.function.warmup(*tensors, *numbers, *constants, grid=grid, **options)
+            compiled.run  # noqa: B018  (it loads the kernel, which shows whether the device has what it needs)
+        except (TritonError, RuntimeError) as error:  # of Triton, of its passes, of ptxas, of the driver
+            if _in_capture(tensors[0]) and not isinstance(error, TritonError):
+                raise  # of the capture, perhaps: nothing is known of the kernel
+            self._refused[variant] = f"it does not run on {device_of(tensors[0]).name}: {_reason(error)}"
+            raise Unavailable(self._refused[variant]) from error
+        return compiled
+
+
+def _reason(error: Exception) -> str:
+    told = getattr(error, "error_message", None) or str(error.__cause__ or error)  # else the kernel's source
+    return next((line for line in told.splitlines() if line.strip()), type(error).__name__).strip()
+
+
+def _in_capture(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _run(compiled: Any, programs: int, device: int, addresses: list[int], arguments: tuple) -> None:
+    """Launch without the metadata and hooks of Triton's own profiler."""
+    stream = driver.active.get_current_stream(device)
+    compiled.run(
+        programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *arguments
+    )
+
+
+def _keep(table: dict[tuple, Any], key: tuple, value: Any) -> None:
+    if len(table) >= TABLE:
+        table.clear()
+    table[key] = value

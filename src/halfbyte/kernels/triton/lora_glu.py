@@ -1,0 +1,324 @@
+"""Triton: the gated unit with its adapters in one pass over the tensors [M, I], the low-rank products on tensor cores.
+
+A program takes a block of columns and walks down a part of the rows, so that the adapters' factors of its columns are
+read once, and sums over rows (dB, dA) stay in registers. Sums over columns (u_d, v) are a partial result of each block
+of columns, sums over rows one of each part; a reduction adds them up, in the same order in every run. The partial
+results of v have the dtype of v: one rounding more, where PEFT's backward rounds s·dy.
+
+Measured on an H200 at [8192, 14336], r = 16: 256 µs forward (three tensors at the copy's bandwidth: 168) and 460
+backward (five: 280), where the unit, products of their own and terms added by GEMMs take 389 and 707.
+
+Tiles are those of a sweep on that device, and smaller where a block has less shared memory than there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch import Unavailable
+from ...ops import lora_glu as reference
+from ...ops.float8 import FP8_MAX
+from ...ops.fp8_scaling import Slot
+from ...ops.glu import Activation
+from ...ops.lora_glu import Factors, Gradients
+from ..device import device_of
+from ..operands import put_back
+from ..tiling import ceil_div, power_of_2
+from .float8 import float8_obstacle, largest, observe, to_float8
+from .glu import activation_and_derivative
+from .launch import Launcher
+
+WARPS = 4
+KIB = 1024
+AMPERE = (8, 0)  # before, Triton multiplies without tensor cores: it spills, and cuBLAS is faster
+Tile = tuple[int, int, int]  # rows, columns, pipeline stages
+Tiles = dict[tuple[int, int], tuple[tuple[int, Tile], ...]]
+# By bytes of a value and padded rank: KiB of shared memory that a block must be allowed, and the tile where it is.
+# NVIDIA's allow 227 from Hopper on, 163 on A100s, 99 on other GPUs since 2020, and 64 before; AMD's and Intel's 64. The
+# first tile of each row is what a sweep on an H200 found best. Where there is none, products of their own are as fast.
+FORWARD: Tiles = {
+    (2, 16): ((0, (64, 128, 2)),),
+    (2, 32): ((99, (64, 128, 2)), (0, (64, 64, 2))),
+    (2, 64): ((163, (64, 128, 2)), (99, (64, 64, 2))),
+    (4, 16): ((163, (64, 128, 2)), (0, (32, 64, 2))),
+    (4, 32): ((227, (64, 128, 2)), (99, (32, 64, 2))),
+}
+BACKWARD: Tiles = {
+    (2, 16): ((0, (64, 64, 3)),),
+    (2, 32): ((163, (64, 64, 3)), (99, (64, 64, 2)), (0, (32, 64, 2))),
+    (2, 64): ((163, (64, 64, 3)), (99, (32, 64, 2))),
+    (4, 16): ((163, (64, 64, 3)), (0, (32, 64, 2))),
+    (4, 32): ((227, (64, 64, 3)), (99, (32, 64, 2))),
+}
+PARTS = (1024, 512, 256)  # rows that a program walks down: the most that leaves `PROGRAMS` of them
+PROGRAMS = 1024
+
+
+@triton.jit
+def _load(ptr, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
+    """[index, RANK] of a factor, zero beyond its size and rank."""
+    r = tl.arange(0, RANK)
+    mask = (index < size)[:, None] & (r < rank)[None, :]
+    return tl.load(ptr + index.to(tl.int64)[:, None] * step + r[None, :] * rank_step, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(ptr, values, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
+    r = tl.arange(0, RANK)
+    mask = (index < size)[:, None] & (r < rank)[None, :]
+    tl.store(ptr + index.to(tl.int64)[:, None] * step + r[None, :] * rank_step, values, mask=mask)
+
+
+@triton.jit
+def _cast(out, values, mask, factors, scale, LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr):
+    """Store `values` in FP8 and return them in fp32; beyond the ends they are zeros, which no amax notices."""
+    values = values.to(tl.float32)
+    if COLUMN_FACTORS:
+        values *= factors[None, :]
+    tl.store(out, to_float8(values, scale, LIMIT).to(out.dtype.element_ty), mask=mask)
+    return values
+
+
+@triton.jit
+def _lora_glu(
+    gate_ptr, up_ptr, low_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, out_ptr, partial_ptr, cast_ptr, newest_ptr,
+    rows, width, gate_scale, up_scale,
+    R_GATE: tl.constexpr, R_UP: tl.constexpr, R_DOWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, COLUMNS)
+    block = tl.program_id(0) % blocks
+    part = tl.program_id(0) // blocks
+    col = block * COLUMNS + tl.arange(0, COLUMNS)
+    b_gate = tl.trans(_load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK))
+    b_up = tl.trans(_load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK))
+    a_down = _load(a_down_ptr, col, width, 1, R_DOWN, width, RANK)
+    # The largest magnitude is told once, at the end: a branch in the loop would stall its pipeline.
+    scale, amax = tl.load(cast_ptr), tl.full((), 0.0, tl.float32)
+    for step in tl.range(0, PART // ROWS, num_stages=STAGES):
+        row = part * PART + step * ROWS + tl.arange(0, ROWS)
+        element = row.to(tl.int64)[:, None] * width + col[None, :]
+        mask = (row < rows)[:, None] & (col < width)[None, :]
+        u_gate = _load(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        u_up = _load(low_ptr + R_GATE, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+        g = tl.load(gate_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        g += gate_scale * tl.dot(u_gate, b_gate, input_precision="ieee")
+        u += up_scale * tl.dot(u_up, b_up, input_precision="ieee")
+        activated, _ = activation_and_derivative(g, ACTIVATION)
+        h = (activated * u).to(gate_ptr.dtype.element_ty)
+        if LIMIT > 0:  # of FP8: h is written in that
+            amax = tl.maximum(amax, largest(_cast(out_ptr + element, h, mask, scale, scale, LIMIT, False)))
+        else:
+            tl.store(out_ptr + element, h, mask=mask)
+        u_down = tl.dot(h, a_down, input_precision="ieee")
+        _store(partial_ptr + block.to(tl.int64) * rows * R_DOWN, u_down, row, rows, R_DOWN, R_DOWN, 1, RANK)
+    if LIMIT > 0:
+        observe(newest_ptr, amax)
+
+
+@triton.jit
+def _lora_glu_backward(
+    grad_ptr, gate_ptr, up_ptr, low_ptr, v_down_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, v_ptr, factor_ptr, codes_ptr,
+    column_ptr, cast_ptr, newest_ptr,
+    rows, width, gate_scale, up_scale,
+    R_GATE: tl.constexpr, R_UP: tl.constexpr, R_DOWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, COLUMNS)
+    block = tl.program_id(0) % blocks
+    part = tl.program_id(0) // blocks
+    col = block * COLUMNS + tl.arange(0, COLUMNS)
+    b_gate = _load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK)
+    b_up = _load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK)
+    a_down = tl.trans(_load(a_down_ptr, col, width, 1, R_DOWN, width, RANK))
+    d_gate = tl.zeros((COLUMNS, RANK), tl.float32)
+    d_up = tl.zeros((COLUMNS, RANK), tl.float32)
+    d_down = tl.zeros((COLUMNS, RANK), tl.float32)
+    dtype = gate_ptr.dtype.element_ty
+    scale, amax = tl.load(cast_ptr), tl.full((), 0.0, tl.float32)
+    if COLUMN_FACTORS:
+        gate_factors = tl.load(column_ptr + col, mask=col < width, other=0.0)
+        up_factors = tl.load(column_ptr + width + col, mask=col < width, other=0.0)
+    else:
+        gate_factors, up_factors = scale, scale
+    v_row = v_ptr + block.to(tl.int64) * rows * (R_GATE + R_UP)
+    for step in tl.range(0, PART // ROWS, num_stages=STAGES):
+        row = part * PART + step * ROWS + tl.arange(0, ROWS)
+        element = row.to(tl.int64)[:, None] * width + col[None, :]
+        mask = (row < rows)[:, None] & (col < width)[None, :]
+        u_gate = _load(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        u_up = _load(low_ptr + R_GATE, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+        v_down = _load(v_down_ptr, row, rows, R_DOWN, R_DOWN, 1, RANK)
+        dh = tl.load(grad_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(gate_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        g += gate_scale * tl.dot(u_gate, tl.trans(b_gate), input_precision="ieee")
+        u += up_scale * tl.dot(u_up, tl.trans(b_up), input_precision="ieee")
+        dh += tl.dot(v_down, a_down, input_precision="ieee")
+        activated, derivative = activation_and_derivative(g, ACTIVATION)
+        d_down = tl.dot(tl.trans((activated * u).to(dtype)), v_down, d_down, input_precision="ieee")
+        dg = (dh * u * derivative).to(dtype)
+        code = row.to(tl.int64)[:, None] * (2 * width) + col[None, :]
+        if LIMIT > 0:  # of FP8: dg and du are written in that, side by side
+            amax = tl.maximum(
+                amax, largest(_cast(codes_ptr + code, dg, mask, gate_factors, scale, LIMIT, COLUMN_FACTORS))
+            )
+        else:
+            tl.store(gate_ptr + element, dg, mask=mask)
+        d_gate = tl.dot(tl.trans(dg), u_gate, d_gate, input_precision="ieee")
+        v = gate_scale * tl.dot(dg, b_gate, input_precision="ieee")
+        _store(v_row, v, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        du = (dh * activated).to(dtype)
+        if LIMIT > 0:
+            beside = codes_ptr + code + width
+            amax = tl.maximum(amax, largest(_cast(beside, du, mask, up_factors, scale, LIMIT, COLUMN_FACTORS)))
+        else:
+            tl.store(up_ptr + element, du, mask=mask)
+        d_up = tl.dot(tl.trans(du), u_up, d_up, input_precision="ieee")
+        v = up_scale * tl.dot(du, b_up, input_precision="ieee")
+        _store(v_row + R_GATE, v, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+    if LIMIT > 0:
+        observe(newest_ptr, amax)
+    factor = factor_ptr + part.to(tl.int64) * (R_GATE + R_UP + R_DOWN) * width
+    _store(factor, gate_scale * d_gate, col, width, 1, R_GATE, width, RANK)
+    factor += R_GATE * width
+    _store(factor, up_scale * d_up, col, width, 1, R_UP, width, RANK)
+    factor += R_UP * width
+    _store(factor, d_down, col, width, 1, R_DOWN, width, RANK)
+
+
+_forward_launcher = Launcher(_lora_glu)
+_backward_launcher = Launcher(_lora_glu_backward)
+
+
+def _grid(rows: int, width: int, columns: int) -> tuple[int, int]:
+    """Blocks of columns, and rows in a part."""
+    blocks = ceil_div(width, columns)
+    enough = (part for part in PARTS if blocks * ceil_div(rows, part) >= PROGRAMS)
+    return blocks, next(enough, PARTS[-1])
+
+
+def _padded(rank: int) -> int:
+    """To what a tensor core takes."""
+    return max(power_of_2(rank), 16)
+
+
+def _tile(tiles: Tiles, x: Tensor, rank: int) -> Tile | None:
+    """The first one for this dtype and rank that the device has shared memory for."""
+    shared, row = device_of(x).shared_bytes, tiles.get((x.element_size(), _padded(rank)), ())
+    return next((tile for needed, tile in row if needed * KIB <= shared), None)
+
+
+def _tile_for(tiles: Tiles, gate: Tensor, factors: Factors) -> Tile:
+    """Likewise, for callers that have not asked `in_one_pass`.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    rank = max(factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0])
+    tile = _tile(tiles, gate, rank)
+    if tile is None:
+        raise Unavailable(f"there is no tile for adapters of rank {rank} in {gate.dtype}")
+    return tile
+
+
+def _constants(factors: Factors, tile: Tile, part: int, activation: str) -> tuple:
+    ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
+    tile_rows, columns, stages = tile
+    return (*ranks, _padded(max(ranks)), tile_rows, columns, part, stages, activation)
+
+
+@reference.in_one_pass.kernel("cuda", "xpu")
+def in_one_pass(x: Tensor, rank: int) -> bool:
+    device = device_of(x)
+    if device.kind == "cuda" and not device.at_least(AMPERE):
+        return False
+    return _tile(FORWARD, x, rank) is not None and _tile(BACKWARD, x, rank) is not None
+
+
+def _forward(gate, up, low, factors: Factors, activation: str, slot: Slot | None) -> tuple[Tensor, Tensor]:
+    reference.check_lora_glu(gate, up, low, factors, activation)
+    (rows, width), tile = gate.shape, _tile_for(FORWARD, gate, factors)
+    blocks, part = _grid(rows, width, tile[1])
+    out = torch.empty_like(gate) if slot is None else torch.empty_like(gate, dtype=slot.dtype)
+    partial = torch.empty(blocks, rows, factors.a_down.shape[0], dtype=torch.float32, device=gate.device)
+    cast = (partial, partial) if slot is None else (slot.scale, slot.newest)
+    if gate.numel():
+        _forward_launcher(
+            blocks * ceil_div(rows, part),
+            (gate, up, low, factors.b_gate, factors.b_up, factors.a_down, out, partial, *cast),
+            (rows, width, factors.gate_scale, factors.up_scale),
+            (*_constants(factors, tile, part, activation), FP8_MAX[slot.dtype] if slot else 0),
+            WARPS,
+        )
+    return out, partial.sum(0).to(gate.dtype)
+
+
+def _backward(
+    grad, gate, up, low, v_down, factors: Factors, activation: str, slot: Slot | None, columns: Tensor | None
+) -> tuple[Gradients, Tensor | None]:
+    """dg and du stand in gate and up or, with a slot, in the codes that are returned."""
+    reference.check_lora_glu(gate, up, low, factors, activation)
+    reference.check_gradients(grad, v_down, gate, factors)
+    (rows, width), tile = gate.shape, _tile_for(BACKWARD, gate, factors)
+    blocks, part = _grid(rows, width, tile[1])
+    ranks = [factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]]
+    v = torch.empty(blocks, rows, ranks[0] + ranks[1], dtype=gate.dtype, device=gate.device)
+    sums = torch.empty(ceil_div(rows, part), sum(ranks), width, dtype=torch.float32, device=gate.device)
+    codes = None if slot is None else torch.empty(rows, 2 * width, dtype=slot.dtype, device=gate.device)
+    cast: tuple = (sums,) * 4
+    if slot is not None:
+        cast = (codes, sums if columns is None else columns, slot.scale, slot.newest)
+    if gate.numel():
+        constants = _constants(factors, tile, part, activation)
+        _backward_launcher(
+            blocks * ceil_div(rows, part),
+            (grad, gate, up, low, v_down, factors.b_gate, factors.b_up, factors.a_down, v, sums, *cast),
+            (rows, width, factors.gate_scale, factors.up_scale),
+            (*constants, FP8_MAX[slot.dtype] if slot else 0, columns is not None),
+            WARPS,
+        )
+    b_gate, b_up, a_down = sums.sum(0).split(ranks)
+    return Gradients(v.sum(0, dtype=torch.float32).to(gate.dtype), b_gate.t(), b_up.t(), a_down), codes
+
+
+@reference.lora_glu.kernel("cuda", "xpu", rank=2)
+def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation) -> tuple[Tensor, Tensor]:
+    return _forward(gate, up, low, factors, activation, None)
+
+
+@reference.lora_glu_float8.kernel("cuda", "xpu", unless=float8_obstacle, rank=2)
+def lora_glu_float8(
+    gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation, slot: Slot
+) -> tuple[Tensor, Tensor]:
+    return _forward(gate, up, low, factors, activation, slot)
+
+
+@reference.lora_glu_backward_.kernel("cuda", "xpu", rank=2)
+def lora_glu_backward_(
+    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
+) -> Gradients:
+    found, _ = _backward(grad, gate, up, low, v_down, factors, activation, None, None)
+    put_back((gate, up), (gate, up))
+    return found
+
+
+@reference.lora_glu_backward_float8.kernel("cuda", "xpu", unless=float8_obstacle, rank=2)
+def lora_glu_backward_float8(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    low: Tensor,
+    v_down: Tensor,
+    factors: Factors,
+    activation: Activation,
+    slot: Slot,
+    columns: Tensor | None,
+) -> tuple[Gradients, Tensor | None]:
+    return _backward(grad, gate, up, low, v_down, factors, activation, slot, columns)
