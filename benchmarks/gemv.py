@@ -22,9 +22,8 @@ from torch import Tensor
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
-from halfbyte.kernels.cuda import gemm4 as gemm_cuda
-from halfbyte.kernels.cuda import gemv4_row
-from halfbyte.kernels.cuda.gemv4 import Blocks, image, product
+from halfbyte.kernels.cuda import gemm4, gemv4, gemv4_row
+from halfbyte.kernels.cuda.gemv4 import Blocks, image
 from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 from halfbyte.kernels.tiling import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
@@ -78,10 +77,7 @@ def sweep(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     for blocks, built in zip(shapes, images, strict=True):
         if built.shared_for(8 * rest[1]) > HOPPER_SHARED_BYTES:
             continue
-        calls = [
-            partial(product, x, packed, absmax, nested, kind, rows, None, blocks)
-            for packed, absmax, nested, _, kind, rows in weights
-        ]
+        calls = [partial(gemv4.gemm, x, *weight, None, blocks=blocks) for weight in weights]
         times.append((graph_us(calls, 5), tuple(blocks)))
     return sorted(times)
 
@@ -97,7 +93,7 @@ def sweep_row(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     for blocks, built in zip(shapes, images, strict=True):
         if built.shared > HOPPER_SHARED_BYTES:
             continue
-        calls = [partial(gemv4_row.product, x, *weight, None, blocks) for weight in weights]
+        calls = [partial(gemv4_row.gemv, x, *weight, None, blocks=blocks) for weight in weights]
         times.append((graph_us(calls, 5), tuple(blocks)))
     return sorted(times)
 
@@ -106,13 +102,9 @@ def sweep_gemm(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     """The same for what takes more rows."""
     times = []
     for groups, stages in itertools.product((2, 4), (3, 4, 5)):
-        blocks = gemm_cuda.Blocks(groups, stages)
-        calls = [
-            partial(gemm_cuda.product, x, packed, absmax, nested, kind, rows, None, blocks)
-            for packed, absmax, nested, _, kind, rows in weights
-        ]
+        calls = [partial(gemm4.gemm, x, *weight, None, blocks=gemm4.Blocks(groups, stages)) for weight in weights]
         with contextlib.suppress(Unavailable):  # which takes too much shared memory
-            times.append((graph_us(calls, 5), tuple(blocks)))
+            times.append((graph_us(calls, 5), (groups, stages)))
     return sorted(times)
 
 
@@ -140,7 +132,7 @@ def main() -> None:
             print(f"{shape:>11} M={batch:<2}: {ours:6.1f} µs, {rate:.2f} TB/s ({rate / copy:.0%} of copy), "
                   f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
             if given.sweep:
-                by = sweep_row if batch <= gemv4_row.BATCH else sweep if batch < gemm_cuda.FEWEST else sweep_gemm
+                by = sweep_row if batch <= gemv4_row.BATCH else sweep if batch < gemm4.FEWEST else sweep_gemm
                 row["sweep"] = by(x, weights)
                 best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:8])
                 print(f"    {best}", flush=True)

@@ -58,11 +58,12 @@ def sweep(format_: KBit, weights: list[dict], shape: tuple[int, int], x: Tensor)
         calls = []
         for parts in weights:
             packed, scales = parts["packed"], parts["scales"]
-            rest = parts["factor"], format_.levels(parts), format_.k
+            rest = parts["factor"], format_.levels(parts)
             if isinstance(blocks, gemv_planes_row.Blocks):
-                calls.append(partial(gemv_planes_row.product, x, packed, scales, *rest, shape[0], None, blocks))
+                calls.append(partial(gemv_planes_row.gemv, x, packed, scales, *rest, shape[0], None, blocks))
             else:
-                calls.append(partial(gemv_planes.product, x, packed, scales, scales, *rest, 0, shape[0], None, blocks))
+                numbers = format_.k, 0, shape[0], None, blocks
+                calls.append(partial(gemv_planes.multiply, x, packed, scales, scales, *rest, *numbers))
         with contextlib.suppress(Unavailable):  # which takes too much shared memory
             times.append((graph_us(calls, 5), tuple(blocks)))
     return sorted(times)

@@ -13,9 +13,6 @@ from .errors import DataError
 if TYPE_CHECKING:
     import torch
 
-IGNORED = -100
-LOGIT_ROWS = 1024  # positions whose logits are taken to float32 at a time
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -63,7 +60,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
 def measure(
     model: torch.nn.Module, rows: Sequence[dict[str, Any]], collate: Callable[[list[Any]], dict[str, Any]], size: int
 ) -> Evaluation:
-    """Token-weighted loss of `model` over `rows`, `size` rows per forward.
+    """Token-weighted loss of `model` over `rows`, `size` rows per forward; as in training, without full logits.
 
     Raises:
         DataError: no row has a token that counts.
@@ -71,37 +68,18 @@ def measure(
     import torch
 
     from .adapters import compute, no_input_casts
-    from .models.head import backbone_inputs
+    from .models.head import causal_lm_loss
 
     device = next(model.parameters()).device
     total, tokens, started = 0.0, 0, time.perf_counter()
-    with torch.inference_mode(), no_input_casts(model):
+    with torch.no_grad(), no_input_casts(model):
         for first in range(0, len(rows), size):
             batch = collate([rows[index] for index in range(first, min(first + size, len(rows)))])
             batch = {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
-            labels = batch["labels"]
             with compute(model):
-                logits = model(**backbone_inputs(model, batch), use_cache=False).logits
-            loss, count = summed_loss(logits, labels)
-            total, tokens = total + loss, tokens + count
+                loss_sum, trained_tokens = causal_lm_loss(model, batch)
+            total, tokens = total + float(loss_sum), tokens + int(trained_tokens)
     if not tokens:
         raise DataError("no token of this data is trained on, so there is no loss", "see `halfbyte preview`")
     loss = total / tokens
     return Evaluation(loss, math.exp(min(loss, 700.0)), tokens, len(rows), time.perf_counter() - started)
-
-
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
-    """Sum of the cross-entropies, in float32, and how many tokens it is over.
-
-    Args:
-        logits: (batch, length, vocabulary), position t predicting token t+1.
-        labels: (batch, length), unshifted, -100 where a token does not count.
-    """
-    from torch.nn.functional import cross_entropy
-
-    predicted, target = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    total = sum(
-        float(cross_entropy(part.float(), wanted, ignore_index=IGNORED, reduction="sum"))
-        for part, wanted in zip(predicted.split(LOGIT_ROWS), target.split(LOGIT_ROWS), strict=True)
-    )
-    return total, int((target != IGNORED).sum())

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .adapters import compute, no_input_casts
-from .chat import turn_end
 from .errors import ConfigError, ModelError
 from .generation import Sampling
-from .models.head import IGNORE_INDEX, token_log_probs
+from .generation.stops import stop_tokens, turn_end
+from .generation.text import continue_texts
+from .models.head import token_log_probs
+from .ops import IGNORE_INDEX
 from .runs.saved import load_saved
-from .serve.text import continue_texts
-from .train.samples import stop_tokens
 
 try:
     from lm_eval.api.model import TemplateLM

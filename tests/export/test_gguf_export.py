@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
-from halfbyte.export.gguf import export as module
-from halfbyte.export.gguf.adapter import export_adapter
-from halfbyte.export.gguf.export import export_gguf
-from halfbyte.export.gguf.tensors import interleaved
+from halfbyte.export import gguf_model as module
+from halfbyte.export.gguf_adapter import export_adapter
+from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.models.gguf.tensors import halved
+from halfbyte.gguf import write_file
+from halfbyte.gguf.names import halved, interleaved
 
 CHATML = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
@@ -122,14 +122,14 @@ def test_nothing_is_overwritten_and_no_half_file_stays(tmp_path, llama, monkeypa
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_encoded", stop)
+    monkeypatch.setattr(write_file, "_encoded", stop)
     with pytest.raises(KeyboardInterrupt):
         export_gguf(llama, "f16", out)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_space_is_said_before_starting(tmp_path, llama, monkeypatch):
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(TrainingError, match=r"it takes 0\.06 GiB"):
         export_gguf(llama, "f32", tmp_path / "m.gguf")
 

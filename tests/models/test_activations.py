@@ -13,10 +13,10 @@ from torch import nn
 import halfbyte
 from halfbyte import notices
 from halfbyte.errors import ModelError
+from halfbyte.families import FAMILIES as ROWS
 from halfbyte.models import activations
-from halfbyte.models.activations import ACTIVATIONS
-from halfbyte.models.families import FAMILIES as ROWS
 from halfbyte.models.head import causal_lm_loss
+from halfbyte.models.patched import patched
 from halfbyte.plan.policy import FUSED, LEVELS, LayerShape
 from halfbyte.plan.replay import Ledger
 
@@ -183,7 +183,7 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
 
 def test_families_of_the_planner_are_those_of_the_patch():
     planned = {{"gemma3_text": "Gemma3"}.get(kind, kind.capitalize()) for kind in FUSED}
-    assert {row.name for row in ROWS} == planned | UNPLANNED
+    assert {row.name for row in ROWS if row.patched} == planned | UNPLANNED
     for row in (row for row in ROWS if row.name in planned):
         traits = FUSED["gemma3_text" if row.name == "Gemma3" else row.name.lower()]
         assert set(traits) == {name for name in ("sandwich", "qk_norm", "fused") if getattr(row, name)}
@@ -193,7 +193,7 @@ def test_unpatching_forgets_the_levels():
     model = tiny("Llama")
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     halfbyte.patch(model, "checkpoint")
-    assert sum(ACTIVATIONS in module.__dict__ for module in model.modules()) == 2
+    assert sum(getattr(patched(module), "activations", None) is not None for module in model.modules()) == 2
     halfbyte.unpatch(model)
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +17,14 @@ from peft import PeftModel
 from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.architectures import auto_class
-from halfbyte.config import load_config
+from halfbyte.config import load_config, resolve
 from halfbyte.data import prepare
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import names
+from halfbyte.models.find import find_model
 from halfbyte.models.load import load_model, load_tokenizer
-from halfbyte.models.qat import quantize_trained
 from halfbyte.plan.policy import FUSED
-from halfbyte.qat.adapter import round_merged
-from halfbyte.runs.saved import model_keys
+from halfbyte.qat.model import quantize_trained, round_merged
 from halfbyte.train.sft import train
 
 STEPS = 30
@@ -179,14 +179,16 @@ def documents(config, tokenizer):
 @torch.no_grad()
 def plain_loss(config, output, device):
     """Held-out loss of what the run saved, by transformers and PEFT: one document at a time, full logits."""
-    where = model_keys(config) | {"device": device}
+    run = resolve(config)
+    load = partial(load_model, dtype=config.dtype, device=device, attn_implementation=config.attn_implementation)
     if config.use_peft:
-        model = PeftModel.from_pretrained(load_model(config.model_name_or_path, **where), str(output / "adapter"))
+        model = load(find_model(run.origin), run.storage)
+        model = PeftModel.from_pretrained(model, str(output / "adapter"))
         if config.qat_scheme:
             round_merged(model)
             quantize_trained(model)
     else:
-        model = load_model(str(output / "model"), **where)
+        model = load(str(output / "model"), run.storage)
     model.eval()
     loss_sum, count = 0.0, 0
     for ids, labels in documents(config, load_tokenizer(config.model_name_or_path)):

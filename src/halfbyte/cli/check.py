@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..config import RunConfig
+from ..config import RunConfig, resolve
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 
@@ -32,16 +32,17 @@ def check_run(config: RunConfig) -> None:
     from ..data.batches import batches_of
     from ..hardware import planned_device
     from ..models.attention import implementation
+    from ..models.find import find_model
     from ..models.load import check_attention, load_tokenizer
     from ..plan.estimate import estimate
-    from ..runs.saved import tokenizer_keys
     from ..terminal import print_data, print_memory
 
     console = Console()
-    model_config = read_model_config(config)
+    files = find_model(resolve(config).origin)
+    model_config = files.config
     device = planned_device(config)
     check_attention(model_config, config.attn_implementation, device, trains=True)
-    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = prepare(config, tokenizer)
     print_data(console, data.report)
     check_modules(config, model_config)
@@ -60,10 +61,9 @@ def check_run(config: RunConfig) -> None:
 
 def read_model_config(config: RunConfig) -> PretrainedConfig:
     """The model's config.json."""
-    from ..models.load import load_model_config
+    from ..models.find import load_model_config
 
-    where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
-    return load_model_config(config.model_name_or_path, **where, trust_remote_code=config.trust_remote_code)
+    return load_model_config(resolve(config).origin)
 
 
 def check_modules(config: RunConfig, model_config: PretrainedConfig) -> None:

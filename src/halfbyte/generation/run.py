@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..errors import ConfigError, ModelError
 from .kept import CACHES, engine_for
 from .linears import adapter_names
 from .sampling import Sampling
+from .stops import eos_tokens
 
 ACTIVE = "active"  # stands for the adapter that is active in the model
 
@@ -73,14 +74,14 @@ def stream(
     stops: Sequence[int] | None = None,
     adapter: str | Sequence[str | None] | None = ACTIVE,
     kv_cache: str = "auto",
-) -> Iterator[list[int | None]]:
+) -> Generator[list[int | None]]:
     """Yield the new token of each row, None for rows that have ended, until all have. Arguments as in `generate`."""
     if not prompts:
         return
     sampling, longest = sampling or Sampling(), max(map(len, prompts))
     _check(model, prompts, max_new_tokens, kv_cache)
     adapters = _adapters(model, adapter, len(prompts))
-    ends = _stops(model) if stops is None else set(stops)
+    ends = eos_tokens(model) if stops is None else set(stops)
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
@@ -151,8 +152,3 @@ def _adapters(model: Any, adapter: str | Sequence[str | None] | None, rows: int)
 def _disabled(model: Any) -> bool:
     """Whether the adapters are switched off, as within `disable_adapter()`."""
     return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
-
-
-def _stops(model: Any) -> set[int]:
-    own = model.generation_config.eos_token_id
-    return set(own) if isinstance(own, list) else {own} - {None}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..hardware import segments_grow
 from ..memory.batches import Batches, Shape
 from ..notices import notice
+from ..optim import OPTIMIZERS
 from .policy import FUSED, OFFLOADED, Choice, LayerShape, choose, cost, in_words, peak
 from .scores import NO_SCORES, score_bytes
 
@@ -33,32 +34,6 @@ CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward t
 GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the stream of graphs, and gradients that wait to be added up
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
 CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
-
-# Optimizer state of transformers' `optim` names: copies of the parameter in its own dtype, and bytes beside them.
-OPTIMIZER_STATE: dict[str, tuple[int, float]] = {
-    "adamw_torch": (2, 0),
-    "adamw_torch_fused": (2, 0),
-    "adamw_torch_xla": (2, 0),
-    "adamw_torch_8bit": (0, 2),
-    "adamw_torch_4bit": (0, 1),
-    "adamw_bnb_8bit": (0, 2),
-    "adamw_8bit": (0, 2),
-    "paged_adamw_8bit": (0, 2),
-    "paged_adamw": (0, 8),
-    "paged_adamw_32bit": (0, 8),
-    "lion": (0, 4),
-    "lion_32bit": (0, 4),
-    "paged_lion": (0, 4),
-    "paged_lion_32bit": (0, 4),
-    "lion_8bit": (0, 1),
-    "paged_lion_8bit": (0, 1),
-    "ademamix": (0, 12),
-    "ademamix_8bit": (0, 3),
-    "rmsprop": (1, 0),
-    "adagrad": (1, 0),
-    "sgd": (0, 0),
-    "adafactor": (0, 0.1),
-}
 
 
 @dataclass(frozen=True)
@@ -202,7 +177,7 @@ class _Fused:
             weights=shapes.frozen_bytes(),
             adapters=self.trained.bytes,
             gradients=self.trained.bytes,
-            optimizer=_optimizer_bytes(self.config.optim, self.trained),
+            optimizer=OPTIMIZERS[self.config.optim].state_bytes(shapes.model),
             activations=0,
             logits=0,
             runtime=CUDA_RUNTIME,
@@ -316,7 +291,7 @@ def _plan(shapes: ModelShapes, checkpointed: bool, batches: Batches, capacity: i
         weights=shapes.frozen_bytes(),
         adapters=trained.bytes,
         gradients=gradients,
-        optimizer=_optimizer_bytes(config.optim, trained),
+        optimizer=OPTIMIZERS[config.optim].state_bytes(shapes.model),
         activations=moving - logits,
         logits=logits,
         runtime=CUDA_RUNTIME if shapes.device.type != "cpu" else _cpu_runtime(shapes, batches),
@@ -337,16 +312,9 @@ def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:
     return CPU_RUNTIME + CPU_PRIMITIVES * compiled
 
 
-def _optimizer_bytes(name: str, trained: Trainable) -> int:
-    if name not in OPTIMIZER_STATE:
-        notice("optimizer_memory", f"the memory of optim: {name} is not known; planning with AdamW's two fp32 states")
-    copies, other = OPTIMIZER_STATE.get(name, (0, 8))
-    return int(copies * trained.bytes + other * trained.numel)
-
-
 def _step_scratch(name: str, trained: Trainable, device_type: str) -> int:
     """torch's unfused optimizers work on lists of all parameters on accelerators: one copy of them is scratch."""
-    return trained.bytes if name in ("adamw_torch", "rmsprop", "adagrad") and device_type != "cpu" else 0
+    return trained.bytes if OPTIMIZERS[name].scratch and device_type != "cpu" else 0
 
 
 def _capacity(config: RunConfig, device: torch.device, given: int | None) -> int:

@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..architectures import ALL_LINEAR, all_linear, auto_class, beside_text
-from ..config import RunConfig
+from ..config import RunConfig, resolve
 from ..errors import ModelError
 from ..hardware import compute_dtype
 from ..memory.batches import Shape
-from ..models.choice import qat_format, stored_formats
+from ..models.choice import stored_formats
 from ..notices import notice
+from ..qat.model import qat_format
 from .replay import (
     FakeQuantizedStandIn,
     QuantizedStandIn,
@@ -69,8 +70,9 @@ class ModelShapes:
         self.dtype = planned_dtype(config, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         linears = self._quantizable()
-        if config.quantized:
-            for name, format_ in stored_formats(config, model_config, self.causal_lm, linears.keys()).items():
+        storage = resolve(config).storage
+        if storage.quantized:
+            for name, format_ in stored_formats(storage, model_config, self.causal_lm, linears.keys()).items():
                 linears[name].__class__ = QuantizedStandIn
                 linears[name].format = format_  # type: ignore[assignment]
         elif config.qat_scheme is not None:

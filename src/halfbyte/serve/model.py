@@ -13,10 +13,10 @@ from ..adapters import check_adapter_files, load_adapter
 from ..chat import Conversation
 from ..errors import CheckpointError, ConfigError
 from ..generation import Sampling
+from ..generation.text import Piece, continue_texts
 from ..notices import notice
 from ..runs.saved import Saved, find, load_saved
 from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError
-from .text import Piece, continue_texts
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
-from halfbyte.models.head import IGNORE_INDEX
+from halfbyte.ops import IGNORE_INDEX
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
 LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
@@ -65,14 +65,6 @@ def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, trained: Sequence[str]) -> list[int]:
-    """Tokens that end an answer: EOS, the model's own, and those that end the trained turns."""
-    own = model.generation_config.eos_token_id
-    own = own if isinstance(own, list) else [own]
-    found = {tokenizer.eos_token_id, *own, *(tokenizer.convert_tokens_to_ids(token) for token in trained)}
-    return sorted(token for token in found if token is not None)
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from ...dispatch import Unavailable
-from ...notices import notice
 from ..device import device_at
 from .nvrtc import Image, cubin
 
@@ -46,30 +45,8 @@ class _Config(ctypes.Structure):
     )
 
 
-class Attempts:
-    """Calls of what may not compile or fit on this machine, which is said once.
-
-    What one set of constants meets on one device says nothing about others, so `remembered` keeps that, not this.
-
-    Args:
-        key: of the notice.
-        otherwise: what happens instead, in words.
-    """
-
-    def __init__(self, key: str, otherwise: str):
-        self._key, self._otherwise = key, otherwise
-
-    def __call__(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
-        """What the function returns; None if it raises Unavailable."""
-        try:
-            return function(*arguments, **options)
-        except Unavailable as error:
-            notice(self._key, f"{error}; {self._otherwise}")
-            return None
-
-
 def remembered(build: Callable[..., Result]) -> Any:
-    """`functools.cache` that remembers a Unavailable, too: what was refused is not compiled again."""
+    """`functools.cache` that remembers an Unavailable, too: what was refused is not compiled again."""
 
     @functools.cache
     def outcome(*arguments: Any) -> Result | Unavailable:

@@ -1,30 +1,24 @@
-"""`cuda/gemm.cuh`: products of up to 64 rows with weights of 4 bits, decoded in registers, by Hopper's wgmma.
-
-It takes what the kernels of `cuda/split_k.cuh` take (`gemv4_cuda`), on a GPU of compute capability 9.x.
-"""
+"""`cuda/gemm.cuh`: GEMM of up to 64 rows with weights of 4 bits, decoded in registers, by Hopper's wgmma."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...ops.gemv4 import linear_blockwise4
 from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
-from . import Attempts, Kernel, cubin, remembered
-from .gemv4 import BLOCKSIZE, Nested, weight_of
-from .gemv4 import takes as takes_few
+from . import Kernel, cubin, remembered
+from .gemv4 import BLOCKSIZE, Nested, Term, mma_obstacle, weight_of
 
 FEWEST, BATCH = 9, 64  # rows of x
 CAPABILITY = 9  # wgmma is of 9.x alone
 STEP = 256  # columns of K that are dealt out together
 COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of `add`
 PARTS = 16  # of a tile at most, about
-
-
-Term = tuple[Tensor, Tensor] | None  # u [M, r], B [N, r]
 
 
 class _Term(ctypes.Structure):
@@ -69,9 +63,13 @@ def _kernel(
     return Kernel(image, name), Kernel(image, "add", 0)
 
 
-def takes(x: Tensor, *of_weight: Tensor) -> bool:
-    """True if these kernels can run: the device, x's dtype and size, and how tensors are aligned."""
-    return takes_few(x, *of_weight, most=BATCH) and device_of(x).capability[0] == CAPABILITY
+def wgmma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
+    """Why these kernels do not take these, whatever the size of blocks; None: they do."""
+    if x.shape[0] > BATCH:
+        return "takes up to 64 rows"
+    return mma_obstacle(x, *of_weight) or (
+        "needs wgmma, of compute capability 9.x alone" if device_of(x).capability[0] != CAPABILITY else None
+    )
 
 
 def adds(term: Term) -> bool:
@@ -87,11 +85,7 @@ def launch(
     name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int,
     blocks: Blocks | None = None, term: Term = None, **constants: int,
 ) -> Tensor:  # fmt: skip
-    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`; its parameters are the weight, x, the tiles' parts and x's rows.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
+    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, of parameters weight, x, the tiles' parts and x's rows."""
     device, (batch, columns), tiles = x.get_device(), x.shape, tiles_of(x.shape[0])
     blocks = blocks or blocks_for(tiles)
     tile = 64 * blocks.groups
@@ -110,27 +104,22 @@ def launch(
     return out
 
 
-def product(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int, bias: Tensor | None,
-    blocks: Blocks | None = None, term: Term = None,
-) -> Tensor:  # fmt: skip
-    """`linear_blockwise4` of contiguous tensors that `takes` accepts, and a term that `adds` does.
+def obstacle(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, term: Term = None, *_: Any,
+) -> str | None:  # fmt: skip
+    if x.shape[0] < FEWEST or blocksize != BLOCKSIZE:
+        return "takes 9 to 64 rows and blocks of 64"
+    return wgmma_obstacle(x, packed, absmax) or (
+        None if adds(term) else "needs the adapter's ranks in multiples of 8, at multiples of 16 bytes"
+    )
 
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
+
+@linear_blockwise4.kernel("cuda", unless=obstacle, rank=2)
+def gemm(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    x = x.contiguous()
     weight = weight_of(x, packed, absmax, nested, quant_type, rows)
     return launch("gemm4", weight, x, bias, None, rows, blocks, term, NESTED=int(nested is not None))
-
-
-_attempt = Attempts("gemm4-cuda", f"products of {FEWEST} to {BATCH} rows run in other kernels, more slowly")
-
-
-def try_product(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: Term = None,
-) -> Tensor | None:  # fmt: skip
-    """`product` where it can run and pays, else None; says once why it cannot be compiled."""
-    if x.shape[0] < FEWEST or blocksize != BLOCKSIZE or not takes(x, packed, absmax) or not adds(term):
-        return None
-    return _attempt(product, x, packed, absmax, nested, quant_type, rows, bias, term=term)

@@ -1,16 +1,18 @@
-"""`cuda/row_planes.cu`: the product of one row with a k-bit weight."""
+"""`cuda/row_planes.cu`: GEMV of one row with a k-bit weight."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...ops.gemv_planes import linear_bitplane
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Kernel, cubin, remembered
+from .gemv4 import mma_obstacle
 
 ROWS, COLUMNS = 16, 512  # of a tile; what a warp takes at a time, of which K must be a multiple
 
@@ -51,16 +53,20 @@ def _kernel(blocks: Blocks, device: int, bf16: bool, bits: int) -> Kernel:
     return Kernel(image, "row_planes")
 
 
-def product(
-    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, bits: int, rows: int,
-    bias: Tensor | None, blocks: Blocks | None = None,
-) -> Tensor:  # fmt: skip
-    """`linear_bitplane` of one row, of contiguous tensors that `gemv_planes` accepts; K is a multiple of `COLUMNS`.
+def obstacle(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, *_: Any
+) -> str | None:
+    if x.shape[0] != 1 or rows < ROWS or x.shape[1] % COLUMNS:
+        return "takes one row, N from 16 and K in multiples of 512"
+    return mma_obstacle(x, packed, scales)
 
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
-    device = x.get_device()
+
+@linear_bitplane.kernel("cuda", unless=obstacle, rank=1)
+def gemv(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None,
+    blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    x, device, bits = x.contiguous(), x.get_device(), codebook.numel().bit_length() - 1
     blocks = blocks or blocks_for(bits, rows, multiprocessors_of(device))
     weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, scales, codebook)], rows, x.shape[1])
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
