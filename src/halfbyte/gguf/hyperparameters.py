@@ -62,7 +62,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
             _add(writer, f"{arch}.{key}", value or 0)
 
 
-def _add(writer: GGUFWriter, key: str, value: float) -> None:
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     (writer.add_float32 if key.endswith(FP32) else writer.add_uint32)(key, value)
 
 
@@ -159,10 +159,8 @@ def _add_rope(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_dimension_sections([*sections, 0])
     kind = rope.get("rope_type", "default")
     if kind in SCALINGS:
-        if rope.get("attention_factor") or rope.get("mscale"):
-            raise ModelError(
-                f"config.json: rope_parameters: {kind} with an attention factor of its own is not exported"
-            )
+        if kind == "yarn" and (rope.get("attention_factor") or rope.get("mscale")):
+            raise ModelError("config.json: rope_parameters: yarn with an attention factor of its own is not exported")
         writer.add_rope_scaling_type(RopeScalingType(kind))
         for key, name in SCALINGS[kind].items():
             _add(writer, f"{writer.arch}.{key}", rope[name])
