@@ -29,14 +29,14 @@ ORDER = [
     ["dispatch"],
     ["ops", "formats"],
     ["autograd"],
-    ["tensor"],
+    ["tensor", "parallel"],
     ["layers", "memory", "functional", "gguf"],
     ["qat"],
     ["adapters"],
     ["models"],
     ["data", "generation"],
     ["plan"],
-    ["runs"],
+    ["runs", "methods"],
     ["report"],  # reads only the files of a run, so a run may end by writing its report
     ["export"],  # reads only saved runs, so a finished run can offer to merge itself
     ["train"],
