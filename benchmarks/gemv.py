@@ -10,6 +10,7 @@ formats: `benchmarks.gemv_formats`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
+from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
-from halfbyte.kernels.cuda import gemm4 as gemm_cuda
-from halfbyte.kernels.cuda import gemv4_row
-from halfbyte.kernels.cuda.gemv4 import Blocks, image, product
+from halfbyte.kernels.cuda import gemm4, gemv4, gemv4_row
+from halfbyte.kernels.cuda.gemv4 import Blocks, image
 from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 from halfbyte.kernels.tiling import ceil_div, power_of_2
 from halfbyte.ops.gemv4 import linear_blockwise4
@@ -36,9 +37,7 @@ def candidates(batch: int) -> list[Blocks]:
     """Every block shape of the CUDA kernel worth a try for `batch` rows of x."""
     groups = ((1, 16), (2, 8), (4, 4), (8, 2), (1, 8), (2, 4), (4, 2))
     found = [Blocks(rt, *warps, stages) for rt, warps, stages in itertools.product((1, 2), groups, (2, 3, 4))]
-    full = 8 * power_of_2(ceil_div(batch, 8))
-    fitting = [blocks for blocks in found if blocks.shared_bytes(full, True) <= HOPPER_SHARED_BYTES]
-    return [blocks for blocks in fitting if blocks.wr * blocks.wk * blocks.rt * (blocks.stages - 1) >= 24]
+    return [blocks for blocks in found if blocks.wr * blocks.wk * blocks.rt * (blocks.stages - 1) >= 24]
 
 
 def weights_of(rows: int, columns: int) -> list[tuple]:
@@ -73,13 +72,12 @@ def sweep(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     shapes = candidates(x.shape[0])
     rest = x.get_device(), power_of_2(ceil_div(x.shape[0], 8)), x.dtype is torch.bfloat16
     with ThreadPoolExecutor(16) as pool:  # NVRTC leaves Python's lock
-        list(pool.map(lambda blocks: image(blocks, *rest, True), shapes))
+        images = list(pool.map(lambda blocks: image(blocks, *rest, True), shapes))
     times = []
-    for blocks in shapes:
-        calls = [
-            partial(product, x, packed, absmax, nested, kind, rows, None, blocks)
-            for packed, absmax, nested, _, kind, rows in weights
-        ]
+    for blocks, built in zip(shapes, images, strict=True):
+        if built.shared_for(8 * rest[1]) > HOPPER_SHARED_BYTES:
+            continue
+        calls = [partial(gemv4.gemm, x, *weight, None, blocks=blocks) for weight in weights]
         times.append((graph_us(calls, 5), tuple(blocks)))
     return sorted(times)
 
@@ -89,12 +87,13 @@ def sweep_row(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     warps = [(wr, wk) for wr in (1, 2, 4, 8) for wk in range(1, 17) if 8 <= wr * wk <= 16]
     batch, bf16, device = x.shape[0], x.dtype is torch.bfloat16, x.get_device()
     shapes = [gemv4_row.Blocks(rt, *groups) for rt in (1, 2) for groups in warps]
-    shapes = [blocks for blocks in shapes if blocks.shared_bytes(batch, True, 64) <= HOPPER_SHARED_BYTES]
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda blocks: gemv4_row.image(blocks, device, batch, bf16, True, 64), shapes))
+        images = list(pool.map(lambda blocks: gemv4_row.image(blocks, device, batch, bf16, True, 64), shapes))
     times = []
-    for blocks in shapes:
-        calls = [partial(gemv4_row.product, x, *weight, None, blocks) for weight in weights]
+    for blocks, built in zip(shapes, images, strict=True):
+        if built.shared > HOPPER_SHARED_BYTES:
+            continue
+        calls = [partial(gemv4_row.gemv, x, *weight, None, blocks=blocks) for weight in weights]
         times.append((graph_us(calls, 5), tuple(blocks)))
     return sorted(times)
 
@@ -103,13 +102,9 @@ def sweep_gemm(x: Tensor, weights: list[tuple]) -> list[tuple[float, tuple]]:
     """The same for what takes more rows."""
     times = []
     for groups, stages in itertools.product((2, 4), (3, 4, 5)):
-        blocks = gemm_cuda.Blocks(groups, stages)
-        if blocks.shared_bytes(gemm_cuda.tiles_of(x.shape[0]), gemm_cuda.CODES + 8) <= HOPPER_SHARED_BYTES:
-            calls = [
-                partial(gemm_cuda.product, x, packed, absmax, nested, kind, rows, None, blocks)
-                for packed, absmax, nested, _, kind, rows in weights
-            ]
-            times.append((graph_us(calls, 5), tuple(blocks)))
+        calls = [partial(gemm4.gemm, x, *weight, None, blocks=gemm4.Blocks(groups, stages)) for weight in weights]
+        with contextlib.suppress(Unavailable):  # which takes too much shared memory
+            times.append((graph_us(calls, 5), (groups, stages)))
     return sorted(times)
 
 
@@ -137,7 +132,7 @@ def main() -> None:
             print(f"{shape:>11} M={batch:<2}: {ours:6.1f} µs, {rate:.2f} TB/s ({rate / copy:.0%} of copy), "
                   f"cuBLAS {dense:6.1f} µs: {dense / ours:.2f}x; error {error:.1e}", flush=True)  # fmt: skip
             if given.sweep:
-                by = sweep_row if batch <= gemv4_row.BATCH else sweep if batch < gemm_cuda.FEWEST else sweep_gemm
+                by = sweep_row if batch <= gemv4_row.BATCH else sweep if batch < gemm4.FEWEST else sweep_gemm
                 row["sweep"] = by(x, weights)
                 best = ", ".join(f"{us:.1f} {blocks}" for us, blocks in row["sweep"][:8])
                 print(f"    {best}", flush=True)

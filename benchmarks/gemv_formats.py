@@ -9,6 +9,7 @@ codes and scales. `--sweep` times other block shapes of the kernel for k-bit wei
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 from functools import partial
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from benchmarks.gemv import ROTATE, dense_us
+from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Format, KBit, from_spec
 from halfbyte.kernels.cuda import gemv_planes, gemv_planes_row
-from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 
 SPECS = ("kbit:2:nf", "kbit:3:nf", "kbit:4:nf", "kbit:5:nf", "hqq:2:64", "hqq:3:64", "hqq:4:64", "hqq:8:64",
          "int8", "fp8:row", "fp8:tensor", "fp8:tile")  # fmt: skip
@@ -41,30 +42,30 @@ def error_of(format_: Format, parts: dict, shape: tuple[int, int], x: Tensor) ->
     return float((format_.linear(x, parts, shape, None) - expected).norm() / expected.norm())
 
 
-def candidates(k: int, batch: int) -> list[gemv_planes.Blocks] | list[gemv_planes_row.Blocks]:
+def candidates(batch: int) -> list[gemv_planes.Blocks] | list[gemv_planes_row.Blocks]:
     """Block shapes of the kernel for so many rows."""
     warps = itertools.product((1, 2), (8, 12, 16), (1, 2, 4, 8))
     shapes = [(rt, groups, count // groups) for rt, count, groups in warps if count % groups == 0]
     if batch == 1:
-        of_row = [gemv_planes_row.Blocks(*shape) for shape in shapes]
-        return [blocks for blocks in of_row if blocks.shared_bytes(k) <= HOPPER_SHARED_BYTES]
-    found = [gemv_planes.Blocks(*shape, stages) for shape in shapes for stages in (2, 3) if math.prod(shape) <= 16]
-    return [blocks for blocks in found if blocks.shared_bytes(k, 0, batch) <= HOPPER_SHARED_BYTES]
+        return [gemv_planes_row.Blocks(*shape) for shape in shapes]
+    return [gemv_planes.Blocks(*shape, stages) for shape in shapes for stages in (2, 3) if math.prod(shape) <= 16]
 
 
 def sweep(format_: KBit, weights: list[dict], shape: tuple[int, int], x: Tensor) -> list[tuple[float, tuple]]:
     """(µs, blocks) of block shapes, best first."""
     times = []
-    for blocks in candidates(format_.k, x.shape[0]):
+    for blocks in candidates(x.shape[0]):
         calls = []
         for parts in weights:
             packed, scales = parts["packed"], parts["scales"]
-            rest = parts["factor"], format_.levels(parts), format_.k
+            rest = parts["factor"], format_.levels(parts)
             if isinstance(blocks, gemv_planes_row.Blocks):
-                calls.append(partial(gemv_planes_row.product, x, packed, scales, *rest, shape[0], None, blocks))
+                calls.append(partial(gemv_planes_row.gemv, x, packed, scales, *rest, shape[0], None, blocks))
             else:
-                calls.append(partial(gemv_planes.product, x, packed, scales, scales, *rest, 0, shape[0], None, blocks))
-        times.append((graph_us(calls, 5), tuple(blocks)))
+                numbers = format_.k, 0, shape[0], None, blocks
+                calls.append(partial(gemv_planes.multiply, x, packed, scales, scales, *rest, *numbers))
+        with contextlib.suppress(Unavailable):  # which takes too much shared memory
+            times.append((graph_us(calls, 5), tuple(blocks)))
     return sorted(times)
 
 

@@ -1,50 +1,47 @@
-"""Calls of every twin, over the shapes, dtypes, ranks and sizes that dispatch tells apart, on tensors without data.
+"""Calls of every op, over the shapes, dtypes, ranks and sizes that dispatch tells apart, on tensors without data.
 
-What a call launches is up to the twins; `benchmarks.kernel_matrix` writes it down and compiles it.
+What a call launches is up to dispatch; `benchmarks.kernel_matrix` writes it down and compiles it.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.autograd.attention import WIDEST
-from halfbyte.kernels.cuda import decode_layers, gemv_planes, lora_read, low_rank
+from halfbyte import ops
+from halfbyte.autograd.attention import HOPPER, WIDEST
+from halfbyte.dispatch import Op
 from halfbyte.kernels.device import device_of
-from halfbyte.kernels.triton import (
-    attention,
-    bitplane,
-    blockwise4,
-    blockwise4_float8,
-    decode_attention,
-    e2m1,
-    float8,
-    gemv4,
-    gemv8,
-    glu,
-    hqq,
-    int4,
-    int8,
-    lora_glu,
-    norms,
-    partial_sums,
-    rope,
-)
-from halfbyte.kernels.triton import (
-    cross_entropy as losses,
-)
-from halfbyte.models.attention import HOPPER
+from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
-from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
+
+
+def on_gpu(name: str) -> SimpleNamespace:
+    """The ops of this module as GPUs run them."""
+    module = importlib.import_module(f"{ops.__name__}.{name}")
+    return SimpleNamespace(**{key: op.on("cuda") for key, op in vars(module).items() if isinstance(op, Op)})
+
+
+attention, bitplane, blockwise4, blockwise4_float8 = map(
+    on_gpu, ("attention", "bitplane", "blockwise4", "blockwise4_float8")
+)
+losses, decode_attention, decode_layers, e2m1 = map(
+    on_gpu, ("cross_entropy", "decode_attention", "decode_layers", "e2m1")
+)
+float8, gemv4, gemv8, gemv_planes, glu = map(on_gpu, ("float8", "gemv4", "gemv8", "gemv_planes", "glu"))
+hqq, int4, int8, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "lora_glu", "lora_read"))
+low_rank, norms, partial_sums, rope = map(on_gpu, ("low_rank", "norms", "partial_sums", "rope"))
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -56,7 +53,7 @@ HIDDEN, INNER, ROWS = 4096, 14336, 8192
 
 @dataclass(frozen=True)
 class Case:
-    """A call of a twin.
+    """A call of an op.
 
     Args:
         name: of its class, for people.
@@ -71,10 +68,6 @@ class Case:
     everyday: bool = False
 
 
-def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def apart(first: Iterable, *others: Iterable) -> list[tuple]:
     """Each value of `first` with the first ones of the others; and, for its last, each other value by itself.
 
@@ -86,10 +79,6 @@ def apart(first: Iterable, *others: Iterable) -> list[tuple]:
     for i, rest in enumerate(rests):
         found += [(firsts[-1], *heads[:i], value, *heads[i + 1 :]) for value in rest[1:]]
     return list(dict.fromkeys(found))
-
-
-def slot(dtype: torch.dtype) -> Slot:
-    return Slot(DelayedScaling([dtype], ScalingOptions(), device="meta"), 0)
 
 
 def norm_cases() -> Iterator[Case]:
@@ -191,7 +180,7 @@ def lora_cases() -> Iterator[Case]:
 def attend_call(dtype: torch.dtype, size: int, cache: torch.dtype, window: int | None, softcap: float | None) -> None:
     q, keys = empty(2, 32, 1, size, dtype=dtype), empty(2, 8, 1024, size, dtype=cache)
     first, last = empty(2, dtype=torch.int32), empty(1, dtype=torch.int64)
-    decode_attention.attend(q, keys, keys, first, last, 0.1, window, softcap)
+    decode_attention.decode_attention(q, keys, keys, first, last, 0.1, window, softcap)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -207,7 +196,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def attention_backward_cases() -> Iterator[Case]:
-    """`models.attention` takes them on Hopper alone, where they were measured."""
+    """`autograd.attention` takes them on Hopper alone, where they were measured."""
     for dtype, size, window in itertools.product((FP16, BF16), HEADS, (None, 512)):
         if size > WIDEST:
             continue
@@ -216,7 +205,7 @@ def attention_backward_cases() -> Iterator[Case]:
             q, k, numbers = empty(512, 32, size, dtype=dtype), empty(512, 8, size, dtype=dtype), empty(32, 512)
             spans = empty(512, dtype=torch.int32), empty(512, dtype=torch.int32)
             if device_of(q).capability[0] == HOPPER:
-                attention.backward(q, q, k, k, q, numbers, spans, 0.1, window)
+                attention.attention_backward(q, q, k, k, q, numbers, spans, 0.1, window)
 
         yield Case(f"attention's backward, heads of {size}", call, dtype, dtype is BF16 and size == WIDEST)
 
@@ -237,16 +226,6 @@ def loss_cases() -> Iterator[Case]:
         yield Case(f"cross-entropy of {vocabulary}", entropies, dtype, often)
 
 
-def weight4(rows: int, columns: int, blocksize: int, nested: bool) -> tuple:
-    """packed, absmax, nested, blocksize, quant_type."""
-    blocks = rows * columns // blocksize
-    packed = empty(rows * columns // 2, 1, dtype=torch.uint8)
-    if not nested:
-        return packed, empty(blocks), None, blocksize, "nf4"
-    second = (empty(blocks // 256), empty(256), empty())
-    return packed, empty(blocks, dtype=torch.uint8), second, blocksize, "nf4"
-
-
 def format_cases() -> Iterator[Case]:
     rows, columns = 1024, HIDDEN
     for dtype, blocksize, nested in apart(WIDTHS, (64, 32, 128, 256, 4096), (True, False)):
@@ -254,10 +233,10 @@ def format_cases() -> Iterator[Case]:
 
         def four(dtype=dtype, blocksize=blocksize, nested=nested):
             weight = weight4(rows, columns, blocksize, nested)
-            blockwise4.dequantize(*weight, rows * columns, dtype)
+            blockwise4.dequantize_blockwise4(*weight, rows * columns, dtype)
             for transposed in (False, True):
-                blockwise4_float8.float8(*weight, (rows, columns), empty(), transposed)
-            blockwise4.quantize(empty(rows, columns, dtype=dtype), blocksize, "nf4")
+                blockwise4_float8.float8_of_blockwise4(*weight, (rows, columns), empty(), transposed)
+            blockwise4.quantize_blockwise4(empty(rows, columns, dtype=dtype), blocksize, "nf4")
 
         yield Case(f"4-bit weights in blocks of {blocksize}", four, dtype, often)
     for dtype, bits, affine, width in apart(WIDTHS, (4, 2, 3, 5), (True, False), (columns, columns - 8)):
@@ -267,8 +246,8 @@ def format_cases() -> Iterator[Case]:
         def planes(dtype=dtype, bits=bits, affine=affine, width=width, blocks=blocks):
             packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
             zeros = empty(blocks, dtype=torch.int8) if affine else None
-            bitplane.dequantize(packed, scales, zeros, empty(), empty(2**bits), rows, width, dtype)
-            bitplane.quantize(empty(blocks, 32, dtype=dtype), scales, zeros, empty(), empty(2**bits))
+            bitplane.dequantize_bitplane(packed, scales, zeros, empty(), empty(2**bits), rows, width, dtype)
+            bitplane.quantize_bitplane(empty(blocks, 32, dtype=dtype), scales, zeros, empty(), empty(2**bits))
 
         yield Case(f"{bits} bits in planes", planes, dtype, often)
     yield from more_format_cases(rows, columns)
@@ -282,19 +261,19 @@ def more_format_cases(rows: int, columns: int) -> Iterator[Case]:
             def half_quadratic(dtype=dtype, bits=bits, group=group):
                 scales = empty(rows * columns // group, dtype=FP16)
                 packed = empty(rows * columns // 32 * bits, dtype=torch.int32)
-                hqq.dequantize(packed, scales, scales, bits, group, rows, columns, dtype)
+                hqq.dequantize_hqq(packed, scales, scales, bits, group, rows, columns, dtype)
 
             yield Case(f"HQQ, {bits} bits", half_quadratic, dtype, often and (bits, group) == (4, 64))
 
         def microscaling(dtype=dtype):
             packed, scales = empty(rows, columns // 2, dtype=torch.uint8), empty(rows, columns // 16, dtype=torch.uint8)
             for factor, tile in ((empty(), (1, 16)), (None, (1, 32))):
-                e2m1.dequantize(packed, scales, factor, tile, columns, dtype)
+                e2m1.dequantize_e2m1(packed, scales, factor, tile, columns, dtype)
 
         def words(dtype=dtype):
             scales, zeros = empty(columns // 128, rows, dtype=FP16), empty(columns // 128, rows // 8, dtype=torch.int32)
-            int4.dequantize(empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, False, 1, dtype)
-            int4.dequantize(empty(columns, rows // 8, dtype=torch.int32), zeros, scales, None, True, 0, dtype)
+            int4.dequantize_int4(empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, False, 1, dtype)
+            int4.dequantize_int4(empty(columns, rows // 8, dtype=torch.int32), zeros, scales, None, True, 0, dtype)
 
         def eight(dtype=dtype):
             codes, absmax, x = empty(rows, columns, dtype=torch.int8), empty(rows), empty(rows, columns, dtype=dtype)
@@ -307,7 +286,7 @@ def more_format_cases(rows: int, columns: int) -> Iterator[Case]:
         def floats(dtype=dtype):
             codes = empty(rows, columns, dtype=E4M3)
             for scaling, scale in (("tensor", empty()), ("row", empty(rows)), ("tile", tiles(rows, columns))):
-                float8.dequantize(codes, scale, scaling, dtype)
+                float8.dequantize_float8(codes, scale, scaling, dtype)
             float8.transpose_float8(codes)
             for kind, factors in itertools.product((E4M3, E5M2), (None, empty(columns))):
                 for settled in (False, True):
@@ -351,7 +330,7 @@ def decoder_cases() -> Iterator[Case]:
     for dtype, batch, size, eight in apart((FP16, BF16), (1, 8), (128, 64, 256), (False, True)):
 
         def decode(dtype=dtype, batch=batch, size=size, eight=eight):
-            decode_layers.compile_layers(*decoder_stack(batch, dtype, size, eight))
+            decode_layers.one_launch(*decoder_stack(batch, dtype, size, eight))
 
         yield Case(
             f"decoder layers, heads of {size}", decode, dtype, (dtype, batch, size, eight) == (BF16, 1, 128, False)
@@ -366,26 +345,26 @@ def product_cases() -> Iterator[Case]:
         def four(x=x, often=often):
             bias = empty(rows, dtype=x.dtype)
             for blocksize, nested in ((64, True),) if often else apart((64, 32, 128), (True, False)):
-                gemv4.linear(x, *weight4(rows, columns, blocksize, nested), rows, bias)
+                gemv4.linear_blockwise4(x, *weight4(rows, columns, blocksize, nested), rows, bias)
 
         def eight(x=x, often=often):
             codes = empty(rows, columns, dtype=torch.uint8)
             kinds = (("tensor", empty()), ("row", empty(rows)), ("tile", tiles(rows, columns)))
             for scaling, scale in kinds if x.dtype is BF16 else kinds[1:2]:
-                gemv8.float8(x, codes, scale, scaling, None)
-            gemv8.integer8(x, empty(rows, columns, dtype=torch.int8), empty(rows), empty(rows, dtype=x.dtype))
+                gemv8.linear_float8(x, codes, scale, scaling, None)
+            gemv8.linear_int8(x, empty(rows, columns, dtype=torch.int8), empty(rows), empty(rows, dtype=x.dtype))
 
         def planes(x=x):
             blocks = rows * columns // 32
             for bits in (2, 3, 4, 5):
                 packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
-                gemv_planes.linear(x, packed, scales, empty(), empty(2**bits), rows, None)
+                gemv_planes.linear_bitplane(x, packed, scales, empty(), empty(2**bits), rows, None)
             for bits, group in itertools.product((2, 3, 4, 8), (32, 64, 128)):
                 packed, scales = empty(blocks * bits, dtype=torch.int32), empty(rows * columns // group, dtype=FP16)
-                gemv_planes.hqq(x, packed, scales, scales, bits, group, rows, None)
+                gemv_planes.linear_hqq(x, packed, scales, scales, bits, group, rows, None)
 
         def low(x=x):
-            low_rank.rows(x, empty(16, columns, dtype=x.dtype), None)
+            low_rank.low_rank_rows(x, empty(16, columns, dtype=x.dtype), None)
 
         yield Case(f"4-bit products, {batch} rows", four, dtype, often)
         yield Case(f"8-bit products, {batch} rows", eight, dtype, often)
@@ -398,15 +377,15 @@ def product_cases() -> Iterator[Case]:
 
             def read(x=x, b=b, low_rows=low_rows, dtype=dtype, kind=kind):
                 made = None if kind is None else slot(kind)
-                lora_read.read(x, (), (b,), (1.5,), low_rows, FP32, made, None)
+                lora_read.lora_read(x, (), (b,), (1.5,), low_rows, FP32, made, None)
 
             yield Case(f"adapters' gradients, rank {rank}", read, dtype)
-    for dtype, bits in itertools.product((FP16, BF16), (2, 3, 4, 5)):  # large enough for `bitplane_cuda`
+    for dtype, bits in itertools.product((FP16, BF16), (2, 3, 4, 5)):  # large enough for `cuda.bitplane`
 
         def large(dtype=dtype, bits=bits):
             blocks = 4096 * 4096 // 32
             packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
-            bitplane.dequantize(packed, scales, None, empty(), empty(2**bits), 4096, 4096, dtype)
+            bitplane.dequantize_bitplane(packed, scales, None, empty(), empty(2**bits), 4096, 4096, dtype)
 
         yield Case(f"large weights of {bits} bits", large, dtype)
 

@@ -37,7 +37,8 @@ from halfbyte import files
 from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import cuda
 from halfbyte.kernels import triton as triton_folder
-from halfbyte.kernels.device import Device, assumed
+from halfbyte.kernels.cuda import nvrtc
+from halfbyte.kernels.device import KNOWN, Device, assumed
 from halfbyte.kernels.triton import lora_glu
 from halfbyte.kernels.triton.launch import Launcher
 
@@ -63,27 +64,12 @@ class Target:
         return self.triton.arch if isinstance(self.triton.arch, str) else f"sm_{self.triton.arch}"
 
 
-def _nvidia(arch: int, cards: str, shared_kib: int, multiprocessors: int) -> Target:
-    capability = divmod(arch, 10)
-    device = Device(cards, "cuda", capability, shared_kib * KIB, KIB, multiprocessors)
-    return Target(device, GPUTarget("cuda", arch, 32))
-
-
-def _amd(arch: str, cards: str, multiprocessors: int) -> Target:
-    return Target(Device(cards, "hip", (0, 0), 64 * KIB, None, multiprocessors), GPUTarget("hip", arch, 64))
-
-
 TARGETS = [
-    _nvidia(75, "T4, RTX 20", 64, 40),
-    _nvidia(80, "A100", 163, 108),
-    _nvidia(86, "RTX 30, A10, A6000", 99, 84),
-    _nvidia(89, "RTX 40, L4, L40S", 99, 142),
-    _nvidia(90, "H100, H200", 227, 132),
-    _nvidia(100, "B200", 227, 148),
-    _nvidia(120, "RTX 50, RTX PRO 6000", 99, 188),
-    _amd("gfx90a", "MI200", 110),
-    _amd("gfx942", "MI300", 304),
-]
+    *(Target(KNOWN[name], GPUTarget("cuda", arch, 32))
+      for name, arch in (("t4", 75), ("a100", 80), ("rtx3090", 86), ("rtx4090", 89), ("h100", 90), ("b200", 100),
+                         ("rtx5090", 120))),
+    *(Target(KNOWN[name], GPUTarget("hip", arch, 64)) for name, arch in (("mi200", "gfx90a"), ("mi300", "gfx942"))),
+]  # fmt: skip
 
 
 @dataclass
@@ -179,12 +165,12 @@ class Record:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def no_nvrtc(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+def no_nvrtc(*_: Any) -> cuda.Image:
     raise Unavailable("no NVRTC")
 
 
 @contextlib.contextmanager
-def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterator[Record]:
+def recorded(target: Target, cubin: Callable[..., cuda.Image] = cuda.cubin) -> Iterator[Record]:
     """Write down what is launched, and launch nothing, on a target that is assumed.
 
     Args:
@@ -195,19 +181,20 @@ def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterat
     def record(self, device, programs, tensors, numbers, constants, warps):
         found.triton.append(Launch(self, tensors, numbers, constants, warps))
 
-    def compiled(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
+    def compiled(name: str, *arguments: Any) -> cuda.Image:
         try:
-            return cubin(name, capability, constants)
+            return cubin(name, *arguments)
         except Unavailable as error:
             found.refused[name] = str(error)
             raise
 
     class Recorded:
-        def __init__(self, image: bytes, name: str, shared_bytes: int):
+        def __init__(self, image: cuda.Image, name: str, shared_bytes: int | None = None):
+            shared_bytes = image.shared if shared_bytes is None else shared_bytes
             if shared_bytes > target.device.shared_bytes:
                 found.refused[name] = f"{shared_bytes} bytes of shared memory"
                 raise Unavailable(f"{name} needs {found.refused[name]}")
-            self.launch = CudaLaunch(name, image, shared_bytes)
+            self.launch = CudaLaunch(name, image.code, shared_bytes)
             found.cuda.append(self.launch)
 
         def __call__(self, blocks, threads, arguments, together=False):
@@ -221,9 +208,10 @@ def recorded(target: Target, cubin: Callable[..., bytes] = cuda.cubin) -> Iterat
         enter(assumed(target.device))
         enter(mock.patch.object(Launcher, "_launch", record))
         for module in modules():
-            if hasattr(module, "_kernel"):
-                module._kernel.cache_clear()
-                stack.callback(module._kernel.cache_clear)
+            for name in ("_kernel", "_image"):
+                if hasattr(module, name):
+                    getattr(module, name).cache_clear()
+                    stack.callback(getattr(module, name).cache_clear)
             for name, value in (("Kernel", Recorded), ("cubin", compiled)):
                 if hasattr(module, name):
                     enter(mock.patch.object(module, name, value))
@@ -295,7 +283,7 @@ def compile_cuda(launch: CudaLaunch) -> Taken:
     return Taken(static + launch.shared_bytes, registers, spilled)
 
 
-_nvrtc_of_torch = cuda._nvrtc
+_nvrtc_of_torch = nvrtc._nvrtc
 
 
 @functools.cache
@@ -456,7 +444,7 @@ def measure_part(part: tuple[str, int]) -> tuple[str, dict[str, Row]]:
     """The rows of one kind of cases (an index of `MAKERS`) on the target of that name."""
     name, maker = part
     target = next(target for target in TARGETS if target.name == name)
-    with mock.patch.object(cuda, "_nvrtc", any_nvrtc):
+    with mock.patch.object(nvrtc, "_nvrtc", any_nvrtc):
         return name, measure(target, MAKERS[maker]())
 
 

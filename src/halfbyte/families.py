@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .ops.glu import Activation
 
 # transformers' names of activations, and those of `halfbyte.ops.glu`.
@@ -284,11 +282,6 @@ def towers() -> dict[str, Tower]:
 def tower_of(config: Any) -> Tower | None:
     """The vision tower of a whole model's config; None: it has none, or one that the table does not know."""
     return towers().get(config.model_type)
-
-
-def scaled(x: Tensor, key: str, config: Any) -> Tensor:
-    """`x` times what the config has under a row's `residual_scale` or `embedding_scale`; without a key `x` itself."""
-    return x * getattr(config, key) if key else x
 
 
 def scale_of(key: str, config: Any) -> float:

@@ -20,7 +20,8 @@ from .errors import ConfigError, ModelError
 from .generation import Sampling
 from .generation.stops import stop_tokens, turn_end
 from .generation.text import continue_texts
-from .models.head import IGNORE_INDEX, token_log_probs
+from .models.head import token_log_probs
+from .ops import IGNORE_INDEX
 from .runs.saved import load_saved
 
 try:

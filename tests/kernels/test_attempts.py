@@ -8,7 +8,7 @@ import torch
 from halfbyte import notices
 from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import cuda, device
-from halfbyte.kernels.cuda import Attempts, Kernel, remembered
+from halfbyte.kernels.cuda import Attempts, Image, Kernel, remembered
 
 
 def test_what_does_not_compile_is_said_once_and_not_tried_again():
@@ -62,7 +62,7 @@ def kernel(monkeypatch):
 
     def make(shared_bytes, driver):
         monkeypatch.setattr(cuda, "_driver", lambda: driver)
-        return Kernel(b"", "a_kernel", shared_bytes)
+        return Kernel(Image(b"", shared_bytes, 0), "a_kernel")
 
     return make
 
@@ -115,7 +115,7 @@ def test_decoder_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(ref
     from halfbyte.kernels.cuda import decode_layers
 
     class Loaded:
-        def __init__(self, image, name, shared_bytes):
+        def __init__(self, image, name, shared_bytes=None):
             pass
 
         def check_together(self, blocks, threads):
@@ -125,11 +125,11 @@ def test_decoder_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(ref
 
     notices.forget()
     monkeypatch.setattr(device, "_assumed", device.Device("Hopper", "cuda", (9, 0), 232448, 1024, 132))
-    monkeypatch.setattr(decode_layers, "cubin", lambda *_: b"")
+    monkeypatch.setattr(decode_layers, "cubin", lambda *_: Image(b"", 0, 0))
     monkeypatch.setattr(decode_layers, "Kernel", Loaded)
-    decode_layers._kernel.cache_clear()
+    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
     found = decode_layers.compile_layers(*decoder_stack(1, torch.bfloat16, 128, False))
-    decode_layers._kernel.cache_clear()
+    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
     assert (found is None) == refuses
     assert list(notices.said()) == (["decode-cuda"] if refuses else [])
 

@@ -1,6 +1,6 @@
 """Every kernel for every architecture, compiled without a GPU and held against what the device has.
 
-What dispatch launches there is asked of the twins (`benchmarks.kernel_matrix`). The committed page and its results are
+What dispatch launches there is asked of dispatch (`benchmarks.kernel_matrix`). The committed page and its results are
 those of all forms; here a part is compiled anew, and with `slow` the whole.
 """
 
@@ -24,6 +24,7 @@ from benchmarks import kernel_matrix as matrix
 from halfbyte import ops
 from halfbyte.dispatch import Op
 from halfbyte.kernels import cuda
+from halfbyte.kernels.cuda import nvrtc
 from halfbyte.kernels.triton.launch import Launcher
 
 TARGETS = {target.name: target for target in matrix.TARGETS}
@@ -36,15 +37,15 @@ needs_nvrtc = pytest.mark.skipif(matrix.any_nvrtc() is None, reason="needs the w
 def compilers(monkeypatch, tmp_path):
     """NVRTC from its wheel, nothing of it kept; Triton's driver as it was."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda, "_nvrtc", matrix.any_nvrtc)
+    monkeypatch.setattr(nvrtc, "_nvrtc", matrix.any_nvrtc)
     before = driver._active
     yield
     driver._active = before
 
 
-def an_image(name, capability, constants):
+def an_image(name, capability, constants, structs=()):
     """In the place of NVRTC, where nothing is to be compiled."""
-    return f"{name} {constants}".encode()
+    return cuda.Image(f"{name} {constants}".encode(), 0, 0)
 
 
 def launched(target, chosen, cubin=matrix.no_nvrtc):
@@ -67,17 +68,18 @@ def test_every_kernel_has_a_row():
     assert {name for rows in results.values() for name in rows} == triton | {f"cuda/{name}" for name in of_cuda}
 
 
-def twins():
-    """Code of every function that is an op's twin, and the op's name."""
+def kernels():
+    """Code of every kernel of an op, and the op's name."""
     for module in pkgutil.iter_modules(ops.__path__, "halfbyte.ops."):
         for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, Op) and "cuda" in value._by_type:
-                yield inspect.unwrap(value._by_type["cuda"]).__code__, value.reference.__name__
+            if isinstance(value, Op):
+                for kernel in value.kernels("cuda"):
+                    yield inspect.unwrap(kernel.function).__code__, value.reference.__name__
 
 
 def test_every_launch_has_a_reference_to_fall_back_to():
-    """It is within an op's twin; and the twin of an op that changes its arguments launches once, before it has."""
-    names, within = dict(twins()), []  # with each launch the frame of its twin, which is another in every call
+    """It is within an op's kernel; and that of an op that changes its arguments launches once, before it has."""
+    names, within = dict(kernels()), []  # with each launch the frame of its kernel, which is another in every call
 
     def frames():
         frame = sys._getframe()
@@ -87,7 +89,7 @@ def test_every_launch_has_a_reference_to_fall_back_to():
 
     def record(self, *_):
         callers = [frame for frame in frames() if frame.f_code in names]
-        assert callers, f"{matrix.kernel_name(self)} is launched outside of an op's twin"
+        assert callers, f"{matrix.kernel_name(self)} is launched outside of an op's kernel"
         within.append((names[callers[0].f_code], callers[0], matrix.kernel_name(self)))
 
     with matrix.recorded(TARGETS["sm_89"], matrix.no_nvrtc), mock.patch.object(Launcher, "_launch", record):

@@ -103,6 +103,11 @@ def test_logits_that_grow_move_the_origin(cuda):
     torch.testing.assert_close(logits.double(), true, rtol=2**-7, atol=1e-7)
 
 
+def test_shared_memory_is_what_blocks_are_chosen_by(cuda):
+    blocks = cuda.Blocks(*SMALL)
+    assert cuda._kernel(-1, blocks, 2600, True, False, False).size == blocks.shared_bytes(2600)
+
+
 def test_which_vocabularies_fit():
     from halfbyte.kernels.cuda.cross_entropy import blocks_for
     from halfbyte.kernels.device import HOPPER_SHARED_BYTES

@@ -1,19 +1,12 @@
 """The kernel of all decoder layers without a GPU: its own code, compiled for the CPU against emulated warps."""
 
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
-
 import decode_cases
 import pytest
 import torch
-from emulated import on_hopper
+from emulated import emulate, needs_compiler, on_hopper
 
 pytest.importorskip("triton")  # whose launcher's arithmetic gemv4_cuda shares
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-EMULATION = Path(__file__).parent / "emulation"
+pytestmark = needs_compiler
 
 RUN = """
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Step *s, Weight *w) {
@@ -25,25 +18,16 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Step *s, Weight *w) {
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
     """Makes what runs a stack here, on three multiprocessors, in blocks of a given shape."""
-    from halfbyte.kernels import cuda
     from halfbyte.kernels.cuda import decode_layers
 
-    on_hopper(monkeypatch)
-
-    def kernel(stacked):
-        source = cuda.source_of("decode", (EMULATION, Path(cuda.__file__).parent)) + RUN
-        (tmp_path / "kernel.cpp").write_text(source)
-        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in stacked.constants().items())]
-        subprocess.run([COMPILER, *flags, str(tmp_path / "kernel.cpp"), "-o", str(tmp_path / "kernel.so")], check=True)
-        run, size = ctypes.CDLL(str(tmp_path / "kernel.so")).run, stacked.shared_bytes()
-        return lambda count, threads, values, together: run(count, threads, size, *map(ctypes.byref, values))
+    emulate(decode_layers, monkeypatch, tmp_path, RUN)
 
     def of(blocks):
         def run_of(hidden, stack):
             shape = decode_layers.Blocks(*blocks)
             assert decode_layers.fits(hidden, stack, 16 * shape.rt)
             stacked = decode_layers.Stacked(hidden, stack, shape)
-            built = kernel(stacked)
+            built = decode_layers._kernel(-1, stacked.shared_bytes(), tuple(stacked.constants().items()))
             return lambda x: stacked(built, x)
 
         return run_of

@@ -10,10 +10,11 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.memory.batches import Batches, Shape
-from halfbyte.models.qat import fake_quantize_linears
+from halfbyte.models.quantizer import quantizable
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.replay import Ledger
 from halfbyte.plan.shapes import ModelShapes
+from halfbyte.qat.model import fake_quantize_linears
 
 WIDE = transformers.LlamaConfig(
     vocab_size=115,
@@ -34,7 +35,7 @@ def config(**keys):
 
 def real_peak(config):
     model = transformers.LlamaForCausalLM(WIDE).to(getattr(torch, config.dtype))
-    fake_quantize_linears(model, named(config.qat_scheme))
+    fake_quantize_linears(model, quantizable(model), named(config.qat_scheme))
     model = add_adapter(model, config) if config.use_peft else model
     for parameter in model.train().parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -23,9 +23,8 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats import names
 from halfbyte.models.find import find_model
 from halfbyte.models.load import load_model, load_tokenizer
-from halfbyte.models.qat import quantize_trained
 from halfbyte.plan.policy import FUSED
-from halfbyte.qat.adapter import round_merged
+from halfbyte.qat.model import quantize_trained, round_merged
 from halfbyte.train.sft import train
 
 STEPS = 30

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from ..config import RunConfig, resolve
+from ..ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100
 TRAINED, MASKED, EOS = "green", "dim", "reverse"
 
 
@@ -58,7 +58,7 @@ def render(
     tokens, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
     spans = documents(batch)
     for index, (start, end) in enumerate(spans):
-        trained = sum(label != IGNORED for label in labels[start:end])
+        trained = sum(label != IGNORE_INDEX for label in labels[start:end])
         heading = f"── row {row + 1}, document {index + 1} of {len(spans)}: {end - start} tokens, {trained} trained "
         yield Text(f"\n{heading:─<100}", style="cyan")
         yield _coloured(tokens[start:end], labels[start:end], tokenizer, ends, marks)
@@ -79,7 +79,7 @@ def _coloured(
 ) -> Text:
     """Tokens of one kind are decoded together: a character may take several."""
     text = Text()
-    kinds = [(label != IGNORED, token in ends) for token, label in zip(tokens, labels, strict=True)]
+    kinds = [(label != IGNORE_INDEX, token in ends) for token, label in zip(tokens, labels, strict=True)]
     at = 0
     for (trained, is_eos), run in groupby(kinds):
         size = len(list(run))

@@ -16,10 +16,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError, ModelError
+from ..ops import IGNORE_INDEX
 from .chat import ChatTemplate, Turn
 from .formats import Document
 
-IGNORED = -100
 TOO_LONG = "longer than max_length"
 CUT_AWAY = "no trained tokens left after truncation"
 UNTRAINED = "no trained tokens"
@@ -121,7 +121,7 @@ class Encoder:
             dropped = TOO_LONG if self.overlong == "drop" else "" if trained.any() else CUT_AWAY
         return {
             "input_ids": ids,
-            "labels": np.where(trained, ids, IGNORED),
+            "labels": np.where(trained, ids, IGNORE_INDEX),
             "length": length,
             "dropped": dropped,
             "ends": [int(ids[end]) if self.is_marker[ids[end]] else -1 for end in ends],

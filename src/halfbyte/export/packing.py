@@ -28,9 +28,9 @@ from halfbyte.errors import ConfigError, ModelError
 from halfbyte.formats import Format, names
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
-from halfbyte.models.choice import qat_format
 from halfbyte.models.quantizer import HalfbyteConfig, quantizable
 from halfbyte.ops.float8 import TILE
+from halfbyte.qat.model import qat_format
 
 from .adapter import meta_model
 from .base import NAMES

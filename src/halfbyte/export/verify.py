@@ -24,7 +24,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.models.find import find_model
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.notices import notice
-from halfbyte.qat.adapter import round_merged
+from halfbyte.qat.model import round_merged
 
 from .base import DTYPES
 from .fidelity import (

@@ -53,6 +53,9 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
         found = read_adapters(module, names)
         if isinstance(found, str):
             return found
+        parts = [part[each.name] for each in found for part in (module.lora_A, module.lora_B)]
+        if any(map(hooked, (module, *parts))):
+            return "it has hooks"
         base, adapters = module.base_layer, found
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         return _own_forward(base)
@@ -60,9 +63,8 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
 
 
 def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapter] | str:
-    """The adapters of PEFT's LoRA around a linear, or in words what is not plain about one; `names` as above."""
-    if hooked(module):
-        return "it has hooks"
+    """The adapters of PEFT's LoRA around a linear, or in words what is not plain about one; `names` as above. Hooks are
+    not looked at."""
     if module.merged:
         return "its adapter is merged"
     if names is None:
@@ -76,8 +78,8 @@ def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapt
         a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
         if b.bias is not None:
             return "its lora_B has a bias"
-        if hooked(a) or hooked(b) or not isinstance(dropout, (nn.Dropout, nn.Identity)):
-            return "a part of its adapter is not PEFT's own"
+        if not isinstance(dropout, (nn.Dropout, nn.Identity)):
+            return "its adapter's dropout is not PEFT's own"
         probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
         adapters.append(Adapter(name, a.weight, b.weight, module.scaling[name], probability))
     return adapters

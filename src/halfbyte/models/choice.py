@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import SIXTEEN, Storage
 from ..errors import ModelError
-from ..formats import named, names
+from ..formats import named
 from ..formats.base import Format
 from ..notices import notice
 from .layer import decoder_layers
@@ -101,20 +101,3 @@ def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names:
         return choose(storage).assign(model, names)
     stored = {name: named(spec) for spec, modules in entry["formats"].items() for name in modules}
     return choose(storage).assign(model, names) | stored if entry.get("others") else stored
-
-
-def qat_format(scheme: str) -> Format:
-    """The format that `qat_scheme` names; the same name in `halfbyte merge --quantize` stores it.
-
-    Raises:
-        ModelError: there is no such format, or it cannot be quantized to.
-    """
-    try:
-        format_ = named(scheme)
-    except ModelError as error:
-        raise ModelError(f"qat_scheme: {error.message}", error.fix) from error
-    if not type(format_).examples():
-        raise ModelError(
-            f"qat_scheme: {scheme} is only read from checkpoints", f"use one of {', '.join(sorted(names()))}"
-        )
-    return format_

@@ -33,6 +33,11 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
 
+    def __call__(self, products: Tensor) -> Tensor:
+        """The logits of X Wᵀ, in fp32."""
+        logits = products.float() * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
 
 _heads: WeakKeyDictionary[nn.Module, Head | str] = WeakKeyDictionary()
 
@@ -226,9 +231,7 @@ def _probe(causal_lm: Any, head: Head, inputs: dict[str, Any]) -> Head | str:
     name = type(causal_lm).__name__
     if set(seen) != {"hidden", "into_head", "out_of_head"} or not torch.equal(seen["hidden"], seen["into_head"]):
         return f"{name} does more between its backbone and its head than this version knows"
-    expected = seen["out_of_head"].float() * head.scale
-    if head.softcap is not None:
-        expected = head.softcap * torch.tanh(expected / head.softcap)
+    expected = head(seen["out_of_head"])
     if (logits.float() - expected).abs().max() > expected.abs().max() / 64:  # bf16 rounds to 1/256
         return f"{name} changes its logits in a way that this version does not know"
     return head

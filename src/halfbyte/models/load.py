@@ -16,7 +16,6 @@ from ..formats.base import FLOATS
 from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
-from .choice import qat_format
 from .find import ModelFiles, find_model, place_of, untrusted
 
 FLEX = "flex_attention"
@@ -98,7 +97,8 @@ def load_model(
         CheckpointError: a file or tensor is missing, truncated or misshapen.
         ConfigError: no such key, keys that contradict each other, nothing to keep, or no such attention here.
     """
-    from .qat import fake_quantize_linears
+    from ..qat.model import fake_quantize_linears, qat_format
+    from .quantizer import quantizable
 
     storage = storage_of(storage, **keys)
     if isinstance(name_or_path, str):
@@ -120,7 +120,7 @@ def load_model(
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:
-        fake_quantize_linears(model, qat_format(storage.qat_scheme))
+        fake_quantize_linears(model, quantizable(model), qat_format(storage.qat_scheme))
     return model.eval()
 
 

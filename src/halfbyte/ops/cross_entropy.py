@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..errors import ModelError
+from . import IGNORE_INDEX
 from .checks import check_float
 
 
@@ -35,7 +36,7 @@ class Objective(NamedTuple):
     temperature: float = 1.0  # τ
     label_smoothing: float = 0.0  # ε
     z_loss: float = 0.0  # ζ
-    ignore_index: int = -100
+    ignore_index: int = IGNORE_INDEX
 
     @property
     def slope(self) -> float:
@@ -86,7 +87,7 @@ def _outside(labels: Tensor, ignored: Tensor, vocabulary: int) -> Tensor:
     return ~ignored & ((labels < 0) | (labels >= vocabulary))
 
 
-@op("triton.cross_entropy")
+@op("cuda.cross_entropy", "triton.cross_entropy")
 def cross_entropy_(
     logits: Tensor, labels: Tensor, objective: Objective, need_gradient: bool, need_entropy: bool
 ) -> RowLosses:
@@ -159,7 +160,3 @@ def log_probs_backward_(
     gradient.scatter_add_(1, targets, grad_log_probs.unsqueeze(1))
     gradient.mul_(slope).masked_fill_(outside.unsqueeze(1), torch.nan)
     logits.copy_(gradient.masked_fill_(ignored.unsqueeze(1), 0.0))
-
-
-for _op in (cross_entropy_, log_probs_backward_):
-    _op.kernel("cpu")(_op.reference)  # on a CPU the reference is the product

@@ -56,6 +56,3 @@ def decode_attention(
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill_(~seen.view(batch, 1, 1, -1), -torch.inf).softmax(-1)
     return (weights.to(q.dtype) @ values.to(q.dtype)).view(batch, heads, 1, size)
-
-
-decode_attention.kernel("cpu")(decode_attention.reference)  # on a CPU the reference is the product

@@ -120,4 +120,3 @@ def dequantize_e2m1(
 
 
 # Two table look-ups a byte and one product: the reference is the CPU's path.
-dequantize_e2m1.kernel("cpu")(dequantize_e2m1.reference)

@@ -1,7 +1,7 @@
-"""Products of a few rows with a 4-bit weight: the specification of what generation runs for every token.
+"""GEMV and small-batch GEMM with a 4-bit weight: the specification of what generation runs for every token.
 
 y = x·Wᵀ + b for x [M, K] and W [N, K] in `ops.blockwise4`'s storage. With few rows the product is bound by reading W,
-so the twins decode W in registers and never write it: K·N/2 bytes of codes and a scale per block are all that moves.
+so the kernels decode W in registers and never write it: K·N/2 bytes of codes and a scale per block are all that moves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..dispatch import op
 from .blockwise4 import dequantize_blockwise4
 
 
-@op("triton.gemv4", "native.gemv4")
+@op("cuda.gemv4_row", "cuda.gemm4", "cuda.gemv4", "triton.gemv4", "native.gemv4")
 def linear_blockwise4(
     x: Tensor,
     packed: Tensor,
@@ -27,7 +27,7 @@ def linear_blockwise4(
 ) -> Tensor:
     """`F.linear` of rows with a packed weight, and an adapter's term u·Bᵀ; no gradient.
 
-    Twins may sum in another order, and keep the weights in fp32 where this one rounds them to x's dtype.
+    Kernels may sum in another order, and keep the weights in fp32 where this one rounds them to x's dtype.
 
     Args:
         x: [M, K]; fp32, fp16 or bf16.
@@ -40,7 +40,11 @@ def linear_blockwise4(
     Returns:
         [M, N] in x's dtype.
     """
-    y = F.linear(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias)
+    return add_term(F.linear(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias), term)
+
+
+def add_term(y: Tensor, term: tuple[Tensor, Tensor] | None) -> Tensor:
+    """y + u·Bᵀ, in place."""
     return y if term is None else y.addmm_(term[0], term[1].t())
 
 

@@ -41,7 +41,3 @@ def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -
         [M, N] in x's dtype.
     """
     return F.linear(x, dequantize_rows_int8(codes, absmax, x.dtype), bias)
-
-
-for _op in (linear_float8, linear_int8):
-    _op.kernel("cpu")(_op.reference)  # what it calls has a twin

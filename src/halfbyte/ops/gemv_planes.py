@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight in bit planes, k-bit or HQQ; see `ops.gemv4`."""
+"""GEMV and small-batch GEMM with a weight in bit planes, k-bit or HQQ; see `ops.gemv4`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .bitplane import dequantize_bitplane
 from .hqq import dequantize_hqq
 
 
-@op("cuda.gemv_planes")
+@op("cuda.gemv_planes_row", "cuda.gemm_planes", "cuda.gemv_planes")
 def linear_bitplane(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
 ) -> Tensor:
     """`F.linear` of rows with a k-bit weight; no gradient.
 
-    Twins may sum in another order, and round codebook and product with the scale to x's dtype instead of the weight.
+    Kernels may sum in another order, and round codebook and product with the scale to x's dtype instead of the weight.
 
     Args:
         x: [M, K]; fp32, fp16 or bf16.
@@ -31,13 +31,13 @@ def linear_bitplane(
     return F.linear(x, weight, bias)
 
 
-@op("cuda.gemv_planes")
+@op("cuda.gemm_planes", "cuda.gemv_planes")
 def linear_hqq(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
 ) -> Tensor:
     """`F.linear` of rows with an HQQ weight; no gradient.
 
-    Twins may sum in another order, and round scale · zero and the weight to x's dtype.
+    Kernels may sum in another order, and round scale · zero and the weight to x's dtype.
 
     Args:
         x: [M, K]; fp32, fp16 or bf16.
@@ -49,7 +49,3 @@ def linear_hqq(
         [M, N] in x's dtype.
     """
     return F.linear(x, dequantize_hqq(packed, scales, zeros, bits, group, rows, x.shape[1], x.dtype), bias)
-
-
-for _op in (linear_bitplane, linear_hqq):
-    _op.kernel("cpu")(_op.reference)  # what it calls has a twin

@@ -91,7 +91,3 @@ def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation
     up.copy_(grad * activated)
     if output is not None:
         grad.copy_(output)
-
-
-for _op in (glu, glu_backward_):
-    _op.kernel("cpu")(_op.reference)  # on a CPU the reference is the product

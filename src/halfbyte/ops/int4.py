@@ -60,6 +60,3 @@ def dequantize_int4(
         group = group_index.long()
         values = (codes - zeros[group]) * factors[group]
     return values.t().to(dtype).contiguous()
-
-
-dequantize_int4.kernel("cpu")(dequantize_int4.reference)  # vectorized torch all through

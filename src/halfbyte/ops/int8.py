@@ -70,10 +70,6 @@ def scale_int8_product(
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
-for _op in (quantize_rows_int8, dequantize_rows_int8, scale_int8_product):
-    _op.kernel("cpu")(_op.reference)  # on a CPU the reference is the product
-
-
 def outlier_capacity(width: int) -> int:
     """How many columns of `width` the 16-bit path of a CUDA graph takes."""
     return min(width, max(FEWEST_OUTLIERS, -(-width // (16 * OUTLIER_SHARE)) * 16))

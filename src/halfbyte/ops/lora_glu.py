@@ -97,7 +97,7 @@ def in_one_pass(x: Tensor, rank: int) -> bool:
     return False
 
 
-@op("triton.lora_glu")
+@op("cuda.lora_glu", "triton.lora_glu")
 def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation) -> tuple[Tensor, Tensor]:
     """(h, u_d) of the module's formulas.
 
@@ -115,7 +115,7 @@ def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation
     return hidden, hidden @ factors.a_down.t()
 
 
-@op("triton.lora_glu")
+@op("cuda.lora_glu", "triton.lora_glu")
 def lora_glu_backward_(
     grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
 ) -> Gradients:
@@ -142,7 +142,7 @@ def lora_glu_backward_(
     return Gradients(v, b_gate, b_up, (v_down.t() @ hidden).to(exact))
 
 
-@op("triton.lora_glu")
+@op("cuda.lora_glu", "triton.lora_glu")
 def lora_glu_float8(
     gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation, slot: Slot
 ) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def lora_glu_float8(
     return slot.cast(hidden).values, u_down
 
 
-@op("triton.lora_glu")
+@op("cuda.lora_glu", "triton.lora_glu")
 def lora_glu_backward_float8(
     grad: Tensor,
     gate: Tensor,
@@ -172,7 +172,3 @@ def lora_glu_backward_float8(
     gate, up = gate.clone(), up.clone()
     found = lora_glu_backward_.reference(grad, gate, up, low, v_down, factors, activation)
     return found, slot.cast(gate, up, factors=columns).values
-
-
-for _op in (in_one_pass, lora_glu, lora_glu_backward_, lora_glu_float8, lora_glu_backward_float8):
-    _op.kernel("cpu")(_op.reference)  # on a CPU the reference is the product

@@ -66,6 +66,3 @@ def lora_read(
         lows = low.split(ranks, dim=1)
         gradients = [summed(p.t(), u, s, dtype) for (p, _), u, s in zip(parts, lows, scalings, strict=True)]
     return Read(v, gradients, None if slot is None else slot.cast(x, *more, factors=columns).values)
-
-
-lora_read.kernel("cpu")(lora_read.reference)  # on a CPU the reference is the product

@@ -22,6 +22,3 @@ def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     """
     u = F.linear(x, a)
     return u if mask is None else u * mask
-
-
-low_rank_rows.kernel("cpu")(low_rank_rows.reference)  # a product as any other

@@ -149,7 +149,3 @@ def qk_norm_rope_backward_(
         if need_weight:
             dws.append((back * normal).sum((0, 1, 2)).to(weight.dtype))
     return (dws[0], dws[1]) if need_weight else None
-
-
-for _op in (rope_, qk_norm_rope, qk_norm_rope_backward_):
-    _op.kernel("cpu")(_op.reference)  # on a CPU the reference is the product

@@ -20,8 +20,9 @@ from ..config import RunConfig, resolve
 from ..errors import ModelError
 from ..hardware import compute_dtype
 from ..memory.batches import Shape
-from ..models.choice import qat_format, stored_formats
+from ..models.choice import stored_formats
 from ..notices import notice
+from ..qat.model import qat_format
 from .replay import (
     FakeQuantizedStandIn,
     QuantizedStandIn,

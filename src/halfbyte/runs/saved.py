@@ -118,8 +118,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     from ..adapters import check_adapter_files, load_adapter
     from ..models.find import find_model
     from ..models.load import load_model, load_tokenizer, resolve_dtype
-    from ..models.qat import quantize_trained
-    from ..qat.adapter import round_merged
+    from ..qat.model import quantize_trained, round_merged
 
     place = find(name)
     config = saved_config(place, overrides, dataset)

@@ -17,7 +17,7 @@ from halfbyte.adapters import compute, quiet_peft
 from halfbyte.checkpoint_files import safetensors_files
 from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
-from halfbyte.qat.adapter import round_merged
+from halfbyte.qat.model import round_merged
 
 TOKENS = 256  # of one row: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # relative to the largest logit; bfloat16 keeps 8 bits

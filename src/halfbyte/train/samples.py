@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
-from halfbyte.models.head import IGNORE_INDEX
+from halfbyte.ops import IGNORE_INDEX
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
 LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left

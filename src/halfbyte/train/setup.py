@@ -20,7 +20,6 @@ from halfbyte.files import write_json, write_text
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
 from halfbyte.models.attention import implementation
-from halfbyte.models.choice import qat_format
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.load import check_attention, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
@@ -28,6 +27,7 @@ from halfbyte.notices import notice, said
 from halfbyte.parallel import Mesh, present_mesh
 from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.policy import in_words
+from halfbyte.qat.model import qat_format
 from halfbyte.terminal import print_data, print_header, print_memory
 
 from . import checkpoint as checkpoints

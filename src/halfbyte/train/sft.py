@@ -161,7 +161,7 @@ def _make_ready(
         results["isolation"] = isolation.document()
     if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
         loop.use_graphs()
-    if job.config.recipe != "bf16":  # a CPU computes in it, too
+    if job.run.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, job.plan.levels or None, configured_recipe(job.run.precision)).scaling
     return results, report
 
@@ -186,7 +186,7 @@ def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
     set_seed(config.seed)
     if job.plan.activation_checkpointing and not job.plan.levels:
         _recompute_activations(model)
-    return add_adapter(model, config) if config.use_peft else model.requires_grad_(True)
+    return add_adapter(model, job.run.adapter) if job.run.adapter else model.requires_grad_(True)
 
 
 def _recompute_activations(model: Any) -> None:
@@ -244,7 +244,7 @@ def _save(job: Job, model: Any, ids: torch.Tensor) -> dict[str, Any]:
             save_adapter(model, aside)
             job.tokenizer.save_pretrained(aside)
         return {"adapter_reload": checks.adapter_reload(model, job.output / "adapter", ids, job.compute_dtype)}
-    if job.config.qat_scheme is None:  # else `halfbyte merge` rounds what was trained, and once
+    if job.run.storage.qat_scheme is None:  # else `halfbyte merge` rounds what was trained, and once
         model.to(job.files.config.dtype or torch.float32)  # as the base was stored
     with new_directory(job.output / "model") as aside:
         model.save_pretrained(aside)

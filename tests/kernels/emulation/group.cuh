@@ -1,6 +1,10 @@
 /* The functions of halfbyte/kernels/cuda/group.cuh on a CPU. Products happen when they are waited for; until then their
 sums are NaN. */
 
+#pragma once
+
+#include "warp.cuh"
+
 struct { u32 x; } blockDim;
 
 struct Later { float (*d)[4]; u32 a[4]; u32 x; bool add; float before[NT][4]; };

@@ -1,5 +1,9 @@
 /* The functions of halfbyte/kernels/cuda/matrix.cuh on a CPU; lanes exchange words as in multiply() of warp.cuh. */
 
+#pragma once
+
+#include "warp.cuh"
+
 const u8 *row_of(u32 lane) {
     const u8 *row;
     memcpy(&row, fibers[current->number / 32 * 32 + lane]->a, sizeof row);

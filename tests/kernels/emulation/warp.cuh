@@ -1,6 +1,8 @@
 /* The functions of halfbyte/kernels/cuda/warp.cuh on a CPU: a thread is a fiber that runs until it meets a barrier, and
 asynchronous copies happen as late as the kernel allows, so that a wait or a barrier that is missing shows. */
 
+#pragma once
+
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -18,6 +20,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define __device__
+#define __constant__
+#define LAYOUT(...) extern "C" { u32 layout[] = {__VA_ARGS__}; }
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)

@@ -1,6 +1,6 @@
-"""Compiles the CUDA kernels of this folder with NVRTC, which comes with torch, once for each set of constants.
+"""CUDA kernels: they say what Triton cannot, such as where in shared memory each lane looks.
 
-They say what Triton cannot, such as where in shared memory each lane looks, and include no headers. Without NVRTC,
+`nvrtc` compiles a source once for each set of constants; `Kernel` loads and launches what came of it. Without NVRTC,
 where it refuses the source, or where the device has too little for the kernel, the Triton kernels run instead.
 """
 
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ...dispatch import Unavailable
-from ...notices import notice
 from ..device import device_at
-from ..native import cache_folder
+from .nvrtc import Image, cubin
+
+__all__ = ["Image", "Kernel", "cubin", "remembered"]
 
 Result = TypeVar("Result")
 
@@ -29,10 +26,6 @@ COOPERATIVE_LAUNCH = 95  # CU_DEVICE_ATTRIBUTE_...
 # CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE, _NOT_SUPPORTED: nothing was launched
 REFUSED_LAUNCHES = (701, 720, 801)
 COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
-HEADERS = (  # what includes others before them
-    "clerk.cuh", "copies.cuh", "attend.cuh", "one_row.cuh", "row.cuh", "weight4.cuh", "gemm.cuh", "table4.cuh",
-    "product.cuh", "planes.cuh", "group.cuh", "warp.cuh", "matrix.cuh", "lora.cuh",
-)  # fmt: skip
 
 
 class _Attribute(ctypes.Structure):
@@ -52,30 +45,8 @@ class _Config(ctypes.Structure):
     )
 
 
-class Attempts:
-    """Calls of what may not compile or fit on this machine, which is said once.
-
-    What one set of constants meets on one device says nothing about others, so `remembered` keeps that, not this.
-
-    Args:
-        key: of the notice.
-        otherwise: what happens instead, in words.
-    """
-
-    def __init__(self, key: str, otherwise: str):
-        self._key, self._otherwise = key, otherwise
-
-    def __call__(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
-        """What the function returns; None if it raises Unavailable."""
-        try:
-            return function(*arguments, **options)
-        except Unavailable as error:
-            notice(self._key, f"{error}; {self._otherwise}")
-            return None
-
-
 def remembered(build: Callable[..., Result]) -> Any:
-    """`functools.cache` that remembers a Unavailable, too: what was refused is not compiled again."""
+    """`functools.cache` that remembers an Unavailable, too: what was refused is not compiled again."""
 
     @functools.cache
     def outcome(*arguments: Any) -> Result | Unavailable:
@@ -99,16 +70,17 @@ class Kernel:
     """A kernel that is loaded on the current device.
 
     Args:
-        image: cubin.
+        image: what has it.
         name: of its `extern "C"` function.
-        shared_bytes: dynamic shared memory of a block.
+        shared_bytes: dynamic shared memory of a block; None: what the image says.
 
     Raises:
         Unavailable: the device has not so much, or the driver does not load it.
     """
 
-    def __init__(self, image: bytes, name: str, shared_bytes: int):
+    def __init__(self, image: Image, name: str, shared_bytes: int | None = None):
         device = device_at(torch.cuda.current_device())
+        shared_bytes = image.shared if shared_bytes is None else shared_bytes
         if shared_bytes > device.shared_bytes:
             raise Unavailable(
                 f"{name} needs {shared_bytes / 1024:.0f} KiB of shared memory, and a block on {device.name} has "
@@ -117,7 +89,7 @@ class Kernel:
         self._driver, self._shared = _driver(), shared_bytes
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         try:
-            self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image))
+            self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image.code))
             self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
             self._check(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
         except RuntimeError as error:  # e.g. a driver that is older than NVRTC
@@ -173,67 +145,3 @@ def _driver() -> ctypes.CDLL:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise Unavailable(f"the CUDA driver does not load: {error}") from error
-
-
-@functools.cache
-def _nvrtc() -> ctypes.CDLL:
-    if torch.version.cuda is None:
-        raise Unavailable("this torch has no CUDA")
-    try:
-        return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
-    except OSError as error:
-        raise Unavailable(f"NVRTC does not load: {error}") from error
-
-
-def cubin(name: str, capability: tuple[int, int], constants: dict[str, int]) -> bytes:
-    """`<name>.cu` compiled for a device of this compute capability, from the cache if it was before.
-
-    Raises:
-        Unavailable: with NVRTC's first message.
-    """
-    source = source_of(name)
-    own = "a" if capability >= (9, 0) else ""  # with what only this architecture has, such as wgmma
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}", "--std=c++17"]
-    options += [f"-D{key}={value}" for key, value in constants.items()]
-    key = hashlib.sha256(f"{source}{options}{torch.version.cuda}".encode()).hexdigest()[:16]
-    built = cache_folder() / "cuda" / f"{name}-{key}.cubin"
-    if not built.exists():
-        image = _compile(source, options)
-        try:
-            built.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=built.parent, delete=False) as aside:
-                aside.write(image)
-            os.replace(aside.name, built)
-        except OSError as error:
-            raise Unavailable(f"cannot write to {built.parent}: {error.strerror}") from error
-    return built.read_bytes()
-
-
-def source_of(name: str, folders: tuple[Path, ...] = (Path(__file__).parent,)) -> str:
-    """`<name>.cu` with what it includes in its place, from the first folder that has it."""
-    text = Path(__file__).with_name(f"{name}.cu").read_text()
-    for header in HEADERS:
-        found = next(folder / header for folder in folders if (folder / header).exists())
-        text = text.replace(f'#include "{header}"', found.read_text())
-    return text
-
-
-def _compile(source: str, options: list[str]) -> bytes:
-    nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    encoded = [option.encode() for option in options]
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
-    try:
-        if nvrtc.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded)):
-            log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
-            raise Unavailable(f"NVRTC failed: {log.strip().splitlines()[0]}")
-        return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _read(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
-    size = ctypes.c_size_t()
-    size_of(program, ctypes.byref(size))
-    data = ctypes.create_string_buffer(size.value)
-    read(program, data)
-    return data.raw

@@ -7,6 +7,8 @@ for each unit's split. What comes from the cache is on its way before it is need
 
 Constants: HEAD, QUERIES, SPLITS, KV8, FLOW. */
 
+#pragma once
+
 #if KV8 /* the cache is in E4M3, else in x's dtype */
 typedef u8 Cell;
 #else

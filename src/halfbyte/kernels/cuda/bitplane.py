@@ -11,48 +11,41 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...ops.bitplane import BLOCK
-from ..device import HOPPER, device_at, device_of, multiprocessors_of
+from ...ops.bitplane import BLOCK, dequantize_bitplane
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of
 from ..tiling import ceil_div
-from . import Attempts, Kernel, cubin, remembered
+from . import Kernel, cubin, remembered
 
 THREADS = 768  # of a block, one for a multiprocessor
 FEWEST_BLOCKS = 2**17  # of 32 weights: below 4M weights Triton's kernel, which starts faster, is as fast
 TOGETHER = 32  # blocks that a warp takes at a time: all that there are must be a multiple
 STAGES = 4  # of a warp's ring
-TABLE_BYTES = {2: 32768, 3: 8192, 4: 32768, 5: 131072}
-_attempt = Attempts("dequantize-planes-cuda", "k-bit weights are dequantized in Triton instead, more slowly")
 
 
 @remembered
 def _kernel(bits: int, device: int, bf16: bool) -> Kernel:
     constants = {"BITS": bits, "BF16": int(bf16), "THREADS": THREADS, "STAGES": STAGES}
-    image = cubin("dequantize_planes", device_at(device).capability, constants)
-    ring = STAGES * THREADS * (4 * bits + 1)  # a lane's block: words and a scale
-    return Kernel(image, "dequantize_planes", TABLE_BYTES[bits] + ring)
+    return Kernel(cubin("dequantize_planes", device_at(device).capability, constants), "dequantize_planes")
 
 
-def takes(packed: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> bool:
-    """True if the kernel can run and is worth it: the device, whole blocks a row, 16 bits, many weights, alignment."""
-    return (
-        device_of(packed).at_least(HOPPER)
-        and FEWEST_BLOCKS <= scales.numel() < 2**31
-        and scales.numel() % TOGETHER == 0
-        and width % BLOCK == 0
-        and dtype is not torch.float32
-        and packed.data_ptr() % 16 == 0
-        and scales.data_ptr() % 16 == 0
-    )
+def obstacle(
+    packed: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor, codebook: Tensor, rows: int, width: int,
+    dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    if not device_of(packed).at_least(HOPPER):
+        return NEEDS_HOPPER
+    if zeros is not None or width % BLOCK or dtype is torch.float32:
+        return "needs a weight without zeros, whole blocks a row, and 16 bits"
+    if not FEWEST_BLOCKS <= scales.numel() < 2**31 or scales.numel() % TOGETHER:
+        return "is for 4M weights and more, in multiples of 1024"
+    return "needs tensors at multiples of 16 bytes" if (packed.data_ptr() | scales.data_ptr()) % 16 else None
 
 
+@dequantize_bitplane.kernel("cuda", unless=obstacle, rank=1)
 def dequantize(
-    packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, width: int, dtype: torch.dtype
-) -> Tensor:
-    """`dequantize_bitplane` without zeros, of contiguous tensors with whole blocks a row.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
+    packed: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor, codebook: Tensor, rows: int, width: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     device, blocks = packed.get_device(), scales.numel()
     out = torch.empty(rows, width, dtype=dtype, device=packed.device)
     with torch.cuda.device(device):
@@ -61,12 +54,3 @@ def dequantize(
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed, scales, factor, codebook, out)]
         kernel(grid, THREADS, [*pointers, ctypes.c_uint32(blocks)])
     return out
-
-
-def try_dequantize(
-    packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, width: int, dtype: torch.dtype
-) -> Tensor | None:
-    """`dequantize` where `takes` says so, else None; says once why it cannot be compiled."""
-    if not takes(packed, scales, width, dtype):
-        return None
-    return _attempt(dequantize, packed, scales, factor, codebook, rows, width, dtype)

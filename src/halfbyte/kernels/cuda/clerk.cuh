@@ -1,5 +1,7 @@
 /* What all warps of decode.cu have, and those of them that finish tiles. */
 
+#pragma once
+
 /* Constants, besides those of the parts: CLERKS; VALUES of a tile that a clerk's lane has; floats of a ROOM; FLOW, for one
 row of x; HELD numbers of products' inputs in shared memory, 0 if not FLOW. */
 constexpr u32 ALL = THREADS + 32 * CLERKS;

@@ -1,5 +1,7 @@
 /* The tables that decode.cu goes by, and the copies of weights, which run ahead of it over all products. */
 
+#pragma once
+
 enum { QKV, OUT, GATED, DOWN };
 
 struct Linear {

@@ -27,6 +27,8 @@ struct Task {
     float slope, outer, smoothing, z_loss;
 };
 
+LAYOUT(AHEAD * CHUNK + 2 * WARPS * sizeof(float4), CHUNK, sizeof(Task)); /* and CHUNK for each of a row's chunks */
+
 __device__ __forceinline__ void unpack(uint4 v, float (&x)[8]) {
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll

@@ -1,7 +1,6 @@
 """`cuda/cross_entropy.cu`: cross-entropy of rows that a multiprocessor can hold, read once and written once.
 
-It takes a Hopper GPU or newer (griddepcontrol), logits in 16 bits whose rows are aligned, no softcap, and a gradient
-that is wanted; the rest is Triton's. Measured on an H200 over chunks of 128 MiB: 79 µs for 512 rows of 128,256 logits
+Measured on an H200 over chunks of 128 MiB: 79 µs for 512 rows of 128,256 logits
 in bf16 where Triton took 99 (a copy's time is 62), 74 for 1,280 of 50,257 where it took 347, 79 for 2,048 of 32,000
 where it took 91. Of the 79, loads and stores with little arithmetic take 73, loads and all the arithmetic 63.
 """
@@ -14,10 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.cross_entropy import Objective, RowLosses
-from ..device import HOPPER, device_at, device_of, multiprocessors_of
+from ...ops.checks import row_stride
+from ...ops.cross_entropy import Objective, RowLosses, check_cross_entropy, cross_entropy_
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of
+from ..operands import evenly_spaced, put_back
 from ..tiling import ceil_div
-from . import Attempts, Kernel, cubin, remembered
+from . import Kernel, cubin, remembered
 
 LOG2_E = 1.4426950408889634
 
@@ -34,7 +35,7 @@ class Blocks(NamedTuple):
         return ceil_div(vocabulary, 8 * self.threads) - self.kept
 
     def shared_bytes(self, vocabulary: int) -> int:
-        """The ring, and twice 16 bytes for each warp."""
+        """Of a block, as `LAYOUT` has it: the ring, and twice 16 bytes for each warp."""
         return (self.chunks(vocabulary) + self.ahead) * 16 * self.threads + self.threads
 
 
@@ -61,59 +62,47 @@ class Task(ctypes.Structure):
     )
 
 
-_attempt = Attempts("cross-entropy-cuda", "cross-entropies run in Triton instead, more slowly")
-
-
 @remembered
 def _kernel(device: int, blocks: Blocks, vocabulary: int, bf16: bool, smoothing: bool, entropy: bool) -> Kernel:
     constants = {"BF16": int(bf16), "SMOOTHING": int(smoothing), "ENTROPY": int(entropy)}
     constants |= {"THREADS": blocks.threads, "KEPT": blocks.kept, "AHEAD": blocks.ahead}
-    code = cubin("cross_entropy", device_at(device).capability, constants)
-    return Kernel(code, "cross_entropy", blocks.shared_bytes(vocabulary))
+    image = cubin("cross_entropy", device_at(device).capability, constants, [Task])
+    return Kernel(image, "cross_entropy", image.shared_for(blocks.chunks(vocabulary)))
 
 
-def takes(logits: Tensor, stride: int, objective: Objective) -> bool:
-    """True if the kernel can run: the device, the logits' dtype and alignment, and what is asked for."""
-    return (
-        device_of(logits).at_least(HOPPER)
-        and logits.dtype is not torch.float32
-        and objective.softcap is None
-        and objective.slope > 0
-        and stride % 8 == logits.data_ptr() % 16 == 0
-    )
+def obstacle(
+    logits: Tensor, labels: Tensor, objective: Objective, need_gradient: bool, need_entropy: bool
+) -> str | None:
+    device, (rows, vocabulary) = device_of(logits), logits.shape
+    if not device.at_least(HOPPER):  # griddepcontrol
+        return NEEDS_HOPPER
+    if not need_gradient or not rows or objective.softcap is not None or objective.slope <= 0:
+        return "makes gradients, without softcap and with a positive slope"
+    if logits.dtype is torch.float32 or (row_stride(logits) or vocabulary) % 8 or logits.data_ptr() % 16:
+        return "needs 16 bits, and rows at multiples of 16 bytes"
+    return None if blocks_for(vocabulary, device.shared_bytes) else "needs rows that fit into shared memory"
 
 
-def try_gradient(logits: Tensor, labels: Tensor, objective: Objective, stride: int, losses: RowLosses) -> bool:
-    """`cross_entropy_` with a gradient into `losses`, where this can; returns whether it could.
-
-    Args:
-        logits: [n, V], `stride` elements from row to row, n > 0.
-        labels: [n], contiguous.
-    """
-    blocks = blocks_for(logits.shape[1], device_of(logits).shared_bytes)
-    if blocks is None or not takes(logits, stride, objective):
-        return False
-    return _attempt(_gradient, logits, labels, objective, stride, losses, blocks) or False
-
-
-def _gradient(
-    logits: Tensor, labels: Tensor, objective: Objective, stride: int, losses: RowLosses, blocks: Blocks
-) -> bool:
-    """Run `cuda/cross_entropy.cu`; True.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
+@cross_entropy_.kernel("cuda", unless=obstacle, rank=1)
+def gradient(
+    logits: Tensor, labels: Tensor, objective: Objective, need_gradient: bool, need_entropy: bool
+) -> RowLosses:
+    check_cross_entropy(logits, labels)
     (rows, vocabulary), device = logits.shape, logits.get_device()
-    smoothing, entropy = objective.label_smoothing, losses.entropy
-    tensors = (logits, labels, losses.loss, losses.logsumexp, entropy)
+    spaced, stride = evenly_spaced(logits)
+    labels, blocks = labels.contiguous(), blocks_for(vocabulary, device_of(logits).shared_bytes) or LARGEST
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    logsumexp = torch.empty_like(loss)
+    entropy = torch.empty_like(loss) if need_entropy else None
+    smoothing = objective.label_smoothing
     task = Task(
-        *[None if tensor is None else tensor.data_ptr() for tensor in tensors], stride, objective.ignore_index,
-        rows, vocabulary, blocks.chunks(vocabulary),
+        *[None if tensor is None else tensor.data_ptr() for tensor in (spaced, labels, loss, logsumexp, entropy)],
+        stride, objective.ignore_index, rows, vocabulary, blocks.chunks(vocabulary),
         objective.slope, objective.slope * LOG2_E, smoothing, objective.z_loss,
     )  # fmt: skip
     with torch.cuda.device(device):
         bf16 = logits.dtype is torch.bfloat16
-        kernel = _kernel(device, blocks, vocabulary, bf16, smoothing > 0, entropy is not None)
+        kernel = _kernel(device, blocks, vocabulary, bf16, smoothing > 0, need_entropy)
         kernel(min(rows, multiprocessors_of(device)), blocks.threads, [task])
-    return True
+    put_back([logits], [spaced])
+    return RowLosses(loss, logsumexp, entropy)

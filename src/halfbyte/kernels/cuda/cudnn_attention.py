@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...notices import notice
+from ...dispatch import Unavailable
 from ...ops.attention import cudnn, rows_backward
+from ..device import device_of
 
 SCRATCH = 1 << 29  # bytes of ds at a time; without this option cuDNN takes 2**28 for 4×2048 of 32 heads
 HOPPER, WIDEST = 9, 128  # compute capability; width of a head
@@ -39,8 +40,8 @@ def _handle(device: torch.device) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple[Layout, ...]) -> _Plan | None:
-    """For operands and results of these layouts; None where cuDNN has none, which is said."""
+def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple[Layout, ...]) -> _Plan | str:
+    """For operands and results of these layouts; where cuDNN has none, why."""
     library = cudnn()
     kinds = {torch.bfloat16: library.data_type.BFLOAT16, torch.float16: library.data_type.HALF}
     kind, single = kinds[dtype], library.data_type.FLOAT
@@ -73,9 +74,7 @@ def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple
         TypeError,
         library.cudnnGraphNotSupportedError,
     ) as error:  # or another version
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        notice("cudnn-plan", f"cuDNN has no repeatable backward for these rows, so two passes of Triton run: {reason}")
-        return None
+        return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _divisor(number: int, most: int) -> int:
@@ -90,24 +89,27 @@ def _parts(query: Tensor, key: Tensor) -> tuple[int, int] | None:
     return (_divisor(rows, fitting // keys), _divisor(keys, fitting)) if fitting else None
 
 
-@rows_backward.kernel("cuda")
+def obstacle(dout: Tensor, query: Tensor, key: Tensor, *_: Any) -> str | None:
+    if device_of(query).capability[0] != HOPPER or query.shape[-1] > WIDEST:
+        return "needs Hopper, and heads of up to 128"
+    if cudnn() is None:
+        return "needs nvidia-cudnn-frontend"
+    return None if _parts(query, key) else f"a head's ds is more than {SCRATCH >> 20} MiB"
+
+
+@rows_backward.kernel("cuda", unless=obstacle)
 def backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = dout, query, key, value, out, logsumexp
-    device = query.device
-    usable = cudnn() is not None and query.shape[-1] <= WIDEST
-    parts = _parts(query, key)
-    if not usable or parts is None or torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return rows_backward.reference(*operands, scale)
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
-    rows, keys = parts
+    rows, keys = _parts(query, key) or (1, 1)
     for row in range(0, query.shape[0], rows):
         for head in range(0, key.shape[1], keys):
             part = [_cut(x, row, rows, head, keys, key.shape[1]) for x in (*operands, dq, dk, dv)]
-            plan = _plan(device, query.dtype, scale, tuple((tuple(x.shape), x.stride()) for x in part))
-            if plan is None:
-                return rows_backward.reference(*operands, scale)
+            plan = _plan(query.device, query.dtype, scale, tuple((tuple(x.shape), x.stride()) for x in part))
+            if isinstance(plan, str):
+                raise Unavailable(f"cuDNN has no repeatable backward for these rows: {plan}")
             _execute(plan, part)
     return dq, dk, dv
 

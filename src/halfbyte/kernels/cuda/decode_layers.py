@@ -1,7 +1,4 @@
-"""`cuda/decode.cu`: all decoder layers of one token's step in one launch.
-
-It takes a Hopper GPU or newer, up to 8 rows of 16 bits, and 4-bit weights in blocks of 64.
-"""
+"""`cuda/decode.cu`: all decoder layers of one token's step in one launch."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...ops.codebooks import codebook4
-from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, one_launch
-from ..device import HOPPER, device_at, device_of, multiprocessors_of, origin_of
+from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
-from . import Attempts, Kernel, cubin, remembered
-from .gemv4 import BLOCKSIZE, STEP, TABLE_BYTES, Blocks, Weight, row_bytes
+from . import Image, Kernel, cubin, remembered
+from .gemv4 import BLOCKSIZE, STEP, Blocks, Weight
 
 BATCH = 8  # rows at most: beyond, separate products are faster
 LONG_CACHE = 1024  # slots from which attention takes all blocks
@@ -76,13 +73,22 @@ def splits_of(units: int, blocks: int, tiles: int, slots: int) -> int:
 
 
 @remembered
-def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
+def _image(device: int, constants: tuple[tuple[str, int], ...]) -> Image:
     given = dict(constants) | {"ORIGIN": origin_of(device)}
-    return Kernel(cubin("decode", device_at(device).capability, given), "decode", shared)
+    return cubin("decode", device_at(device).capability, given, [Linear, Product, Layer, Step, Weight])
+
+
+@remembered
+def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel(_image(device, constants), "decode", shared)
 
 
 class Stacked:
-    """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange."""
+    """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange.
+
+    Raises:
+        Unavailable: the kernel does not compile here.
+    """
 
     def __init__(self, hidden: Tensor, stack: Stack, blocks: Blocks):
         self.stack, self.blocks, self.kept = stack, blocks, [hidden]
@@ -111,8 +117,7 @@ class Stacked:
         queries, inner = stack.heads * self.head, first.gate_up.weights[0].rows
         sizes = [batch * each for each in (width, width, queries + 2 * key_heads * self.head, queries, inner)]
         columns = [max(columns_of(each) for each in linears_of(stack)[i::2]) for i in range(2)]
-        self.held = 0
-        self.held = sum(columns) if self.fits_in(sum(columns)) else 0
+        self.held = sum(columns) if batch == 1 and self.fits_in(sum(columns)) else 0
         records = 2 * len(layers) if self.held else 1
         exchange = self._hold(torch.full((records, sum(sizes)), -1, dtype=torch.int16, device=hidden.device))
         places = [exchange + 2 * sum(sizes[:i]) for i in range(len(sizes))]
@@ -129,14 +134,14 @@ class Stacked:
             record=sum(sizes) if self.held else 0, columns=columns[0],
         )  # fmt: skip
 
-    def constants(self) -> dict[str, int]:
-        """What `cuda/decode.cu` is compiled with."""
-        batch = self.batch
+    def constants(self, held: int | None = None) -> dict[str, int]:
+        """What `cuda/decode.cu` is compiled with, or would be with so many numbers of inputs in shared memory."""
+        batch, held = self.batch, self.held if held is None else held
         queries = queries_of(batch, self.head, self.group)
         return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
             "NT": 1,
-            "FLOW": int(self.held > 0),
-            "HELD": self.held,
+            "FLOW": int(held > 0),
+            "HELD": held,
             "CLERKS": clerks_of(batch),
             "VALUES": ceil_div(ceil_div(batch * self.blocks.rt, 2), clerks_of(batch)),
             "BF16": int(self.hidden.dtype is torch.bfloat16),
@@ -148,16 +153,14 @@ class Stacked:
             "ROOM": room_floats(self.blocks, batch, self.head, queries),
         }
 
-    def shared_bytes(self) -> int:
-        batch = self.batch
-        ring = self.blocks.wk * self.blocks.stages * 16 * self.blocks.rt * row_bytes(self.weight.code is not None)
-        floats = 2 * self.constants()["ROOM"] + batch * (2 + self.ranks) + 1
-        return TABLE_BYTES + ring + 3 * ctypes.sizeof(Layer) + 2 * self.held + 4 * floats
+    def shared_bytes(self, held: int | None = None) -> int:
+        """Of a block: what the image says, and u."""
+        image = _image(self.hidden.get_device(), tuple(self.constants(held).items()))
+        return image.shared_for(self.batch) + 4 * self.batch * self.ranks
 
     def fits_in(self, numbers: int) -> bool:
         """True if shared memory has room for so many of one row's inputs."""
-        most = device_of(self.hidden).shared_bytes
-        return self.batch == 1 and self.shared_bytes() + 2 * numbers <= most
+        return self.shared_bytes(numbers) <= device_of(self.hidden).shared_bytes
 
     def _hold(self, tensor: Tensor) -> int:
         """The address of a tensor that stays."""
@@ -208,67 +211,69 @@ def linears_of(stack: Stack) -> list[Projections]:
     return [each for layer in stack.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
 
-def takes(hidden: Tensor, stack: Stack) -> bool:
-    """True if the kernel can run these layers."""
+def obstacle(hidden: Tensor, stack: Stack) -> str | None:
+    if not device_of(hidden).at_least(HOPPER):
+        return NEEDS_HOPPER
     batch = hidden.shape[0]
-    if not (
-        device_of(hidden).at_least(HOPPER) and hidden.dtype in (torch.bfloat16, torch.float16) and 1 <= batch <= BATCH
-    ):
-        return False
-    return fits(hidden, stack, 16 * blocks_for(batch).rt)
+    if hidden.dtype not in (torch.bfloat16, torch.float16) or not 1 <= batch <= BATCH:
+        return "takes 1 to 8 rows of 16 bits"
+    return misfit(hidden, stack, 16 * blocks_for(batch).rt)
 
 
-def fits(hidden: Tensor, stack: Stack, tile: int) -> bool:
-    """True if tiles of so many rows divide every product, and all weights are alike."""
-    first, width = stack.layers[0], hidden.shape[1]
-    size = first.keys.shape[3]
-    linears = linears_of(stack)
-    weights = [weight for each in linears for weight in each.weights]
-    nested = [weight.nested for weight in weights]
-    codes = [each[1] for each in nested if each is not None]
+def misfit(hidden: Tensor, stack: Stack, tile: int) -> str | None:
+    """Why the kernel, with tiles of so many rows, does not take these layers."""
+    weights = [weight for each in linears_of(stack) for weight in each.weights]
+    return _formats(weights) or _shapes(hidden, stack, weights, tile) or _tensors(hidden, stack)
+
+
+def _formats(weights: list[Weight4]) -> str | None:
+    """All weights are alike."""
+    codes = [weight.nested[1] for weight in weights if weight.nested is not None]
+    alike = len({(weight.quant_type, weight.blocksize) for weight in weights}) == 1 and len(codes) in (0, len(weights))
+    if not alike or weights[0].blocksize != BLOCKSIZE or (codes and not (torch.stack(codes) == codes[0]).all()):
+        return "needs weights of one 4-bit format in blocks of 64"
+    return None
+
+
+def _shapes(hidden: Tensor, stack: Stack, weights: list[Weight4], tile: int) -> str | None:
+    """Tiles of so many rows divide every product."""
+    linears, size = linears_of(stack), stack.layers[0].keys.shape[3]
+    if any(weight.rows % tile or weight.packed.data_ptr() % 16 for weight in weights):
+        return f"needs N in multiples of {tile}, at multiples of 16 bytes"
+    if hidden.shape[1] % STEP or any(columns_of(each) % STEP for each in linears):
+        return "needs K in multiples of 256"
+    if any(weight.rows * columns_of(each) >= 2**36 for each in linears for weight in each.weights):
+        return "needs weights of less than 2^36 values"
+    downs = [each.down.shape[0] for each in linears if each.down is not None]
+    ups = [(begin, up.shape[1]) for each in linears for begin, up in filter(None, each.ups)]
+    if any(rank % 16 for rank in downs) or any(begin % 8 or rank % 8 for begin, rank in ups):
+        return "needs adapters' ranks in multiples of 16 in all and of 8 each"
+    return None if size in HEADS and stack.cos.shape[1] == size else "takes heads of 64, 128 and 256, all turned"
+
+
+def _tensors(hidden: Tensor, stack: Stack) -> str | None:
+    """How tensors lie, and their dtypes."""
     plain = [stack.cos, stack.sin]
-    for each in linears:
+    for each in linears_of(stack):
         plain += [tensor for tensor in (each.down, *[up[1] for up in each.ups if up]) if tensor is not None]
     for layer in stack.layers:
-        plain += [layer.norm, layer.post_norm]
-        plain += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+        norms = layer.norm, layer.post_norm, layer.q_norm, layer.k_norm
+        plain += [norm for norm in norms if norm is not None]
     caches = [cache for layer in stack.layers for cache in (layer.keys, layer.values)]
-    return (
-        len({(weight.quant_type, weight.blocksize) for weight in weights}) == 1
-        and weights[0].blocksize == BLOCKSIZE
-        and len(codes) in (0, len(weights))
-        and (not codes or bool((torch.stack(codes) == codes[0]).all()))
-        and all(weight.rows % tile == 0 and weight.packed.data_ptr() % 16 == 0 for weight in weights)
-        and all(columns_of(each) % STEP == 0 for each in linears)
-        and all(weight.rows * columns_of(each) < 2**36 for each in linears for weight in each.weights)
-        and all(each.down is None or each.down.shape[0] % 16 == 0 for each in linears)
-        and all(up is None or (up[0] % 8, up[1].shape[1] % 8) == (0, 0) for each in linears for up in each.ups)
-        and (size in HEADS and stack.cos.shape[1] == size and width % STEP == 0)
-        and all(tensor.dtype is hidden.dtype and tensor.is_contiguous() for tensor in plain)
-        and all(cache.dtype is caches[0].dtype and cache.is_contiguous() for cache in caches)
-        and caches[0].dtype in (hidden.dtype, torch.float8_e4m3fn)
-        and all(tensor.device == hidden.device for tensor in [*plain, *[weight.packed for weight in weights]])
-    )
+    kept = caches[0].dtype
+    if any(tensor.dtype is not hidden.dtype or not tensor.is_contiguous() for tensor in plain):
+        return "needs contiguous norms and adapters in the dtype of the rows"
+    if kept not in (hidden.dtype, torch.float8_e4m3fn) or any(
+        c.dtype is not kept or not c.is_contiguous() for c in caches
+    ):
+        return "needs contiguous caches in the dtype of the rows or in E4M3"
+    packed = [weight.packed for each in linears_of(stack) for weight in each.weights]
+    return None if all(tensor.device == hidden.device for tensor in (*plain, *packed)) else "needs one device"
 
 
-@one_launch.kernel("cuda", "xpu")
+@one_launch.kernel("cuda", unless=obstacle)
 def compile_layers(hidden: Tensor, stack: Stack) -> Run | None:
-    if not takes(hidden, stack):
-        return None
-    return _attempt(_compiled, hidden, Stacked(hidden, stack, blocks_for(hidden.shape[0])))
-
-
-_attempt = Attempts("decode-cuda", "a token's step runs as several kernels a layer instead, more slowly")
-
-
-def _compiled(hidden: Tensor, stacked: Stacked) -> Run:
-    """What runs the stack, its kernel built.
-
-    Raises:
-        Unavailable: the kernel does not compile here, or not all its blocks run at once; adapters of many ranks in all
-            take more shared memory than there is.
-    """
-    device = hidden.get_device()
+    stacked, device = Stacked(hidden, stack, blocks_for(hidden.shape[0])), hidden.get_device()
     with torch.cuda.device(device):
         kernel = _kernel(device, stacked.shared_bytes(), tuple(stacked.constants().items()))
         kernel.check_together(multiprocessors_of(device), stacked.threads())

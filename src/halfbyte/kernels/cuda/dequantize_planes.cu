@@ -16,6 +16,8 @@ constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256;
 constexpr u32 SIZE = BITS == 2 ? 16 : 8; /* bytes of an entry, which has copies for 128 bytes */
 constexpr u32 WORDS = 128 * BITS, SLOT = WORDS + 32; /* bytes of a warp's 32 blocks: words, and with their scales */
 
+LAYOUT(128 * ENTRIES + THREADS / 32 * STAGES * SLOT, 0);
+
 __device__ __forceinline__ void build(const float *codebook) {
     for (u32 index = threadIdx.x; index < ENTRIES; index += THREADS) {
         u32 value[4]; /* four columns, or two of them twice */

@@ -8,9 +8,7 @@
 // Constants: NESTED, SHIFT (log2 of the block size, at least 5). K is a multiple of 32 (16 for codes that are only
 // turned), N of 4 where it is turned.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
+#include "warp.cuh"
 
 struct Weight {
     const u8* packed;  // [N·K/2], the high nibble of a byte first
@@ -22,6 +20,8 @@ struct Weight {
     const float* factor;
     u32 rows, columns;
 };
+
+LAYOUT(0, 0, sizeof(Weight));
 
 __device__ __forceinline__ u32 prmt(u32 low, u32 high, u32 selectors) {
     u32 bytes;

@@ -1,7 +1,6 @@
 """`cuda/float8.cu`: 4-bit weights to E4M3, either way round, and E4M3 codes turned.
 
-It takes a Hopper GPU or newer (griddepcontrol), aligned tensors and K in multiples of 32 (16 for codes); the rest is
-Triton's. Measured on an H200 over the weights of an 8B model: 19 and 17 µs on average, turned and straight, where
+Measured on an H200 over the weights of an 8B model: 19 and 17 µs on average, turned and straight, where
 Triton took 55 and 49.
 """
 
@@ -13,9 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..device import HOPPER, device_at, device_of
+from ...ops.blockwise4_float8 import float8_of_blockwise4
+from ...ops.codebooks import codebook4
+from ...ops.float8 import E4M3, transpose_float8
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of
 from ..tiling import ceil_div
-from . import Attempts, Kernel, cubin, remembered
+from . import Kernel, cubin, remembered
 
 
 class Weight(ctypes.Structure):
@@ -28,63 +30,70 @@ class Weight(ctypes.Structure):
     ]
 
 
-_attempt = Attempts("float8-cuda", "weights go to FP8 by Triton kernels instead, more slowly")
+Nested = tuple[Tensor, Tensor, Tensor] | None
 
 
 @remembered
 def _kernel(name: str, device: int, nested: bool, blocksize: int) -> Kernel:
     constants = {"NESTED": int(nested), "SHIFT": blocksize.bit_length() - 1}
-    return Kernel(cubin("float8", device_at(device).capability, constants), name, 0)
+    return Kernel(cubin("float8", device_at(device).capability, constants, [Weight]), name)
 
 
 def _launch(
     name: str, nested: bool, blocksize: int, blocks: int, threads: int, arguments: Sequence, out: Tensor
-) -> bool:
-    """Run a kernel of `cuda/float8.cu`; True.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
+) -> None:
     with torch.cuda.device(out.get_device()):
         _kernel(name, out.get_device(), nested, blocksize)(blocks, threads, arguments)
-    return True
 
 
-def _suits(tensor: Tensor, multiples: tuple[int, int], shape: tuple[int, int], out: Tensor) -> bool:
-    return (
-        device_of(tensor).at_least(HOPPER)
-        and shape[0] % multiples[0] == shape[1] % multiples[1] == out.stride(0) % 16 == 0
-        and tensor.data_ptr() % 16 == out.data_ptr() % 16 == 0
-    )
+def _obstacle(tensor: Tensor, shape: tuple[int, int], columns: int, out: Tensor | None, stride: int) -> str | None:
+    """For `tensor` [N, K], K in multiples of `columns`; without `out`, `stride` is that of what is made."""
+    if not device_of(tensor).at_least(HOPPER):  # griddepcontrol
+        return NEEDS_HOPPER
+    stride, address = (stride, 0) if out is None else (out.stride(0), out.data_ptr())
+    if shape[0] % 4 or shape[1] % columns or stride % 16 or (tensor.data_ptr() | address) % 16:
+        return f"needs N in fours, K in multiples of {columns}, and rows of results at multiples of 16 bytes"
+    return None
 
 
-def try_of_blockwise4(
-    weight: Sequence[Tensor], nested: bool, blocksize: int, shape: tuple[int, int], out: Tensor, turned: bool
-) -> bool:
-    """Write the E4M3 codes of a weight into `out`, where this can; returns whether it could.
+def weight_obstacle(
+    packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, shape: tuple[int, int],
+    factor: Tensor, transposed: bool = False, out: Tensor | None = None,
+) -> str | None:  # fmt: skip
+    if blocksize < 32:
+        return "needs blocks of 32 and more"
+    return _obstacle(packed, shape, 32, out, shape[0] if transposed else shape[1])
 
-    Args:
-        weight: the tensors of `Weight`.
-        shape: (N, K).
-        out: E4M3 [N, K], or [K, N] if `turned`.
-    """
+
+@float8_of_blockwise4.kernel("cuda", unless=weight_obstacle, rank=1)
+def of_blockwise4(
+    packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, shape: tuple[int, int],
+    factor: Tensor, transposed: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     rows, width = shape
-    if not _suits(weight[0], (4, 32), shape, out):
-        return False
-    threads = 128 if turned else 256
-    blocks = ceil_div(rows, 128) * ceil_div(width, 128) if turned else ceil_div(rows * width // 16, threads)
-    described = Weight(*[tensor.data_ptr() for tensor in weight], rows, width)
-    arguments = [described, ctypes.c_void_p(out.data_ptr()), ctypes.c_uint32(out.stride(0))]
-    name = "turned" if turned else "straight"
-    return _attempt(_launch, name, nested, blocksize, blocks, threads, arguments, out) or False
+    if out is None:
+        out = torch.empty((width, rows) if transposed else shape, dtype=E4M3, device=packed.device)
+    second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
+    tensors = packed, absmax, second, code, offset, codebook4(quant_type, packed.device), factor
+    threads = 128 if transposed else 256
+    blocks = ceil_div(rows, 128) * ceil_div(width, 128) if transposed else ceil_div(rows * width // 16, threads)
+    weight = Weight(*[tensor.data_ptr() for tensor in tensors], rows, width)
+    arguments = [weight, ctypes.c_void_p(out.data_ptr()), ctypes.c_uint32(out.stride(0))]
+    _launch("turned" if transposed else "straight", nested is not None, blocksize, blocks, threads, arguments, out)
+    return out
 
 
-def try_transpose(codes: Tensor, out: Tensor) -> bool:
-    """Write FP8 codes [N, K], contiguous, into `out` [K, N], where this can; returns whether it could."""
+def transpose_obstacle(codes: Tensor, out: Tensor | None = None) -> str | None:
     rows, width = codes.shape
-    if not _suits(codes, (4, 16), (rows, width), out):
-        return False
+    return _obstacle(codes, (rows, width), 16, out, rows) if rows * width else "needs values"
+
+
+@transpose_float8.kernel("cuda", unless=transpose_obstacle, rank=1)
+def transpose(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    rows, width = codes.shape
+    out = torch.empty(width, rows, dtype=codes.dtype, device=codes.device) if out is None else out
+    codes = codes.contiguous()
     places = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, out)]
     numbers = [ctypes.c_uint32(number) for number in (rows, width, out.stride(0))]
-    blocks = ceil_div(rows, 128) * ceil_div(width, 128)
-    return _attempt(_launch, "transposed", False, 64, blocks, 256, [*places, *numbers], out) or False
+    _launch("transposed", False, 64, ceil_div(rows, 128) * ceil_div(width, 128), 256, [*places, *numbers], out)
+    return out

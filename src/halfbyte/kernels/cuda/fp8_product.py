@@ -1,4 +1,4 @@
-"""Twin of `halfbyte.ops.fp8_product` on NVIDIA GPUs with FP8 units: torch._scaled_mm, or cuBLASLt with a term.
+"""FP8 GEMMs on NVIDIA GPUs with FP8 units: torch._scaled_mm, or cuBLASLt with a term.
 
 torch's function has no beta. `cublasLtMatmul` itself adds its product to what is there, with one scale for each operand
 and bf16 results; it is called by ctypes, from the library that torch has loaded. At [8192, 4096] on an H200 a term
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch import Unavailable
 from ...notices import notice
 from ...ops.float8 import E5M2
 from ...ops.fp8_product import Term, emulated, fp8_product
@@ -25,10 +26,6 @@ PLANS = 1024  # that are remembered; some hundred bytes of a forgotten one stay
 # Of cublasLt.h: types, the compute type, and attributes of a product and of what is preferred.
 F32, BF16, E4M3_CODES, E5M2_CODES, COMPUTE_32F = 0, 14, 28, 29, 68
 TRANSA, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, MAX_WORKSPACE_BYTES = 3, 17, 18, 25, 1
-
-
-class CublasError(Exception):
-    """cuBLASLt does not load, or refuses."""
 
 
 class _Found(ctypes.Structure):
@@ -50,13 +47,13 @@ class _Cublas:
         try:
             self._library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}")
         except OSError as error:
-            raise CublasError(str(error)) from error
+            raise Unavailable(str(error)) from error
         self.handle = self.made("Create")
 
     def __call__(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, f"cublasLt{name}")(*arguments)
         if status:
-            raise CublasError(f"cublasLt{name} failed with status {status}")
+            raise Unavailable(f"cublasLt{name} failed with status {status}")
 
     def made(self, name: str, *arguments: Any) -> ctypes.c_void_p:
         """What a function makes that takes where to put it first."""
@@ -92,7 +89,7 @@ class _Plan:
         cublas("MatmulAlgoGetHeuristic", cublas.handle, self._product, *made, self._out, preference, *results)
         cublas("MatmulPreferenceDestroy", preference)
         if not count.value:
-            raise CublasError(f"cuBLASLt adds no product [{m}, {k}] by [{n}, {k}]")
+            raise Unavailable(f"cuBLASLt adds no product [{m}, {k}] by [{n}, {k}]")
 
     def _set(self, attribute: int, value: Any) -> None:
         self._cublas.set("MatmulDesc", self._product, attribute, value)
@@ -110,31 +107,16 @@ class _Plan:
         )  # fmt: skip
 
 
-_plan = functools.lru_cache(PLANS)(_Plan)
-_refused = False
-
-
-def _added(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, fast: bool, term: Term) -> bool:
-    """Write the term and add the product to it, where cuBLASLt does that; says once why it does not."""
-    global _refused
-    tensors = (a, b, a_scale, b_scale, out)
-    if _refused or b_scale.dim() or out.dtype is not torch.bfloat16 or any(t.data_ptr() % 16 for t in tensors):
-        return False
+@functools.lru_cache(PLANS)
+def _plan(*arguments: Any) -> _Plan | Unavailable:
+    """A plan, or why there is none: what was refused is not asked for again."""
     try:
-        a_type = E5M2_CODES if a.dtype is E5M2 else E4M3_CODES
-        plan = _plan(out.get_device(), *out.shape, a.shape[1], a_type, fast)
-        term.write(out)
-        with torch.cuda.device(out.get_device()):
-            plan(a, b, a_scale, b_scale, out)
-    except CublasError as error:
-        _refused = True
-        notice("fp8-product-add", f"{error}; adapters' terms are added to finished FP8 products, which takes longer")
-        return False
-    return True
+        return _Plan(*arguments)
+    except Unavailable as error:
+        return error
 
 
-def _obstacle(a: Tensor, b: Tensor, b_scale: Tensor) -> str | None:
-    """Why torch._scaled_mm does not take these."""
+def obstacle(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *_: Any) -> str | None:
     needed = (9, 0) if b_scale.dim() else (8, 9)  # scales per row: Hopper and later
     if not device_of(a).at_least(needed):
         return f"{a.device.type} has no FP8 units that torch multiplies with"
@@ -143,17 +125,31 @@ def _obstacle(a: Tensor, b: Tensor, b_scale: Tensor) -> str | None:
     return None
 
 
-@fp8_product.kernel("cuda")
-def product(
+def term_obstacle(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, fast: bool, term: Term | None = None
+) -> str | None:
+    if term is None or b_scale.dim() or out.dtype is not torch.bfloat16:
+        return "is for products with a term, one scale and bf16"
+    if any(tensor.data_ptr() % 16 for tensor in (a, b, a_scale, b_scale, out)):
+        return "needs tensors at multiples of 16 bytes"
+    return obstacle(a, b, a_scale, b_scale)
+
+
+@fp8_product.kernel("cuda", unless=term_obstacle, rank=1)
+def cublaslt(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, fast: bool, term: Term) -> None:
+    """The term is written first, and the product added to it. Whatever fails then, the next kernel writes anew."""
+    plan = _plan(out.get_device(), *out.shape, a.shape[1], E5M2_CODES if a.dtype is E5M2 else E4M3_CODES, fast)
+    if isinstance(plan, Unavailable):
+        raise Unavailable(str(plan))
+    term.write(out)
+    with torch.cuda.device(out.get_device()):
+        plan(a, b, a_scale, b_scale, out)
+
+
+@fp8_product.kernel("cuda", unless=obstacle, rank=2)
+def scaled_mm(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, fast: bool, term: Term | None = None
 ) -> None:
-    obstacle = _obstacle(a, b, b_scale)
-    if obstacle:
-        notice("fp8-product-cuda", f"{obstacle}: FP8 codes are multiplied in 16 or 32 bits, with equal results")
-        emulated(a, b, a_scale, b_scale, out, term)
-        return
-    if term is not None and _added(a, b, a_scale, b_scale, out, fast, term):
-        return
     if b_scale.dim():
         a_scale, b_scale = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.view(1, -1)
     result = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
@@ -162,3 +158,12 @@ def product(
         out.copy_(result)
     if term is not None:
         term.add(out)
+
+
+@fp8_product.kernel("cuda", rank=3)
+def emulate(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, fast: bool, term: Term | None = None
+) -> None:
+    why = obstacle(a, b, a_scale, b_scale)
+    notice("fp8-product-cuda", f"{why}: FP8 codes are multiplied in 16 or 32 bits, with equal results")
+    emulated(a, b, a_scale, b_scale, out, term)

@@ -20,6 +20,8 @@ keeps of a step in Kept. SCALED says that they are multiplied by their scales; e
 
 Constants: NT (2, 4, 6 or 8 tiles of 8 rows of x), GROUPS (1, 2 or 4), STAGES, BF16 (else fp16). */
 
+#pragma once
+
 #include "group.cuh"
 
 constexpr u32 PRODUCERS = 4, WARPS = 4 * GROUPS, ROWS = 16 * WARPS, THREADS = 32 * WARPS; /* all but the producers */
@@ -30,6 +32,10 @@ take some of the producers'. */
 constexpr u32 BOUND = NT < 6 ? 768 : 640;
 constexpr u32 TOGETHER = 4; /* parts that are on their way at once */
 constexpr int EARLY = 2; /* slots whose weights are copied before x may be */
+
+/* Bytes of a slot and of a block, for a format W; a slot has two barriers. */
+template <typename W> constexpr u32 SLOT = (2 * HALF + W::BYTES + 1023) / 1024 * 1024;
+template <typename W> constexpr u32 SHARED = W::TABLE + STAGES * (SLOT<W> + 16);
 
 struct Quarter { /* a lane's operands of 32 columns and, where these are not scaled yet, the scales of rows g and g + 8 */
     u32 a[2][4];
@@ -188,7 +194,7 @@ template <typename W> __device__ __forceinline__ void product(const W &w, const 
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 pairs = (w.rows + ROWS - 1) / ROWS * (w.columns / 256);
     u32 now = 2 * first_pair(blockIdx.x, gridDim.x, pairs), end = 2 * first_pair(blockIdx.x + 1, gridDim.x, pairs);
-    Ring ring(W::TABLE, (2 * HALF + W::BYTES + 1023) / 1024 * 1024);
+    Ring ring(W::TABLE, SLOT<W>);
     if (threadIdx.x == 0)
         ring.set_up();
     if (warp >= WARPS) {

@@ -86,6 +86,8 @@ struct Weight : Table4 {
     }
 };
 
+LAYOUT(SHARED<Weight>, 0, sizeof(Weight), sizeof(Term));
+
 extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm4(Weight w, const u16 *x, float4 *parts, u32 batch) {
     w.shift = NESTED ? *w.offset : 0.0f;
     product(w, x, parts, batch);

@@ -1,31 +1,24 @@
-"""`cuda/gemm.cuh`: products of up to 64 rows with weights of 4 bits, decoded in registers, by Hopper's wgmma.
-
-It takes what the kernels of `cuda/product.cuh` take (`gemv4_cuda`), on a GPU of compute capability 9.x.
-"""
+"""`cuda/gemm.cuh`: GEMM of up to 64 rows with weights of 4 bits, decoded in registers, by Hopper's wgmma."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...ops.gemv4 import linear_blockwise4
 from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
-from . import Attempts, Kernel, cubin, remembered
-from .gemv4 import BLOCKSIZE, TABLE_BYTES, Nested, weight_of
-from .gemv4 import takes as takes_few
+from . import Kernel, cubin, remembered
+from .gemv4 import BLOCKSIZE, Nested, Term, mma_obstacle, weight_of
 
 FEWEST, BATCH = 9, 64  # rows of x
 CAPABILITY = 9  # wgmma is of 9.x alone
 STEP = 256  # columns of K that are dealt out together
-CODES = 64  # bytes of codes in a slot of the ring for a row of W
 COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of `add`
 PARTS = 16  # of a tile at most, about
-
-
-Term = tuple[Tensor, Tensor] | None  # u [M, r], B [N, r]
 
 
 class _Term(ctypes.Structure):
@@ -42,10 +35,6 @@ class Blocks(NamedTuple):
 
     groups: int
     stages: int
-
-    def shared_bytes(self, tiles: int, row: int) -> int:
-        """Of a block, for `tiles` tiles of 8 rows of x and `row` bytes of a row of W; a slot has two barriers."""
-        return TABLE_BYTES + self.stages * (1024 * (2 * tiles + ceil_div(64 * self.groups * row, 1024)) + 16)
 
 
 def tiles_of(batch: int) -> int:
@@ -66,17 +55,21 @@ def grid_for(tiles: int, steps: int, multiprocessors: int) -> int:
 
 @remembered
 def _kernel(
-    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, row: int, constants: tuple
+    name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, struct: type[ctypes.Structure], constants: tuple
 ) -> tuple[Kernel, Kernel]:
     """What multiplies, and what adds up the tiles' parts."""
     values = {"GROUPS": blocks.groups, "STAGES": blocks.stages, "NT": tiles, "BF16": int(bf16), **dict(constants)}
-    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)})
-    return Kernel(image, name, blocks.shared_bytes(tiles, row)), Kernel(image, "add", 0)
+    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)}, [struct, _Term])
+    return Kernel(image, name), Kernel(image, "add", 0)
 
 
-def takes(x: Tensor, *of_weight: Tensor) -> bool:
-    """True if these kernels can run: the device, x's dtype and size, and how tensors are aligned."""
-    return takes_few(x, *of_weight, most=BATCH) and device_of(x).capability[0] == CAPABILITY
+def wgmma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
+    """Why these kernels do not take these, whatever the size of blocks; None: they do."""
+    if x.shape[0] > BATCH:
+        return "takes up to 64 rows"
+    return mma_obstacle(x, *of_weight) or (
+        "needs wgmma, of compute capability 9.x alone" if device_of(x).capability[0] != CAPABILITY else None
+    )
 
 
 def adds(term: Term) -> bool:
@@ -89,14 +82,10 @@ def adds(term: Term) -> bool:
 
 
 def launch(
-    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int, row: int,
+    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int,
     blocks: Blocks | None = None, term: Term = None, **constants: int,
 ) -> Tensor:  # fmt: skip
-    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`; its parameters are the weight, x, the tiles' parts and x's rows.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
+    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, of parameters weight, x, the tiles' parts and x's rows."""
     device, (batch, columns), tiles = x.get_device(), x.shape, tiles_of(x.shape[0])
     blocks = blocks or blocks_for(tiles)
     tile = 64 * blocks.groups
@@ -109,33 +98,28 @@ def launch(
     added = _Term() if term is None else _Term(*[t.data_ptr() for t in term], term[0].stride(0), term[0].shape[1])
     with torch.cuda.device(device):
         bf16 = x.dtype is torch.bfloat16
-        product, add = _kernel(name, blocks, device, tiles, bf16, row, tuple(constants.items()))
+        product, add = _kernel(name, blocks, device, tiles, bf16, type(weight), tuple(constants.items()))
         product(grid, 128 * blocks.groups + COPYING, [weight, *pointers[:2], sizes[2]])
         add(cut * tile * 2 * tiles // ADDED, ADDED, [*pointers[1:], *sizes, added])
     return out
 
 
-def product(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int, bias: Tensor | None,
-    blocks: Blocks | None = None, term: Term = None,
-) -> Tensor:  # fmt: skip
-    """`linear_blockwise4` of contiguous tensors that `takes` accepts, and a term that `adds` does.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
-    weight, row = weight_of(x, packed, absmax, nested, quant_type, rows), CODES + (16 if nested is None else 8)
-    return launch("gemm4", weight, x, bias, None, rows, row, blocks, term, NESTED=int(nested is not None))
-
-
-_attempt = Attempts("gemm4-cuda", f"products of {FEWEST} to {BATCH} rows run in other kernels, more slowly")
-
-
-def try_product(
+def obstacle(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: Term = None,
-) -> Tensor | None:  # fmt: skip
-    """`product` where it can run and pays, else None; says once why it cannot be compiled."""
-    if x.shape[0] < FEWEST or blocksize != BLOCKSIZE or not takes(x, packed, absmax) or not adds(term):
-        return None
-    return _attempt(product, x, packed, absmax, nested, quant_type, rows, bias, term=term)
+    bias: Tensor | None, term: Term = None, *_: Any,
+) -> str | None:  # fmt: skip
+    if x.shape[0] < FEWEST or blocksize != BLOCKSIZE:
+        return "takes 9 to 64 rows and blocks of 64"
+    return wgmma_obstacle(x, packed, absmax) or (
+        None if adds(term) else "needs the adapter's ranks in multiples of 8, at multiples of 16 bytes"
+    )
+
+
+@linear_blockwise4.kernel("cuda", unless=obstacle, rank=2)
+def gemm(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    x = x.contiguous()
+    weight = weight_of(x, packed, absmax, nested, quant_type, rows)
+    return launch("gemm4", weight, x, bias, None, rows, blocks, term, NESTED=int(nested is not None))

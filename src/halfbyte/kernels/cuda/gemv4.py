@@ -1,43 +1,36 @@
-"""`cuda/gemv4.cu`: the product of up to 16 rows with a 4-bit weight on tensor cores.
-
-It takes a Hopper GPU or newer (griddepcontrol), 16-bit x, blocks of 64 and K in multiples of 256; the rest is Triton's.
-"""
+"""`cuda/gemv4.cu`: GEMM of up to 16 rows with a 4-bit weight on tensor cores, and what its relatives share."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...ops.codebooks import codebook4
-from ..device import HOPPER, device_at, device_of, multiprocessors_of, origin_of
+from ...ops.gemv4 import add_term, linear_blockwise4
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
-from . import Attempts, Kernel, cubin, remembered
+from . import Image, Kernel, cubin, remembered
 
 BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
-TABLE_BYTES = 65536
 
 Nested = tuple[Tensor, Tensor, Tensor] | None
+Term = tuple[Tensor, Tensor] | None  # u [M, r], B [N, r]
 
 
 class Blocks(NamedTuple):
-    """Constants of `cuda/product.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+    """Constants of `cuda/split_k.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
 
     rt: int
     wr: int
     wk: int
     stages: int
 
-    def shared_bytes(self, batch: int, nested: bool) -> int:
-        """Of a block: the table, the rings, and the sums."""
-        rows, warps = 16 * self.rt, self.wr * self.wk
-        return TABLE_BYTES + warps * self.stages * rows * row_bytes(nested) + 2 * warps * batch * rows * 4
-
 
 class Weight(ctypes.Structure):
-    """The struct of this name in `cuda/weight4.cuh`."""
+    """The struct of this name in `cuda/weight4.cuh`; those of `cuda/row4.cu` and `cuda/gemm4.cu` are as large."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")),
@@ -55,22 +48,17 @@ def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
     return Blocks(rt, groups, warps // groups, 3)
 
 
-def row_bytes(nested: bool) -> int:
-    """Of a slot of the ring: codes and scales of a row."""
-    return 128 + (8 if nested else 16)
-
-
-def image(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> bytes:
+def image(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> Image:
     """`gemv4.cu`, compiled for `tiles` tiles of 8 rows of x."""
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "ORIGIN": origin_of(device)}
-    return cubin("gemv4", device_at(device).capability, constants)
+    return cubin("gemv4", device_at(device).capability, constants, [Weight])
 
 
 @remembered
 def _kernel(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> Kernel:
     code = image(blocks, device, tiles, bf16, nested)
-    return Kernel(code, "gemv4", blocks.shared_bytes(8 * tiles, nested))
+    return Kernel(code, "gemv4", code.shared_for(8 * tiles))
 
 
 def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int) -> Weight:
@@ -80,27 +68,31 @@ def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_t
     return Weight(*[tensor.data_ptr() for tensor in of_weight], rows, x.shape[1])
 
 
-def takes(x: Tensor, *of_weight: Tensor, most: int = BATCH) -> bool:
-    """True if a kernel of `cuda/product.cuh` can run: the device, x's dtype and size, and how tensors are aligned."""
-    return (
-        device_of(x).at_least(HOPPER)
-        and x.dtype is not torch.float32
-        and 1 <= x.shape[0] <= most
-        and x.shape[1] % STEP == 0
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *of_weight))
-    )
+def mma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
+    """Why kernels of `cuda/split_k.cuh` do not take these, whatever x's rows; None: they do."""
+    if not device_of(x).at_least(HOPPER):  # griddepcontrol
+        return NEEDS_HOPPER
+    if x.dtype is torch.float32:
+        return "needs 16 bits"
+    if x.shape[1] % STEP:
+        return "needs K in multiples of 256"
+    if any(tensor.data_ptr() % 16 for tensor in (x, *of_weight)):
+        return "needs tensors at multiples of 16 bytes"
+    return None
 
 
-def product(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int, bias: Tensor | None,
-    blocks: Blocks | None = None,
+def obstacle(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, *_: Any) -> str | None:
+    if not 1 <= x.shape[0] <= BATCH:
+        return "takes 1 to 16 rows"
+    return "needs blocks of 64" if blocksize != BLOCKSIZE else mma_obstacle(x, packed, absmax)
+
+
+@linear_blockwise4.kernel("cuda", unless=obstacle, rank=3)
+def gemm(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
+    bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    """`linear_blockwise4` of contiguous tensors that `takes` accepts.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
-    device, batch = x.get_device(), x.shape[0]
+    x, device, batch = x.contiguous(), x.get_device(), x.shape[0]
     multiprocessors, tiles = multiprocessors_of(device), power_of_2(ceil_div(batch, 8))
     blocks = blocks or blocks_for(rows, batch, multiprocessors)
     weight = weight_of(x, packed, absmax, nested, quant_type, rows)
@@ -110,17 +102,4 @@ def product(
         kernel = _kernel(blocks, device, tiles, x.dtype is torch.bfloat16, nested is not None)
         grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
         kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
-    return out
-
-
-_attempt = Attempts("gemv4-cuda", "products of few rows with 4-bit weights run in Triton instead, more slowly")
-
-
-def try_product(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None,
-) -> Tensor | None:  # fmt: skip
-    """`product` where it can run, else None; says once why it cannot be compiled."""
-    if blocksize != BLOCKSIZE or not takes(x, packed, absmax):
-        return None
-    return _attempt(product, x, packed, absmax, nested, quant_type, rows, bias)
+    return add_term(out, term)

@@ -1,54 +1,31 @@
-"""Products of few rows with weights in bit planes.
-
-Up to 16 rows `cuda/planes.cu`, up to 64 with 4 bits `cuda/gemm_planes.cu`; others dequantize.
-"""
+"""`cuda/planes.cu`: GEMM of up to 16 rows with weights in bit planes."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...ops.gemv_planes import linear_bitplane, linear_hqq
-from ..device import device_at, multiprocessors_of
+from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
-from . import Attempts, Kernel, cubin, gemv_planes_row, remembered
-from . import gemm4 as gemm_cuda
-from .gemv4 import takes
+from . import Kernel, cubin, remembered
+from .gemv4 import BATCH, mma_obstacle
+from .gemv_planes_row import Planes
 
-RESERVED = 1024  # bytes of shared memory before a block's own
-FEWEST_HQQ = 17  # rows of x, from which on `product4` is faster
-_attempt = Attempts("gemv-planes-cuda", "products of few rows with bit planes dequantize them, more slowly")
-
-
-class Planes(ctypes.Structure):
-    """The struct of this name in `planes.cu`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("packed", "scales", "zeros", "codebook")),
-        ("rows", ctypes.c_uint32),
-        ("columns", ctypes.c_uint32),
-    )
+NEEDS_BF16 = "needs bf16, as fp16 does not hold every scale"
+ROWS = 16  # of W in a tile, of which W must have one
 
 
 class Blocks(NamedTuple):
-    """Constants of `planes.cu`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+    """Constants of `cuda/split_k.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
 
     rt: int
     wr: int
     wk: int
     stages: int
-
-    def shared_bytes(self, bits: int, group: int, batch: int) -> int:
-        """Of a block: what lies before the table, where rings fit, then the table, the other rings and the sums."""
-        rows, warps = 16 * self.rt, self.wr * self.wk
-        scales = 8 if not group else 4 * max(256 // group, 2)
-        slot = rows * (272 if bits == 8 else 32 * bits) + (rows // 4 * 16 if bits % 2 else 0) + rows * scales
-        front, table = -RESERVED % 65536, 16384 if bits == 3 else 65536
-        behind = max(warps - front // (self.stages * slot), 0)
-        return front + table + behind * self.stages * slot + 2 * warps * batch * rows * 4
 
 
 def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks:
@@ -65,24 +42,18 @@ def blocks_for(bits: int, rows: int, batch: int, multiprocessors: int) -> Blocks
 @remembered
 def _kernel(blocks: Blocks, device: int, batch: int, bf16: bool, bits: int, group: int) -> Kernel:
     """For `batch` rows of x, a power of two."""
-    bytes_ = blocks.shared_bytes(bits, group, batch)
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True))
     constants |= {"BITS": bits, "GROUP": group, "NT": ceil_div(batch, 8), "BF16": int(bf16)}
-    return Kernel(cubin("planes", device_at(device).capability, constants), "planes", bytes_)
+    image = cubin("planes", device_at(device).capability, constants | {"ORIGIN": origin_of(device)}, [Planes])
+    return Kernel(image, "planes", image.shared_for(batch))
 
 
-def product(
+def multiply(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, codebook: Tensor, bits: int, group: int,
     rows: int, bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    """`linear_bitplane`, or with a `group` `linear_hqq`, of contiguous tensors that `_try` accepts.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
-    device, batch = x.get_device(), x.shape[0]
-    if batch == 1 and not group and x.shape[1] % gemv_planes_row.COLUMNS == 0 and blocks is None:
-        return gemv_planes_row.product(x, packed, scales, factor, codebook, bits, rows, bias)
+    """`linear_bitplane`, or with a `group` `linear_hqq`."""
+    x, device, batch = x.contiguous(), x.get_device(), x.shape[0]
     blocks = blocks or blocks_for(bits, rows, batch, multiprocessors_of(device))
     weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
@@ -94,46 +65,34 @@ def product(
     return out
 
 
-def product4(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, codebook: Tensor, group: int, rows: int,
-    bias: Tensor | None, blocks: gemm_cuda.Blocks | None = None,
-) -> Tensor:  # fmt: skip
-    """`product` with 4 bits of tensors that `gemm_cuda.takes` accepts.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
-    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
-    row = gemm_cuda.CODES + (16 if group == 32 else 8 if group else 4)
-    added = None if group else factor
-    return gemm_cuda.launch("gemm_planes", weight, x, bias, added, rows, row, blocks, BITS=4, GROUP=group)
+def _obstacle(x: Tensor, rows: int, *of_weight: Tensor) -> str | None:
+    if not 1 <= x.shape[0] <= BATCH or rows < ROWS:
+        return "takes 1 to 16 rows, and N from 16"
+    return mma_obstacle(x, *of_weight)
 
 
-def _try(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, *rest) -> Tensor | None:
-    """`product` or `product4` where they can run, else None; says once why they cannot be compiled."""
-    factor, codebook, bits, group, rows, bias = rest
-    few = rows >= 16 and takes(x, packed, scales, zeros)
-    fewest = FEWEST_HQQ if group else gemm_cuda.FEWEST
-    more = bits == 4 and x.shape[0] >= fewest and gemm_cuda.takes(x, packed, scales, zeros)
-    if more:
-        return _attempt(product4, x, packed, scales, zeros, factor, codebook, group, rows, bias)
-    return _attempt(product, x, packed, scales, zeros, *rest) if few else None
+def bitplane_obstacle(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, *_: Any
+) -> str | None:
+    return _obstacle(x, rows, packed, scales)
 
 
-@linear_bitplane.kernel("cuda", "xpu")
-def linear(
+def hqq_obstacle(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, *_: Any
+) -> str | None:
+    return _obstacle(x, rows, packed, scales, zeros) if x.dtype is torch.bfloat16 else NEEDS_BF16
+
+
+@linear_bitplane.kernel("cuda", unless=bitplane_obstacle, rank=3)
+def bitplane(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
 ) -> Tensor:
-    x, bits = x.contiguous(), codebook.numel().bit_length() - 1
-    found = _try(x, packed, scales, scales, factor, codebook, bits, 0, rows, bias)
-    return linear_bitplane.reference(x, packed, scales, factor, codebook, rows, bias) if found is None else found
+    bits = codebook.numel().bit_length() - 1
+    return multiply(x, packed, scales, scales, factor, codebook, bits, 0, rows, bias)
 
 
-@linear_hqq.kernel("cuda", "xpu")
+@linear_hqq.kernel("cuda", unless=hqq_obstacle, rank=2)
 def hqq(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
 ) -> Tensor:
-    x, found = x.contiguous(), None
-    if x.dtype is torch.bfloat16:  # fp16 does not hold every scale
-        found = _try(x, packed, scales, zeros, scales, scales, bits, group, rows, bias)
-    return linear_hqq.reference(x, packed, scales, zeros, bits, group, rows, bias) if found is None else found
+    return multiply(x, packed, scales, zeros, scales, scales, bits, group, rows, bias)

@@ -1,42 +1,38 @@
-"""`cuda/row_planes.cu`: the product of one row with a k-bit weight."""
+"""`cuda/row_planes.cu`: GEMV of one row with a k-bit weight."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...ops.gemv_planes import linear_bitplane
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Kernel, cubin, remembered
+from .gemv4 import mma_obstacle
 
 ROWS, COLUMNS = 16, 512  # of a tile; what a warp takes at a time, of which K must be a multiple
-TABLE_BYTES = {2: 65536, 3: 16384, 4: 65536, 5: 131072}
 
 
 class Planes(ctypes.Structure):
-    """The struct of this name in `row_planes.cu`."""
+    """The struct of this name in `cuda/planes.cuh`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("packed", "scales", "codebook")),
+        *((name, ctypes.c_void_p) for name in ("packed", "scales", "zeros", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
     )
 
 
 class Blocks(NamedTuple):
-    """Constants of `row_planes.cu`: `rt` tiles at a time, `wr` groups of `wk` warps."""
+    """Constants of `cuda/mma_gemv.cuh`: `rt` tiles at a time, `wr` groups of `wk` warps."""
 
     rt: int
     wr: int
     wk: int
-
-    def shared_bytes(self, bits: int) -> int:
-        """Of a block: the table, each warp's slots and scales, and the sums."""
-        of_warp = self.rt * ROWS * (2 * 32 * bits + 2 * 16 + 2 * 4)
-        return TABLE_BYTES[bits] + self.wr * self.wk * of_warp
 
 
 def blocks_for(bits: int, rows: int, multiprocessors: int) -> Blocks:
@@ -52,23 +48,27 @@ def blocks_for(bits: int, rows: int, multiprocessors: int) -> Blocks:
 @remembered
 def _kernel(blocks: Blocks, device: int, bf16: bool, bits: int) -> Kernel:
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True))
-    constants |= {"BITS": bits, "BF16": int(bf16), "ORIGIN": origin_of(device)}
-    image = cubin("row_planes", device_at(device).capability, constants)
-    return Kernel(image, "row_planes", blocks.shared_bytes(bits))
+    constants |= {"BITS": bits, "BATCH": 1, "BF16": int(bf16), "ORIGIN": origin_of(device)}
+    image = cubin("row_planes", device_at(device).capability, constants, [Planes])
+    return Kernel(image, "row_planes")
 
 
-def product(
-    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, bits: int, rows: int,
-    bias: Tensor | None, blocks: Blocks | None = None,
+def obstacle(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, *_: Any
+) -> str | None:
+    if x.shape[0] != 1 or rows < ROWS or x.shape[1] % COLUMNS:
+        return "takes one row, N from 16 and K in multiples of 512"
+    return mma_obstacle(x, packed, scales)
+
+
+@linear_bitplane.kernel("cuda", unless=obstacle, rank=1)
+def gemv(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None,
+    blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    """`linear_bitplane` of one row, of contiguous tensors that `gemv_planes` accepts; K is a multiple of `COLUMNS`.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
-    device = x.get_device()
+    x, device, bits = x.contiguous(), x.get_device(), codebook.numel().bit_length() - 1
     blocks = blocks or blocks_for(bits, rows, multiprocessors_of(device))
-    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, codebook)], rows, x.shape[1])
+    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, scales, codebook)], rows, x.shape[1])
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out, factor)]
     with torch.cuda.device(device):

@@ -1,6 +1,10 @@
 /* What a group of four warps says in PTX, of Hopper's (sm_90a) alone. tests/kernels/emulation/group.cuh is the same for a
 CPU. Constants: NT, BF16. */
 
+#pragma once
+
+#include "warp.cuh"
+
 /* A barrier in shared memory, whose phases end when `count` threads have arrived; who waits says whether the phase is
 odd. What cp.async brought may be read by wgmma without a fence. */
 __device__ __forceinline__ void set_barrier(u64 *barrier, u32 count) {

@@ -4,6 +4,8 @@
 
    Constants: BF16 (else fp16), FLOAT8 (0; 1 for E4M3, 2 for E5M2), COLUMNS (factors of those before). */
 
+#pragma once
+
 struct alignas(16) Four { float x[4]; };
 
 __device__ __forceinline__ float half_of(u32 pair, u32 i) { return number<BF16>((u16)(i ? pair >> 16 : pair)); }

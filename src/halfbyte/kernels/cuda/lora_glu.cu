@@ -45,6 +45,8 @@ struct Unit {
     float scales[2];
 };
 
+LAYOUT(FACTORS + 2 * STRIP * 4, 0, sizeof(Unit));
+
 /* Of the gate, up and down projection; and where its part of all gradients begins. */
 __device__ __forceinline__ constexpr u32 rank_of(u32 i) { return i == 0 ? R_GATE : i == 1 ? R_UP : R_DOWN; }
 __device__ __forceinline__ constexpr u32 begin_of(u32 i) { return i == 0 ? 0 : i == 1 ? R_GATE : R_GATE + R_UP; }

@@ -1,7 +1,6 @@
 """`cuda/lora_glu.cu`: the gated unit with its low-rank products, near a copy's time.
 
-It takes a Hopper GPU or newer (griddepcontrol), 16-bit tensors whose width is a multiple of 8, ranks of 8 and 16, SiLU
-and tanh's GELU; the rest is Triton's. Measured on an H200, r = 16, bf16, µs; a copy is one of as many bytes:
+Measured on an H200, r = 16, bf16, µs; a copy is one of as many bytes:
 
                     [8192, 14336]          [4096, 3072]
                     here  Triton  a copy   here  Triton  a copy
@@ -15,17 +14,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...ops import lora_glu as ops
 from ...ops.float8 import E5M2
 from ...ops.fp8_scaling import Slot
 from ...ops.lora_glu import Factors, Gradients
-from ..device import HOPPER, device_at, device_of, multiprocessors_of
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of
+from ..operands import changed
 from ..tiling import ceil_div
-from . import Attempts, Kernel, cubin, remembered
+from . import Kernel, cubin, remembered
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 RANKS = (8, 16)
@@ -38,11 +39,6 @@ class Blocks(NamedTuple):
     warps: int
     blocks: int
     stages: int
-
-    def shared_bytes(self, tensors: int, sums: int) -> int:
-        """Of a block that reads `tensors` [M, I] and leaves `sums` fragments; the last are the factors of columns."""
-        rows, columns = (self.stages + 1) * tensors * 512, 2 * 32 * 4 * self.warps
-        return self.warps * (3 * 1024 + 2 * sums * 512 + self.stages * tensors * 1024) + rows + columns
 
     def grid(self, rows: int, width: int, multiprocessors: int) -> tuple[int, int, int]:
         """Strips of columns, blocks, and steps of a block: all blocks run at once."""
@@ -94,9 +90,8 @@ def _kernel(
         "BACKWARD": int(backward), "BF16": int(bf16), "SILU": int(activation == "silu"), "FLOAT8": float8,
         "COLUMNS": int(columns),
     }  # fmt: skip
-    image = cubin("lora_glu", device_at(device).capability, constants)
-    shared = blocks.shared_bytes(3 if backward else 2, 4 if backward else 2)
-    return Kernel(image, "lora_glu", shared), Kernel(image, "finish", 0)
+    image = cubin("lora_glu", device_at(device).capability, constants, [Unit])
+    return Kernel(image, "lora_glu"), Kernel(image, "finish", 0)
 
 
 def _launch(
@@ -137,67 +132,66 @@ def _launch(
     return total, gradient
 
 
-def forward(
-    gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: str, slot: Slot | None
-) -> tuple[Tensor, Tensor]:
-    """`lora_glu` or, with a slot, `lora_glu_float8` of tensors that `takes` accepts.
+def _obstacle(activation: str, factors: Factors, gate: Tensor, *others: Tensor) -> str | None:
+    if not device_of(gate).at_least(HOPPER):  # griddepcontrol
+        return NEEDS_HOPPER
+    ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
+    if activation not in ACTIVATIONS or any(rank not in RANKS for rank in ranks):
+        return "takes SiLU or tanh's GELU, and ranks of 8 or 16"
+    if gate.dtype is torch.float32 or not gate.numel() or gate.shape[1] % LANE_COLUMNS:
+        return "needs 16 bits, and a width in multiples of 8"
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (gate, *others, *factors[:3]))
+    return None if aligned else "needs tensors at multiples of 16 bytes"
 
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
+
+def forward_obstacle(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: str, *_: Any) -> str | None:
+    return _obstacle(activation, factors, gate, up, low)
+
+
+def backward_obstacle(
+    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: str, *_: Any
+) -> str | None:
+    return _obstacle(activation, factors, gate, up, grad, low, v_down)
+
+
+@ops.lora_glu.kernel("cuda", unless=forward_obstacle, rank=1)
+@ops.lora_glu_float8.kernel("cuda", unless=forward_obstacle, rank=1)
+def forward(
+    gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: str, slot: Slot | None = None
+) -> tuple[Tensor, Tensor]:
+    ops.check_lora_glu(gate, up, low, factors, activation)
     out = torch.empty_like(gate) if slot is None else torch.empty_like(gate, dtype=slot.dtype)
     total, _ = _launch(False, [gate, up], low, factors, activation, slot, None, {"out": [out]})
     return out, total
 
 
-def backward(
-    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: str,
-    slot: Slot | None, columns: Tensor | None,
-) -> tuple[Gradients, Tensor | None]:  # fmt: skip
-    """Likewise `lora_glu_backward_` or `lora_glu_backward_float8`, and then the codes."""
+@ops.lora_glu_backward_.kernel("cuda", unless=backward_obstacle, rank=1)
+def backward_(
+    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: str
+) -> Gradients:
+    found = _backward(grad, gate, up, low, v_down, factors, activation, None, None, [gate, up])
+    changed(gate, up)
+    return found
+
+
+@ops.lora_glu_backward_float8.kernel("cuda", unless=backward_obstacle, rank=1)
+def backward_float8(
+    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: str, slot: Slot,
+    columns: Tensor | None,
+) -> tuple[Gradients, Tensor]:  # fmt: skip
     rows, width = gate.shape
-    codes = None if slot is None else torch.empty(rows, 2 * width, dtype=slot.dtype, device=gate.device)
-    out = [gate, up] if codes is None else [codes, codes[:, width:]]
-    v, gradient = _launch(
-        True, [gate, up, grad], low, factors, activation, slot, columns, {"out": out, "v_down": v_down}
-    )
-    parts = gradient.split([factor.numel() for factor in factors[:3]])
-    shaped = [part.view(factor.shape) for part, factor in zip(parts, factors[:3], strict=True)]
-    return Gradients(v, *shaped), codes
+    codes = torch.empty(rows, 2 * width, dtype=slot.dtype, device=gate.device)
+    out = [codes, codes[:, width:]]
+    return _backward(grad, gate, up, low, v_down, factors, activation, slot, columns, out), codes
 
 
-_attempt = Attempts("lora-glu-cuda", "the gated unit with its adapters runs in Triton instead, more slowly")
-
-
-def takes(activation: str, factors: Factors, *tensors: Tensor) -> bool:
-    """True if the kernel can run: the device, the activation, dtypes, ranks, and how tensors are aligned."""
-    gate = tensors[0]
-    ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
-    return (
-        device_of(gate).at_least(HOPPER)
-        and gate.dtype is not torch.float32
-        and activation in ACTIVATIONS
-        and all(rank in RANKS for rank in ranks)
-        and gate.shape[0] > 0 < gate.shape[1]
-        and gate.shape[1] % LANE_COLUMNS == 0
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (*tensors, *factors[:3]))
-    )
-
-
-def try_forward(
-    gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: str, slot: Slot | None
-) -> tuple[Tensor, Tensor] | None:
-    """`forward` where it can run, else None; says once why it cannot be compiled."""
-    if not takes(activation, factors, gate, up, low):
-        return None
-    return _attempt(forward, gate, up, low, factors, activation, slot)
-
-
-def try_backward(
+def _backward(
     grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: str,
-    slot: Slot | None, columns: Tensor | None,
-) -> tuple[Gradients, Tensor | None] | None:  # fmt: skip
-    """Likewise `backward`."""
-    if not takes(activation, factors, gate, up, grad, low, v_down):
-        return None
-    return _attempt(backward, grad, gate, up, low, v_down, factors, activation, slot, columns)
+    slot: Slot | None, columns: Tensor | None, out: list[Tensor],
+) -> Gradients:  # fmt: skip
+    ops.check_lora_glu(gate, up, low, factors, activation)
+    ops.check_gradients(grad, v_down, gate, factors)
+    pointers = {"out": out, "v_down": v_down}
+    v, gradient = _launch(True, [gate, up, grad], low, factors, activation, slot, columns, pointers)
+    parts = gradient.split([factor.numel() for factor in factors[:3]])
+    return Gradients(v, *[part.view(factor.shape) for part, factor in zip(parts, factors[:3], strict=True)])

@@ -43,6 +43,8 @@ struct Read {
     u32 rows, width, ranks, strips, share; /* of all parts; `share`: steps of a block */
 };
 
+LAYOUT(FACTORS + STRIP * 4, 0, sizeof(Part), sizeof(Read));
+
 /* The part of a strip or, with `column`, of a column. */
 __device__ __forceinline__ u32 part_of_strip(const Read &read, u32 strip) {
     return (strip >= read.parts[1].first_strip) + (strip >= read.parts[2].first_strip);

@@ -1,7 +1,6 @@
-"""Twin of `halfbyte.ops.lora_read`: `cuda/lora_read.cu`, and products and a cast of their own where that cannot run.
+"""`cuda/lora_read.cu`: adapters' gradients and an FP8 cast in one pass.
 
-It takes a Hopper GPU or newer (griddepcontrol), at most three 16-bit tensors whose widths are multiples of 8, and ranks
-of 8 and 16. Measured on an H200 at 8,192 rows, r = 16, bf16, µs:
+Measured on an H200 at 8,192 rows, r = 16, bf16, µs:
 
                                         here  separate
     dy of 4,096 columns, FP8              41        72
@@ -15,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ from ...ops.checks import row_stride
 from ...ops.float8 import E5M2
 from ...ops.fp8_scaling import Slot
 from ...ops.lora_read import Read, lora_read
-from ..device import HOPPER, device_at, device_of, multiprocessors_of
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of
 from ..tiling import ceil_div
-from . import Attempts, Kernel, cubin, remembered
+from . import Kernel, cubin, remembered
 
 PARTS, RANKS = 3, (8, 16)
 ROWS, LANE_COLUMNS, FINISH_THREADS = 16, 8, 256  # rows of a step; columns of a lane; threads of a block of `finish`
@@ -39,11 +38,6 @@ class Blocks(NamedTuple):
     warps: int
     blocks: int
     stages: int
-
-    @property
-    def shared_bytes(self) -> int:
-        """Of a block: factors, low-rank rows, sums, the ring, factors of columns."""
-        return self.warps * (1024 + 2048 + self.stages * 1024 + 128) + (self.stages + 1) * 512
 
 
 BLOCKS = Blocks(8, 2, 4)
@@ -79,8 +73,8 @@ def _kernel(
     """The kernel, and the one that adds what its blocks leave."""
     own = {"bf16": bf16, "learn": learn, "turned": turned, "float8": float8, "columns": columns}
     upper = {name.upper(): int(value) for name, value in (blocks._asdict() | own).items()}
-    image = cubin("lora_read", device_at(device).capability, upper)
-    return Kernel(image, "lora_read", blocks.shared_bytes), Kernel(image, "finish", 0)
+    image = cubin("lora_read", device_at(device).capability, upper, [Part, Operands])
+    return Kernel(image, "lora_read"), Kernel(image, "finish", 0)
 
 
 def _turned(factor: Tensor) -> bool:
@@ -110,11 +104,7 @@ def _run(
     tensors: Sequence[Tensor], factors: Sequence[Tensor | None], scalings: Sequence[float], low: Tensor | None,
     slot: Slot | None, columns: Tensor | None,
 ) -> Read:  # fmt: skip
-    """`lora_read` of tensors that `takes` accepts; gradients are fp32.
-
-    Raises:
-        Unavailable: the kernel does not compile here.
-    """
+    """`lora_read`; gradients are fp32."""
     x, there = tensors[0], [factor for factor in factors if factor is not None]
     rows, width, ranks = x.shape[0], sum(t.shape[1] for t in tensors), sum(f.shape[1] for f in there)
     fresh = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
@@ -143,28 +133,28 @@ def _run(
     return Read(total, gradients, codes)
 
 
-_attempt = Attempts("lora-read-cuda", "adapters' gradients take products of their own instead, more slowly")
-
-
-def takes(tensors: Sequence[Tensor], factors: Sequence[Tensor | None], low: Tensor | None) -> bool:
-    """True if the kernel can run: the device, dtypes, ranks, and how tensors lie."""
-    x, there = tensors[0], [factor for factor in factors if factor is not None]
+def obstacle(
+    x: Tensor, more: Sequence[Tensor], factors: Sequence[Tensor | None], scalings: Sequence[float], low: Tensor | None,
+    *_: Any,
+) -> str | None:  # fmt: skip
+    if not device_of(x).at_least(HOPPER):  # griddepcontrol
+        return NEEDS_HOPPER
+    tensors, there = (x, *more), [factor for factor in factors if factor is not None]
+    if x.dtype not in (torch.float16, torch.bfloat16) or len(tensors) > PARTS or not x.shape[0] or not there:
+        return "takes one to three tensors of 16 bits, with rows and an adapter"
+    if any(factor.shape[1] not in RANKS for factor in there):
+        return "needs ranks of 8 or 16"
+    if any(tensor.shape[1] % LANE_COLUMNS or (row_stride(tensor) or 1) % LANE_COLUMNS for tensor in tensors):
+        return "needs widths and strides in multiples of 8"
+    factors_lie = all((factor.t() if _turned(there[0]) else factor).is_contiguous() for factor in there)
+    if not factors_lie or not (low is None or low.is_contiguous()) or not all(t.shape[1] for t in tensors):
+        return "needs contiguous factors"
     others = there if low is None else [*there, low]
-    return (
-        device_of(x).at_least(HOPPER)
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and 0 < len(tensors) <= PARTS
-        and x.shape[0] > 0 < len(there)
-        and all(tensor.shape[1] % LANE_COLUMNS == 0 < tensor.shape[1] for tensor in tensors)
-        and all((row_stride(tensor) or 1) % LANE_COLUMNS == 0 for tensor in tensors)
-        and all(factor.shape[1] in RANKS for factor in there)
-        and all((factor.t() if _turned(there[0]) else factor).is_contiguous() for factor in there)
-        and (low is None or low.is_contiguous())
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (*tensors, *others))
-    )
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (*tensors, *others))
+    return None if aligned else "needs tensors at multiples of 16 bytes"
 
 
-@lora_read.kernel("cuda")
+@lora_read.kernel("cuda", unless=obstacle)
 def read(
     x: Tensor,
     more: Sequence[Tensor],
@@ -175,8 +165,5 @@ def read(
     slot: Slot | None,
     columns: Tensor | None,
 ) -> Read:
-    tensors = x, *more
-    found = _attempt(_run, tensors, factors, scalings, low, slot, columns) if takes(tensors, factors, low) else None
-    if found is None:
-        return lora_read.reference(x, more, factors, scalings, low, dtype, slot, columns)
+    found = _run((x, *more), factors, scalings, low, slot, columns)
     return found._replace(gradients=[gradient.to(dtype) for gradient in found.gradients])

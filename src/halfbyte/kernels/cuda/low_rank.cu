@@ -11,6 +11,8 @@ Constants: SPLIT, WARPS, BF16 (else fp16). */
 
 constexpr u32 THREADS = 32 * WARPS, NT = 2, VALUES = 128 * NT, SHARE = VALUES / SPLIT; /* VALUES: of u, a cluster's */
 
+LAYOUT((WARPS * VALUES + SPLIT * SHARE) * 4, 0);
+
 extern "C" __global__ void __cluster_dims__(SPLIT) __launch_bounds__(THREADS)
 low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 columns, u32 rank) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -1,6 +1,10 @@
 /* More of what warp.cuh has: 8×8 matrices of 16-bit numbers in a warp, special functions, FP8 in pairs. Of a matrix
    the lane g * 4 + t holds numbers 2t and 2t + 1 of row g, as in the operands and sums of multiply(). */
 
+#pragma once
+
+#include "warp.cuh"
+
 /* Four matrices in shared memory, whose 32 rows of 16 bytes are given by the 32 lanes; and the same turned. */
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], const u8 *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -8,6 +8,8 @@ With g = lane / 4 and t = lane % 4, a lane decodes of its rows of W block t, par
 it is one of these, else zeros. Products with parts 2t go to one set of sums and those with parts 2t + 1 to another, so that
 one right operand serves both: columns of the other's parts mean nothing. */
 
+#pragma once
+
 #include "weight4.cuh"
 
 /* Where a row's 16-byte pieces lie in a slot: what lanes that are served together read is in every bank once. */

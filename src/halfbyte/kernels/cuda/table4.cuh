@@ -7,6 +7,8 @@ which one PRMT puts together: two weights cost one PRMT and one LDS, and what LD
 
 Constants: NESTED, BF16, and the block's THREADS. */
 
+#pragma once
+
 struct Table4 {
     const u8 *packed, *absmax; /* [N, K/2]; [N, K/64], bytes if nested, else fp32 */
     const float *second, *code, *offset; /* [N·K/16384], [256], [], of nested scales */

@@ -1,10 +1,16 @@
 /* What the kernels of this folder say in PTX, and the types they use. tests/kernels/emulation/warp.cuh is the same for a
 CPU, where the kernels' own code is tested. */
 
+#pragma once
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+/* What Python asks of a compiled source (nvrtc.py): bytes of shared memory of a block, those that each row of x adds, and
+   the sizes of the structs that Python fills in, in the order of its list. */
+#define LAYOUT(...) extern "C" __constant__ u32 layout[] = {__VA_ARGS__}
 
 extern __shared__ __align__(1024) u8 shared[];
 

@@ -96,17 +96,19 @@ class _Pointers:
         )  # fmt: skip
 
 
-@one_launch.kernel("cpu")
+def obstacle(hidden: Tensor, stack: Stack) -> str | None:
+    if not 1 <= hidden.shape[0] <= GEMV_ROWS or hidden.dtype is not torch.float32:
+        return "takes 1 to 4 rows in fp32"
+    shapes = {(layer.keys.shape, layer.gate_up.weights[0].rows) for layer in stack.layers}
+    alike = len(shapes) == 1 and not stack.layers[0].keys.shape[3] % VECTOR
+    return None if alike else f"needs layers alike, and heads in multiples of {VECTOR}"
+
+
+@one_launch.kernel("cpu", unless=obstacle)
 def one_call(hidden: Tensor, stack: Stack) -> Run | None:
     batch, width = hidden.shape
     _, kv_heads, slots, size = stack.layers[0].keys.shape
     inner = stack.layers[0].gate_up.weights[0].rows
-    alike = all(
-        (layer.keys.shape, layer.gate_up.weights[0].rows) == (stack.layers[0].keys.shape, inner)
-        for layer in stack.layers
-    )
-    if not 1 <= batch <= GEMV_ROWS or hidden.dtype is not torch.float32 or size % VECTOR or not alike:
-        return None
     at = _Pointers()
     try:
         layers = (_Layer * len(stack.layers))(*[at.layer(layer, stack.heads, width) for layer in stack.layers])

@@ -1,14 +1,15 @@
-"""CPU twin of `halfbyte.ops.gemv4`: a few rows straight from the codes, in C; more go through dequantizing."""
+"""C: GEMV of a few rows with a 4-bit weight, straight from the codes."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops.codebooks import codebook4
-from ...ops.gemv4 import linear_blockwise4
+from ...ops.gemv4 import add_term, linear_blockwise4
 from . import library
 from .blockwise4 import CPU
 
@@ -32,8 +33,13 @@ lib.halfbyte_gemv4.argtypes = [_pointer] * 3 + [ctypes.c_int] * 2
 lib.halfbyte_gemv4.restype = ctypes.c_int
 
 
-@linear_blockwise4.kernel("cpu")
-def linear(
+def obstacle(x: Tensor, packed: Tensor, absmax: Tensor, nested: Any, blocksize: int, *_: Any) -> str | None:
+    suits = 1 <= x.shape[0] <= GEMV_ROWS and not x.shape[1] % blocksize
+    return None if suits else "takes 1 to 4 rows, of whole blocks"
+
+
+@linear_blockwise4.kernel("cpu", unless=obstacle)
+def gemv(
     x: Tensor,
     packed: Tensor,
     absmax: Tensor,
@@ -45,8 +51,6 @@ def linear(
     term: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     batch, columns = x.shape
-    if not 1 <= batch <= GEMV_ROWS or columns % blocksize:
-        return linear_blockwise4.reference(x, packed, absmax, nested, blocksize, quant_type, rows, bias, term)
     exact, y = x.float().contiguous(), torch.empty(batch, rows)
     packed, absmax, codebook = packed.contiguous(), absmax.contiguous(), codebook4(quant_type, CPU)
     weight = Weight(packed.data_ptr(), absmax.data_ptr(), codebook=codebook.data_ptr(), rows=rows, columns=columns,
@@ -58,5 +62,4 @@ def linear(
         raise MemoryError(f"gemv4: no memory for {batch} rows of {columns} values")
     if bias is not None:
         y += bias
-    y = y.to(x.dtype)
-    return y if term is None else y.addmm_(term[0], term[1].t())
+    return add_term(y.to(x.dtype), term)

@@ -1,6 +1,4 @@
-"""Triton twins of `halfbyte.ops.bitplane`, one launch each, and the plane decoder that hqq shares.
-
-Large weights without zeros are dequantized by `bitplane_cuda` where it runs.
+"""Triton: k-bit weights in bit planes, one launch each way, and the plane decoder that hqq shares.
 
 Dequantizing is bound by memory as long as instructions keep up: a value moves k/8 + 1/32 bytes in and, in bf16, 2 out,
 and while a copy of as many bytes runs on an H200, its SMs have time for some 20 instructions a value, 10 of them
@@ -20,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.bitplane import BLOCK, dequantize_bitplane, quantize_bitplane
-from ..cuda.bitplane import try_dequantize
 from ..tiling import ceil_div
 from .launch import Launcher
 
@@ -105,7 +102,7 @@ def _dequantize(
 _dequantize_launcher = Launcher(_dequantize, enable_fp_fusion=False)
 
 
-@dequantize_bitplane.kernel("cuda", "xpu")
+@dequantize_bitplane.kernel("cuda", "xpu", rank=2)
 def dequantize(
     packed: Tensor,
     scales: Tensor,
@@ -116,10 +113,6 @@ def dequantize(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    if zeros is None:
-        found = try_dequantize(packed, scales, factor, codebook, rows, width, dtype)
-        if found is not None:
-            return found
     out = torch.empty(rows, width, dtype=dtype, device=packed.device)
     groups = scales.numel() * (BLOCK // 8)
     if groups:

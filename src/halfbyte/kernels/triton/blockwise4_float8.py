@@ -1,8 +1,7 @@
-"""Twins of `halfbyte.ops.blockwise4_float8`: 1.5 bytes moved a weight, in either orientation.
+"""Triton: a 4-bit weight as E4M3, 1.5 bytes moved a weight, in either orientation.
 
-On Hopper and newer it is `float8_cuda`, which looks codes up in registers. Elsewhere, and for sizes that do not suit
-it, Triton: both kernels decode 4-byte words of eight codes, as `kernels.blockwise4` does. The transposing one takes a
-tile, whose rows of codes are a cache line each way: 64 bytes of packed codes, and 128 bytes of E4M3 after the turn.
+Both kernels decode 4-byte words of eight codes, as `triton.blockwise4` does. The transposing one takes a tile, whose
+rows of codes are a cache line each way: 64 bytes of packed codes, and 128 bytes of E4M3 after the turn.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from ...ops.blockwise4 import NESTED_BLOCK
 from ...ops.blockwise4_float8 import float8_of_blockwise4
 from ...ops.codebooks import codebook4
 from ...ops.float8 import E4M3, FP8_MAX
-from ..cuda import float8 as float8_cuda
 from ..tiling import ceil_div
-from .float8 import casts_float8, to_float8
+from .float8 import float8_obstacle, to_float8
 from .launch import Launcher
 
 WORDS = 512  # 4-byte words a program decodes
@@ -84,7 +82,7 @@ _straight_launcher = Launcher(_straight, enable_fp_fusion=False)
 _turned_launcher = Launcher(_turned, enable_fp_fusion=False)
 
 
-@float8_of_blockwise4.kernel("cuda", "xpu")
+@float8_of_blockwise4.kernel("cuda", "xpu", unless=float8_obstacle, rank=2)
 def float8(
     packed: Tensor,
     absmax: Tensor,
@@ -97,18 +95,11 @@ def float8(
     out: Tensor | None = None,
 ) -> Tensor:
     rows, width = shape
-    if not casts_float8(packed):
-        return float8_of_blockwise4.reference(
-            packed, absmax, nested, blocksize, quant_type, shape, factor, transposed, out
-        )
     if out is None:
         out = torch.empty((width, rows) if transposed else shape, dtype=E4M3, device=packed.device)
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
     codebook = codebook4(quant_type, packed.device)
     tensors = (packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook, factor, out)
-    weight = packed, *tensors[1:-1]
-    if blocksize >= 32 and float8_cuda.try_of_blockwise4(weight, nested is not None, blocksize, shape, out, transposed):
-        return out
     decoding = (blocksize // 8, nested is not None, NESTED_BLOCK, LIMIT)
     if transposed:
         programs = ceil_div(rows, TILE_ROWS) * ceil_div(width, 8 * TILE_WORDS)

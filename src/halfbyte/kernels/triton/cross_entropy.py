@@ -1,6 +1,4 @@
-"""Triton twins of `halfbyte.ops.cross_entropy`: one program a row, which it reads twice and writes once.
-
-Where `cross_entropy_cuda` can run, gradients are its own instead, and rows are read once.
+"""Triton: cross-entropy by one program a row, which it reads twice and writes once.
 
 The first read finds maximum and sum, the second makes the gradient. A row of 128,256 logits in bf16 is 256 KB; the rows
 in flight on an H200 exceed its 50 MB of L2, so the second read runs backwards, from what was read last. The floor of n
@@ -23,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import cross_entropy as reference
-from ..cuda.cross_entropy import try_gradient
+from ..operands import evenly_spaced, put_back
 from ..tiling import ceil_div, power_of_2
-from .launch import Launcher, evenly_spaced, put_back
+from .launch import Launcher
 
 BLOCK = 16_384  # logits a program takes at a time
 VALUES_PER_THREAD = 16
@@ -213,7 +211,7 @@ def _factors(objective: reference.Objective) -> tuple[float, float, float]:
     return inner, objective.softcap / objective.temperature * LOG2_E, objective.slope
 
 
-@reference.cross_entropy_.kernel("cuda", "xpu")
+@reference.cross_entropy_.kernel("cuda", "xpu", rank=2)
 def cross_entropy_(
     logits: Tensor, labels: Tensor, objective: reference.Objective, need_gradient: bool, need_entropy: bool
 ) -> reference.RowLosses:
@@ -222,19 +220,17 @@ def cross_entropy_(
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     logsumexp = torch.empty_like(loss)
     entropy = torch.empty_like(loss) if need_entropy else None
-    if not rows:
-        return reference.RowLosses(loss, logsumexp, entropy)
     losses = reference.RowLosses(loss, logsumexp, entropy)
+    if not rows:
+        return losses
     spaced, stride = evenly_spaced(logits)
-    if not (need_gradient and try_gradient(spaced, labels.contiguous(), objective, stride, losses)):
-        (block, warps), (stride, spaced_by_8) = _blocks(vocabulary), _spacing(spaced, stride)
-        _cross_entropy_launcher(
-            rows, (spaced, labels.contiguous(), loss, logsumexp, loss if entropy is None else entropy),
-            (vocabulary, stride, objective.ignore_index, *_factors(objective), objective.label_smoothing,
-             objective.z_loss),
-            (block, spaced_by_8, objective.softcap is not None, objective.label_smoothing > 0, need_gradient,
-             need_entropy), warps,
-        )  # fmt: skip
+    (block, warps), (stride, spaced_by_8) = _blocks(vocabulary), _spacing(spaced, stride)
+    _cross_entropy_launcher(
+        rows, (spaced, labels.contiguous(), loss, logsumexp, loss if entropy is None else entropy),
+        (vocabulary, stride, objective.ignore_index, *_factors(objective), objective.label_smoothing, objective.z_loss),
+        (block, spaced_by_8, objective.softcap is not None, objective.label_smoothing > 0, need_gradient,
+         need_entropy), warps,
+    )  # fmt: skip
     if need_gradient:
         put_back([logits], [spaced])
     return losses

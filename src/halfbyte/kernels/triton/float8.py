@@ -1,4 +1,4 @@
-"""Triton twins of `halfbyte.ops.float8`.
+"""Triton: values from E4M3, and to it.
 
 Dequantizing a value moves 3 bytes in bf16. E4M3 is decoded with integers, which GPUs without FP8 can do too: its bits,
 shifted into fp16's exponent and mantissa, are the value times 2^-8, subnormals included.
@@ -7,6 +7,7 @@ shifted into fp16's exponent and mantissa, are the value times 2^-8, subnormals 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from ...ops import float8 as reference
 from ...ops.float8 import FP8_MAX, TILE, Scaling
-from ..cuda import float8 as float8_cuda
 from ..device import device_of
+from ..operands import evenly_spaced
 from ..tiling import ceil_div, power_of_2
-from .launch import Launcher, evenly_spaced
+from .launch import Launcher
 
 BLOCK = 4096  # values of a row that a program takes
 WARPS = 8
@@ -138,13 +139,20 @@ _amax_launcher = Launcher(_amax)
 _cast_launcher = Launcher(_cast, enable_fp_fusion=False)
 
 
-def casts_float8(tensor: Tensor) -> bool:
-    """Whether Triton converts to E4M3 where it is: NVIDIA from compute capability 8.9, and Triton's interpreter."""
+def float8_obstacle(tensor: Tensor, *_: Any, **__: Any) -> str | None:
+    """Why Triton does not convert to E4M3 where it is; None: NVIDIA from Ada on, and Triton's interpreter."""
     device = device_of(tensor)
-    return device.kind == "cpu" or device.at_least((8, 9))
+    converts = device.kind == "cpu" or device.at_least((8, 9))
+    return None if converts else "needs conversions to FP8: an NVIDIA GPU of compute capability 8.9 or newer"
 
 
-@reference.cast_float8.kernel("cuda", "xpu")
+def cast_obstacle(scale: Tensor, parts: Sequence[Tensor], *_: Any, **__: Any) -> str | None:
+    if not parts[0].shape[0] * min(part.shape[1] for part in parts):
+        return "needs values"
+    return float8_obstacle(scale)
+
+
+@reference.cast_float8.kernel("cuda", "xpu", unless=cast_obstacle)
 def cast_float8(
     scale: Tensor,
     parts: Sequence[Tensor],
@@ -155,8 +163,6 @@ def cast_float8(
     settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
-    if not casts_float8(scale) or not rows * min(widths):
-        return reference.cast_float8.reference(scale, parts, factors, target, newest, dtype, settled)
     codes = torch.empty(rows, sum(widths), dtype=dtype, device=scale.device)
     inverse = torch.empty_like(scale)
     amax = scale if settled else scale.new_zeros(())
@@ -189,12 +195,12 @@ def _transpose(codes_ptr, out_ptr, rows, width, out_stride, SIDE: tl.constexpr):
 _transpose_launcher = Launcher(_transpose)
 
 
-@reference.transpose_float8.kernel("cuda", "xpu")
+@reference.transpose_float8.kernel("cuda", "xpu", rank=2)
 def transpose_float8(codes: Tensor, out: Tensor | None = None) -> Tensor:
     rows, width = codes.shape
     out = torch.empty(width, rows, dtype=codes.dtype, device=codes.device) if out is None else out
     codes = codes.contiguous()
-    if out.numel() and not float8_cuda.try_transpose(codes, out):
+    if out.numel():
         programs = ceil_div(rows, SIDE) * ceil_div(width, SIDE)
         tensors = (codes.view(torch.uint8), out.view(torch.uint8))
         _transpose_launcher(programs, tensors, (rows, width, out.stride(0)), (SIDE,), warps=4)

@@ -1,4 +1,4 @@
-"""Triton twins of `halfbyte.ops.gemv4`: two kernels that decode 4-bit weights in registers, chosen by the rows of x.
+"""Triton: GEMV and small-batch GEMM with a 4-bit weight, which both decode in registers.
 
 Measured on an H200 (4096×14336, nested scales): 17.6 µs for one row, 34 for 4 to 16, 42 for 64, against 31-36 for
 cuBLAS on a dense bf16 weight, and some 70 for dequantizing first. Both read the weight once. At 4 TB/s that is 23
@@ -10,17 +10,14 @@ one shuffle, whose index the hardware takes modulo 32: the codebook is there twi
 `_gemv`, up to `GEMV_ROWS` rows of x: no tensor cores. A program has a few rows of W; its threads split K, each with its
 values of x in registers for all these rows, and sums in fp32.
 
-`_small`, up to `SMALL_ROWS`: values are scaled and rounded to x's dtype as dequantizing rounds them, and multiplied by
+`_gemm`, up to `GEMM_ROWS`: values are scaled and rounded to x's dtype as dequantizing rounds them, and multiplied by
 tensor cores, W as the left operand. Programs split K too, where N alone would not fill the device; their fp32 sums are
 added in a fixed order by `_add`, so a result does not depend on timing.
-
-Both stand in for `gemv4_row`, `gemv4_cuda` and `gemm_cuda`, faster where they run: up to 64 rows of 16 bits on a Hopper
-GPU. More rows: dequantize, then the device's GEMM.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,17 +26,13 @@ from torch import Tensor
 
 from ...ops.blockwise4 import NESTED_BLOCK
 from ...ops.codebooks import codebook4
-from ...ops.gemv4 import dequantized, linear_blockwise4
-from ..cuda import gemm4 as gemm_cuda
-from ..cuda import gemv4 as gemv4_cuda
-from ..cuda import gemv4_row
-from ..cuda.gemm4 import Term
+from ...ops.gemv4 import add_term, linear_blockwise4
 from ..device import device_of
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher
 
 GEMV_ROWS = 3  # of 16 bits: from 4 on the tensor cores are as fast; they take no fp32, which has up to 4
-SMALL_ROWS = 64
+GEMM_ROWS = 64
 
 
 @triton.jit
@@ -182,7 +175,7 @@ def _finish(acc, bias_ptr, out_ptr, row, rows, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _small(
+def _gemm(
     packed_ptr, absmax_ptr, second_ptr, code_ptr, offset_ptr, codebook_ptr, x_ptr, part_ptr, rows, words, batch, splits,
     M: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr,
     NESTED: tl.constexpr, NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr, STAGES: tl.constexpr,
@@ -230,7 +223,8 @@ def _add(
 
 
 Nested = tuple[Tensor, Tensor, Tensor] | None
-_gemv_launcher, _small_launcher, _add_launcher = Launcher(_gemv), Launcher(_small), Launcher(_add)
+Term = tuple[Tensor, Tensor] | None
+_gemv_launcher, _gemm_launcher, _add_launcher = Launcher(_gemv), Launcher(_gemm), Launcher(_add)
 ADDED = 1024  # values a program of `_add` sums
 
 
@@ -247,7 +241,7 @@ class GemvBlocks(NamedTuple):
     vector: int
 
 
-class SmallBlocks(NamedTuple):
+class GemmBlocks(NamedTuple):
     """Rows of W and 4-byte words of each that a program multiplies at a time, shares of K, stages of prefetching."""
 
     rows: int
@@ -261,18 +255,40 @@ def gemv_blocks(batch: int) -> GemvBlocks:
     return GemvBlocks(8, 256, 1) if batch == 1 else GemvBlocks(4, 128, 1)
 
 
-def small_blocks(rows: int, batch: int) -> SmallBlocks:
+def gemm_blocks(rows: int, batch: int) -> GemmBlocks:
     """Likewise for a weight of `rows` rows; K is shared until there are some two programs a multiprocessor."""
     tile, words = (64, 32) if batch <= 32 else (128, 16)
-    return SmallBlocks(tile, words, min(max(256 // ceil_div(rows, tile), 1), 8), 3)
+    return GemmBlocks(tile, words, min(max(256 // ceil_div(rows, tile), 1), 8), 3)
 
 
+def _obstacle(x: Tensor, packed: Tensor, blocksize: int, words: int) -> str | None:
+    """Of both kernels; a word's index fits 31 bits."""
+    if not x.shape[0] or x.shape[1] % blocksize or packed.numel() >= 2**33:
+        return "needs rows, whole blocks in one, and less than 2^33 bytes"
+    return "needs smaller blocks" if blocksize > 8 * words else None
+
+
+def gemv_obstacle(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, *_: Any) -> str | None:
+    if x.shape[0] > GEMV_ROWS and not (x.shape[0] == 4 and x.dtype is torch.float32):
+        return "takes 1 to 3 rows, or 4 in fp32"
+    return _obstacle(x, packed, blocksize, gemv_blocks(x.shape[0]).words)
+
+
+def gemm_obstacle(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int, *_: Any
+) -> str | None:
+    if x.shape[0] > GEMM_ROWS or x.dtype is torch.float32:
+        return "takes up to 64 rows of 16 bits"
+    return _obstacle(x, packed, blocksize, gemm_blocks(rows, x.shape[0]).words)
+
+
+@linear_blockwise4.kernel("cuda", "xpu", unless=gemv_obstacle, rank=4)
 def gemv(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, blocks: GemvBlocks,
+    bias: Tensor | None, term: Term = None, blocks: GemvBlocks | None = None,
 ) -> Tensor:  # fmt: skip
-    """`linear_blockwise4` for up to `GEMV_ROWS` rows."""
-    batch, columns = x.shape
+    x, (batch, columns) = x.contiguous(), x.shape
+    blocks = blocks or gemv_blocks(batch)
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     _gemv_launcher(
         ceil_div(rows, blocks.rows),
@@ -281,17 +297,18 @@ def gemv(
         (batch, *blocks, blocksize // 8, nested is not None, NESTED_BLOCK, bias is not None, shuffles(x)),
         warps=blocks.words // (32 * blocks.vector),
     )
-    return out
+    return add_term(out, term)
 
 
-def small(
+@linear_blockwise4.kernel("cuda", "xpu", unless=gemm_obstacle, rank=5)
+def gemm(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, blocks: SmallBlocks,
+    bias: Tensor | None, term: Term = None, blocks: GemmBlocks | None = None,
 ) -> Tensor:  # fmt: skip
-    """`linear_blockwise4` on tensor cores, for up to `SMALL_ROWS` rows of 16 bits."""
-    batch, columns = x.shape
+    x, (batch, columns) = x.contiguous(), x.shape
+    blocks = blocks or gemm_blocks(rows, batch)
     part = torch.empty(blocks.splits, batch, rows, dtype=torch.float32, device=x.device)
-    _small_launcher(
+    _gemm_launcher(
         ceil_div(rows, blocks.rows) * blocks.splits,
         (*_weight(packed, absmax, nested, quant_type), x, part),
         (rows, columns // 8, batch, blocks.splits),
@@ -307,49 +324,10 @@ def small(
         (blocks.splits, bias is not None, ADDED),
         warps=4,
     )
-    return out
+    return add_term(out, term)
 
 
 def _weight(packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str) -> tuple[Tensor, ...]:
     """The pointers that come first in both kernels."""
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
     return packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook4(quant_type, packed.device)
-
-
-@linear_blockwise4.kernel("cuda", "xpu")
-def linear(
-    x: Tensor,
-    packed: Tensor,
-    absmax: Tensor,
-    nested: Nested,
-    blocksize: int,
-    quant_type: str,
-    rows: int,
-    bias: Tensor | None,
-    term: Term = None,
-) -> Tensor:
-    weight = packed, absmax, nested, blocksize, quant_type, rows
-    x = x.contiguous()
-    if (found := gemm_cuda.try_product(x, *weight, bias, term)) is not None:
-        return found
-    y = _linear(x, *weight, bias)
-    return y if term is None else y.addmm_(term[0], term[1].t())
-
-
-def _linear(
-    x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    batch, columns = x.shape
-    weight = packed, absmax, nested, blocksize, quant_type, rows
-    if batch and columns % blocksize == 0 and packed.numel() < 2**33:  # whole blocks a row; a word's index fits 31 bits
-        for cuda in (gemv4_row, gemv4_cuda):
-            found = cuda.try_product(x, *weight, bias)
-            if found is not None:
-                return found
-        gemv_by, small_by = gemv_blocks(batch), small_blocks(rows, batch)
-        if batch <= (4 if x.dtype is torch.float32 else GEMV_ROWS) and blocksize <= 8 * gemv_by.words:
-            return gemv(x, *weight, bias, gemv_by)
-        if batch <= SMALL_ROWS and blocksize <= 8 * small_by.words and x.dtype is not torch.float32:
-            return small(x, *weight, bias, small_by)
-    return torch.nn.functional.linear(x, dequantized(x, *weight), bias)

@@ -1,19 +1,19 @@
-"""Triton twins of `halfbyte.ops.gemv8`: two kernels that read 8-bit weights once, chosen by the rows of x.
+"""Triton: GEMV and small-batch GEMM that read 8-bit weights once.
 
 A code becomes a number by one conversion, exact in 16 bits too, so what bounds both is reading the weight: enough bytes
 have to be on their way. Scales of rows and tensors multiply sums, those of tiles the numbers or sums of 128 columns.
 
 `_gemv`, one row of x: no tensor cores, sums in fp32. A program has a few rows of W; its threads split K, 16 bytes of
 each row to a thread, with their values of x in registers for all these rows. For more rows of x every number would be
-multiplied by every row: 59 µs for four on an H200 (4096×14336), where `_small` takes 25.
+multiplied by every row: 59 µs for four on an H200 (4096×14336), where `_gemm` takes 25.
 
-`_small`, up to `SMALL_ROWS` rows: tensor cores, W as the left operand. Programs split K too, so that wide tiles, which
+`_gemm`, up to `GEMM_ROWS` rows: tensor cores, W as the left operand. Programs split K too, so that wide tiles, which
 read x less often, fill the device; `_add` adds their fp32 sums in a fixed order. More rows: dequantize, then a GEMM.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,10 +24,10 @@ from ...ops import int8
 from ...ops.float8 import TILE, Scaling
 from ...ops.gemv8 import linear_float8, linear_int8
 from ..tiling import ceil_div, power_of_2
-from .float8 import casts_float8
+from .float8 import float8_obstacle
 from .launch import Launcher
 
-SMALL_ROWS = 64
+GEMM_ROWS = 64
 ADDED = 1024  # values a program of `_add` sums
 INVERSE_127 = tl.constexpr(int8.INVERSE_127)
 
@@ -40,7 +40,7 @@ class GemvBlocks(NamedTuple):
     warps: int
 
 
-class SmallBlocks(NamedTuple):
+class GemmBlocks(NamedTuple):
     """Rows of W and columns of each that a program multiplies at a time, shares of K, stages of prefetching."""
 
     rows: int
@@ -55,10 +55,10 @@ def gemv_blocks(columns: int) -> GemvBlocks:
     return GemvBlocks(4, wide, max(wide // 512, 1))
 
 
-def small_blocks(rows: int, batch: int) -> SmallBlocks:
+def gemm_blocks(rows: int, batch: int) -> GemmBlocks:
     """K is shared until there are some two programs a multiprocessor."""
     tile = 64 if batch <= 32 else 128
-    return SmallBlocks(tile, 128, min(max(256 // ceil_div(rows, tile), 1), 8), 4)
+    return GemmBlocks(tile, 128, min(max(256 // ceil_div(rows, tile), 1), 8), 4)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _gemv(
 
 
 @triton.jit
-def _small(
+def _gemm(
     codes_ptr, scale_ptr, x_ptr, part_ptr, rows, width, batch, splits,
     M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALING: tl.constexpr, INT8: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr,
@@ -159,12 +159,16 @@ def _add(part_ptr, bias_ptr, out_ptr, rows, numel, splits, BIAS: tl.constexpr, A
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < numel)
 
 
-_gemv_launcher, _small_launcher, _add_launcher = Launcher(_gemv), Launcher(_small), Launcher(_add)
+_gemv_launcher, _gemm_launcher, _add_launcher = Launcher(_gemv), Launcher(_gemm), Launcher(_add)
 
 
-def gemv(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemvBlocks) -> Tensor:
-    """The product for one row; int8 codes have their rows' absmax as scales."""
+def gemv(
+    x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemvBlocks | None = None
+) -> Tensor:
+    """For one row; int8 codes have their rows' absmax as scales."""
+    x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
     (batch, width), rows = x.shape, codes.shape[0]
+    blocks = blocks or gemv_blocks(width)
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     constants = (blocks.rows, blocks.columns, scaling, codes.dtype is torch.int8, TILE, bias is not None)
     tensors = (codes, scale, x, x if bias is None else bias, out)
@@ -172,13 +176,15 @@ def gemv(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor
     return out
 
 
-def small(
-    x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: SmallBlocks
+def gemm(
+    x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemmBlocks | None = None
 ) -> Tensor:
-    """The product on tensor cores, for up to `SMALL_ROWS` rows of 16 bits."""
+    """On tensor cores, for up to `GEMM_ROWS` rows of 16 bits."""
+    x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
     (batch, width), rows = x.shape, codes.shape[0]
+    blocks = blocks or gemm_blocks(rows, batch)
     part = torch.empty(blocks.splits, batch, rows, dtype=torch.float32, device=x.device)
-    _small_launcher(
+    _gemm_launcher(
         ceil_div(rows, blocks.rows) * blocks.splits,
         (codes, scale, x, part),
         (rows, width, batch, blocks.splits),
@@ -192,26 +198,39 @@ def small(
     return out
 
 
-def _product(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor | None:
-    """By a kernel of this module where one takes x, else None."""
-    (batch, width), rows = x.shape, codes.shape[0]
-    if not batch * width * rows:
-        return None
-    weight = x.contiguous(), codes.contiguous(), scale.contiguous(), scaling, bias
-    if batch == 1:
-        return gemv(*weight, gemv_blocks(width))
-    if batch <= SMALL_ROWS and x.dtype is not torch.float32:
-        return small(*weight, small_blocks(rows, batch))
+def _gemv_obstacle(x: Tensor, codes: Tensor) -> str | None:
+    return None if x.shape[0] == 1 and x.shape[1] * codes.shape[0] else "takes one row"
+
+
+def _gemm_obstacle(x: Tensor, codes: Tensor) -> str | None:
+    if not 0 < x.shape[0] <= GEMM_ROWS or not x.shape[1] * codes.shape[0] or x.dtype is torch.float32:
+        return "takes 1 to 64 rows of 16 bits"
     return None
 
 
-@linear_float8.kernel("cuda", "xpu")
-def float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
-    found = _product(x, codes, scale, scaling, bias) if casts_float8(x) else None
-    return linear_float8.reference(x, codes, scale, scaling, bias) if found is None else found
+def float8_gemv_obstacle(x: Tensor, codes: Tensor, *_: Any) -> str | None:
+    return _gemv_obstacle(x, codes) or float8_obstacle(x)
 
 
-@linear_int8.kernel("cuda", "xpu")
-def integer8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -> Tensor:
-    found = _product(x, codes, absmax, "row", bias)
-    return linear_int8.reference(x, codes, absmax, bias) if found is None else found
+def float8_gemm_obstacle(x: Tensor, codes: Tensor, *_: Any) -> str | None:
+    return _gemm_obstacle(x, codes) or float8_obstacle(x)
+
+
+@linear_float8.kernel("cuda", "xpu", unless=float8_gemv_obstacle, rank=1)
+def float8_gemv(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
+    return gemv(x, codes, scale, scaling, bias)
+
+
+@linear_float8.kernel("cuda", "xpu", unless=float8_gemm_obstacle, rank=2)
+def float8_gemm(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
+    return gemm(x, codes, scale, scaling, bias)
+
+
+@linear_int8.kernel("cuda", "xpu", unless=lambda x, codes, *_: _gemv_obstacle(x, codes), rank=1)
+def int8_gemv(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -> Tensor:
+    return gemv(x, codes, absmax, "row", bias)
+
+
+@linear_int8.kernel("cuda", "xpu", unless=lambda x, codes, *_: _gemm_obstacle(x, codes), rank=2)
+def int8_gemm(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -> Tensor:
+    return gemm(x, codes, absmax, "row", bias)

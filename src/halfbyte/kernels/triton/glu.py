@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...ops import glu as reference
 from ...ops.checks import check_same
+from ..operands import evenly_spaced, fresh, put_back
 from ..tiling import ceil_div
-from .launch import Launcher, evenly_spaced, fresh, put_back
+from .launch import Launcher
 
 BLOCK = 2048  # values a program takes, 16 a thread
 WARPS = 4

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import int8 as reference
+from ..operands import evenly_spaced
 from ..tiling import ceil_div, power_of_2
-from .launch import Launcher, evenly_spaced
+from .launch import Launcher
 
 BLOCK = 4096  # values of a row that a program takes at once
 WARPS = 8

@@ -9,8 +9,8 @@ takes Triton's own way. No lambdas, no autotuning: grid and blocks are functions
 Checks, strides and grids are functions of the operands' layouts alone. An operation whose own Python costs as much as
 the launch gives those as a key, and what was launched for them once is launched again (`repeat`).
 
-A kernel that does not compile for a device, or asks for more than it has, is refused there before anything is launched:
-that is said once, and dispatch runs the reference (`Unavailable`), also while a CUDA graph is captured.
+A kernel that does not compile for a device, or asks for more than it has, is `Unavailable` there before anything is
+launched, and dispatch runs another, also while a CUDA graph is captured.
 
 A step of fixed shape meets a handful of keys. Batches of ever new lengths would meet ever more, so the table is emptied
 when it has grown past any use.
@@ -19,7 +19,6 @@ when it has grown past any use.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -30,8 +29,6 @@ from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
 from ...dispatch import Unavailable
-from ...notices import notice
-from ...ops.checks import row_stride
 from ..device import device_of
 
 TABLE = 4096
@@ -59,7 +56,7 @@ class Launcher:
     def __init__(self, function: Any, **options: Any):
         self.function, self.options = function, options
         self._compiled: dict[tuple, Any] = {}
-        self._refused: set[tuple] = set()
+        self._refused: dict[tuple, str] = {}
         self.known: dict[tuple, tuple[Any, int, tuple]] = {}
 
     def repeat(self, key: tuple, tensors: tuple[Tensor, ...]) -> bool:
@@ -124,7 +121,7 @@ class Launcher:
         """The kernel for these arguments, loaded; None where the interpreter has run it, which compiles nothing."""
         variant = key[1:]  # what a refusal follows from; numbers are ever new ones
         if variant in self._refused:
-            raise Unavailable(self._name)
+            raise Unavailable(self._refused[variant])
         grid, options = (programs, 1, 1), {"num_warps": warps, **self.options}
         if isinstance(self.function, InterpretedFunction):
             self.function[grid](*tensors, *numbers, *constants, **options)
@@ -135,25 +132,14 @@ class Launcher:
         except (TritonError, RuntimeError) as error:  # of Triton, of its passes, of ptxas, of the driver
             if _in_capture(tensors[0]) and not isinstance(error, TritonError):
                 raise  # of the capture, perhaps: nothing is known of the kernel
-            self._refused.add(variant)
-            self._say(tensors[0], error)
-            raise Unavailable(self._name) from error
+            self._refused[variant] = f"it does not run on {device_of(tensors[0]).name}: {_reason(error)}"
+            raise Unavailable(self._refused[variant]) from error
         return compiled
 
-    @property
-    def _name(self) -> str:
-        return (
-            f"{self.function.__module__.removeprefix('halfbyte.kernels.triton.')}.{self.function.__name__.lstrip('_')}"
-        )
 
-    def _say(self, tensor: Tensor, error: Exception) -> None:
-        told = getattr(error, "error_message", None) or str(error.__cause__ or error)  # else the kernel's source
-        reason = next((line for line in told.splitlines() if line.strip()), type(error).__name__)
-        device = device_of(tensor).name
-        notice(
-            f"kernel-{self._name}-{device}",
-            f"{self._name} does not run on {device}: {reason.strip()}; the torch reference runs instead, more slowly",
-        )
+def _reason(error: Exception) -> str:
+    told = getattr(error, "error_message", None) or str(error.__cause__ or error)  # else the kernel's source
+    return next((line for line in told.splitlines() if line.strip()), type(error).__name__).strip()
 
 
 def _in_capture(tensor: Tensor) -> bool:
@@ -172,41 +158,3 @@ def _keep(table: dict[tuple, Any], key: tuple, value: Any) -> None:
     if len(table) >= TABLE:
         table.clear()
     table[key] = value
-
-
-def same(used: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    """Whether no copy stands in for a tensor that was given."""
-    return all(map(operator.is_, used, given))
-
-
-def evenly_spaced(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor whose rows are evenly spaced, copied where they were not, and the elements from row to row."""
-    stride = row_stride(tensor)
-    return (tensor, stride) if stride is not None else (tensor.contiguous(), tensor.shape[-1])
-
-
-def put_back(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Finish what a kernel did in place: copy where a copy stood in for a tensor, and tell autograd of the change.
-
-    A function that saved one of `tensors` is then refused it in backward, instead of reading what is there now.
-    """
-    for tensor, result in zip(tensors, results, strict=True):
-        if result is not tensor:
-            tensor.copy_(result)
-    changed(*tensors)
-
-
-def changed(*tensors: Tensor) -> None:
-    """Tell autograd that a kernel has written to these."""
-    if not torch.is_inference_mode_enabled():  # whose tensors keep no version
-        torch.autograd.graph.increment_version(tensors)
-
-
-def fresh(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty contiguous tensor of the shape and device of `like`."""
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def fresh_statistic(x: Tensor) -> Tensor:
-    """An empty fp32 tensor of one number for each row of x [..., D]."""
-    return torch.empty([*x.shape[:-1]], dtype=torch.float32, device=x.device)  # a torch.Size is parsed 3 µs longer

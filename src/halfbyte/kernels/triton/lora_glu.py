@@ -1,4 +1,4 @@
-"""Triton twins of `halfbyte.ops.lora_glu`: one pass over the tensors [M, I], the low-rank products on tensor cores.
+"""Triton: the gated unit with its adapters in one pass over the tensors [M, I], the low-rank products on tensor cores.
 
 A program takes a block of columns and walks down a part of the rows, so that the adapters' factors of its columns are
 read once, and sums over rows (dB, dA) stay in registers. Sums over columns (u_d, v) are a partial result of each block
@@ -6,8 +6,7 @@ of columns, sums over rows one of each part; a reduction adds them up, in the sa
 results of v have the dtype of v: one rounding more, where PEFT's backward rounds s·dy.
 
 Measured on an H200 at [8192, 14336], r = 16: 256 µs forward (three tensors at the copy's bandwidth: 168) and 460
-backward (five: 280), where the unit, products of their own and terms added by GEMMs take 389 and 707. Where
-`lora_glu_cuda` can run, it does instead.
+backward (five: 280), where the unit, products of their own and terms added by GEMMs take 389 and 707.
 
 Tiles are those of a sweep on that device, and smaller where a block has less shared memory than there.
 """
@@ -20,18 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch import Unavailable
-from ...notices import notice
 from ...ops import lora_glu as reference
 from ...ops.float8 import FP8_MAX
 from ...ops.fp8_scaling import Slot
 from ...ops.glu import Activation
 from ...ops.lora_glu import Factors, Gradients
-from ..cuda import lora_glu as lora_glu_cuda
 from ..device import device_of
+from ..operands import put_back
 from ..tiling import ceil_div, power_of_2
-from .float8 import casts_float8, largest, observe, to_float8
+from .float8 import float8_obstacle, largest, observe, to_float8
 from .glu import activation_and_derivative
-from .launch import Launcher, put_back
+from .launch import Launcher
 
 WARPS = 4
 KIB = 1024
@@ -226,9 +224,7 @@ def _tile_for(tiles: Tiles, gate: Tensor, factors: Factors) -> Tile:
     rank = max(factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0])
     tile = _tile(tiles, gate, rank)
     if tile is None:
-        notice("lora-glu-rank", f"the gated unit has no kernel for adapters of rank {rank} in {gate.dtype} here; the "
-               "torch reference runs instead, more slowly")  # fmt: skip
-        raise Unavailable("lora_glu")
+        raise Unavailable(f"there is no tile for adapters of rank {rank} in {gate.dtype}")
     return tile
 
 
@@ -248,8 +244,6 @@ def in_one_pass(x: Tensor, rank: int) -> bool:
 
 def _forward(gate, up, low, factors: Factors, activation: str, slot: Slot | None) -> tuple[Tensor, Tensor]:
     reference.check_lora_glu(gate, up, low, factors, activation)
-    if (found := lora_glu_cuda.try_forward(gate, up, low, factors, activation, slot)) is not None:
-        return found
     (rows, width), tile = gate.shape, _tile_for(FORWARD, gate, factors)
     blocks, part = _grid(rows, width, tile[1])
     out = torch.empty_like(gate) if slot is None else torch.empty_like(gate, dtype=slot.dtype)
@@ -272,9 +266,6 @@ def _backward(
     """dg and du stand in gate and up or, with a slot, in the codes that are returned."""
     reference.check_lora_glu(gate, up, low, factors, activation)
     reference.check_gradients(grad, v_down, gate, factors)
-    arguments = (grad, gate, up, low, v_down, factors, activation, slot, columns)
-    if (found := lora_glu_cuda.try_backward(*arguments)) is not None:
-        return found
     (rows, width), tile = gate.shape, _tile_for(BACKWARD, gate, factors)
     blocks, part = _grid(rows, width, tile[1])
     ranks = [factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]]
@@ -297,21 +288,19 @@ def _backward(
     return Gradients(v.sum(0, dtype=torch.float32).to(gate.dtype), b_gate.t(), b_up.t(), a_down), codes
 
 
-@reference.lora_glu.kernel("cuda", "xpu")
+@reference.lora_glu.kernel("cuda", "xpu", rank=2)
 def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation) -> tuple[Tensor, Tensor]:
     return _forward(gate, up, low, factors, activation, None)
 
 
-@reference.lora_glu_float8.kernel("cuda", "xpu")
+@reference.lora_glu_float8.kernel("cuda", "xpu", unless=float8_obstacle, rank=2)
 def lora_glu_float8(
     gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation, slot: Slot
 ) -> tuple[Tensor, Tensor]:
-    if not casts_float8(gate):
-        return reference.lora_glu_float8.reference(gate, up, low, factors, activation, slot)
     return _forward(gate, up, low, factors, activation, slot)
 
 
-@reference.lora_glu_backward_.kernel("cuda", "xpu")
+@reference.lora_glu_backward_.kernel("cuda", "xpu", rank=2)
 def lora_glu_backward_(
     grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
 ) -> Gradients:
@@ -320,7 +309,7 @@ def lora_glu_backward_(
     return found
 
 
-@reference.lora_glu_backward_float8.kernel("cuda", "xpu")
+@reference.lora_glu_backward_float8.kernel("cuda", "xpu", unless=float8_obstacle, rank=2)
 def lora_glu_backward_float8(
     grad: Tensor,
     gate: Tensor,
@@ -332,7 +321,4 @@ def lora_glu_backward_float8(
     slot: Slot,
     columns: Tensor | None,
 ) -> tuple[Gradients, Tensor | None]:
-    arguments = (grad, gate, up, low, v_down, factors, activation, slot, columns)
-    if not casts_float8(gate):
-        return reference.lora_glu_backward_float8.reference(*arguments)
-    return _backward(*arguments)
+    return _backward(grad, gate, up, low, v_down, factors, activation, slot, columns)

@@ -24,9 +24,10 @@ from ...ops.checks import check_rows
 from ...ops.float8 import FP8_MAX
 from ...ops.fp8_scaling import Slot
 from ...ops.partial_sums import sum_rows
+from ..operands import evenly_spaced, fresh, fresh_statistic, same
 from ..tiling import ceil_div, power_of_2
-from .float8 import casts_float8, largest, observe, to_float8
-from .launch import Launcher, evenly_spaced, fresh, fresh_statistic, layouts, same
+from .float8 import float8_obstacle, largest, observe, to_float8
+from .launch import Launcher, layouts
 
 TILE = 2048  # values a program takes when rows are narrower
 VALUES_PER_THREAD = 16
@@ -217,12 +218,10 @@ def rms_norm(
     return _normed(x, residual, weight, eps, offset, None)[:3]
 
 
-@reference.rms_norm_float8.kernel("cuda", "xpu")
+@reference.rms_norm_float8.kernel("cuda", "xpu", unless=float8_obstacle)
 def rms_norm_float8(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not casts_float8(x):
-        return reference.rms_norm_float8.reference(x, residual, weight, eps, offset, slot)
     return _normed(x, residual, weight, eps, offset, slot)
 
 

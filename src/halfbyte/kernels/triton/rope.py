@@ -22,8 +22,9 @@ from torch import Tensor
 from ...ops import rope as reference
 from ...ops.checks import check_same
 from ...ops.partial_sums import sum_rows
+from ..operands import changed, put_back, same
 from ..tiling import ceil_div, power_of_2
-from .launch import Launcher, changed, layouts, put_back, same
+from .launch import Launcher, layouts
 
 VALUES_PER_THREAD = 32
 PROGRAMS = 528  # that sum a weight's gradient: four for each of 132 multiprocessors

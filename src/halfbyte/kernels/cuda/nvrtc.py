@@ -1,0 +1,164 @@
+"""Compiles the CUDA sources of this folder with NVRTC, which comes with torch, and reads what they export.
+
+A compiled kernel is kept in the cache folder under everything that changes it: its source and the headers that this
+includes, NVRTC's version, and the options with constants and architecture among them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...dispatch import Unavailable
+from ..native import cache_folder
+
+FOLDER = Path(__file__).parent
+SYMBOL_TABLES = (2, 11)  # SHT_SYMTAB, SHT_DYNSYM
+
+
+class Image(NamedTuple):
+    """A compiled source.
+
+    Args:
+        code: the cubin.
+        shared: bytes of shared memory of a block of its main kernel.
+        shared_each: and for each row of x, or of what else its launcher counts.
+    """
+
+    code: Any
+    shared: int
+    shared_each: int
+
+    def shared_for(self, count: int) -> int:
+        return self.shared + count * self.shared_each
+
+
+def cubin(
+    name: str, capability: tuple[int, int], constants: dict[str, int], structs: Sequence[type[ctypes.Structure]] = ()
+) -> Image:
+    """`<name>.cu` compiled for a device of this compute capability, from the cache if it was before.
+
+    Args:
+        structs: what Python fills in for it, in the order of its LAYOUT.
+
+    Raises:
+        Unavailable: with NVRTC's first error, which has file and line.
+    """
+    own = "a" if capability >= (9, 0) else ""  # with what only this architecture has, such as wgmma
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}", "--std=c++17"]
+    options += [f"-D{key}={value}" for key, value in constants.items()]
+    files = sources(name)
+    key = hashlib.sha256(repr((files, options, _version())).encode()).hexdigest()[:16]
+    built = cache_folder() / "cuda" / f"{name}-{key}.cubin"
+    if not built.exists():
+        code = compiled(files, options)
+        try:
+            built.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=built.parent, delete=False) as aside:
+                aside.write(code)
+            os.replace(aside.name, built)
+        except OSError as error:
+            raise Unavailable(f"cannot write to {built.parent}: {error.strerror}") from error
+    code = built.read_bytes()
+    return Image(code, *checked(exported(code), name, structs))
+
+
+def sources(name: str) -> dict[str, str]:
+    """`<name>.cu` and, by name, all headers that it includes."""
+    found, missing = {}, [f"{name}.cu"]
+    while missing:
+        file = missing.pop()
+        found[file] = (FOLDER / file).read_text()
+        missing += [header for header in re.findall(r'#include "(.+)"', found[file]) if header not in found]
+    return found
+
+
+def compiled(files: dict[str, str], options: Sequence[str]) -> bytes:
+    """The cubin of the first file, which may include the others.
+
+    Raises:
+        Unavailable: there is no NVRTC, or it refuses the source.
+    """
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    (name, source), *headers = [(file.encode(), text.encode()) for file, text in files.items()]
+    strings = ctypes.c_char_p * len(headers)
+    names, texts = strings(*[file for file, _ in headers]), strings(*[text for _, text in headers])
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name, len(headers), texts, names)
+    try:
+        encoded = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        if nvrtc.nvrtcCompileProgram(program, len(options), encoded):
+            log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            raise Unavailable(f"NVRTC failed: {first_error(log.decode(errors='replace'))}")
+        return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def first_error(log: str) -> str:
+    """Of NVRTC's log: the first error with the lines that show where it is."""
+    parts = log.strip("\0\n ").split("\n\n")
+    return next((part for part in parts if " error" in part), parts[0]).strip()
+
+
+def exported(image: bytes) -> list[int]:
+    """The numbers of `layout` (warp.cuh) in an ELF file of 64 bits: a cubin, or a library for a CPU."""
+    offset, size, count = *struct.unpack_from("<Q", image, 0x28), *struct.unpack_from("<HH", image, 0x3A)
+    # Of a section: type, address, offset, size, the section of its names.
+    sections = [struct.unpack_from("<4xI8xQQQI", image, offset + i * size) for i in range(count)]
+    for kind, _, begin, length, names in sections:
+        for at in range(begin, begin + length, 24) if kind in SYMBOL_TABLES else ():
+            name, section, value, bytes_ = struct.unpack_from("<I2xHQQ", image, at)
+            where = sections[names][2] + name
+            if image[where : where + 7] == b"layout\0" and section:
+                _, address, start, _, _ = sections[section]
+                return list(struct.unpack_from(f"<{bytes_ // 4}I", image, start + value - address))
+    raise RuntimeError("a CUDA source without LAYOUT")
+
+
+def checked(layout: Sequence[int], name: str, structs: Sequence[type[ctypes.Structure]]) -> tuple[int, int]:
+    """Bytes of shared memory, and for each of what is counted, of a layout whose structs are those of Python.
+
+    Raises:
+        RuntimeError: a struct has another size.
+    """
+    shared, each, *sizes = layout
+    ours = [ctypes.sizeof(each) for each in structs]
+    if sizes != ours:
+        names = ", ".join(each.__name__ for each in structs)
+        raise RuntimeError(f"{name}.cu: the structs ({names}) have {sizes} bytes in CUDA and {ours} in Python")
+    return shared, each
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    if torch.version.cuda is None:
+        raise Unavailable("this torch has no CUDA")
+    try:
+        return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+    except OSError as error:
+        raise Unavailable(f"NVRTC does not load: {error}") from error
+
+
+@functools.cache
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _read(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    read(program, data)
+    return data.raw

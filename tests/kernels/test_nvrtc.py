@@ -1,0 +1,125 @@
+"""What stands between CUDA sources and Python: files, errors, and sizes that both have."""
+
+import ctypes
+import re
+
+import pytest
+from emulated import built, needs_compiler
+
+from benchmarks.kernel_matrix import any_nvrtc
+from halfbyte.dispatch import Unavailable
+from halfbyte.kernels.cuda import gemm4, gemv4, low_rank, nvrtc
+from halfbyte.kernels.device import HOPPER_SHARED_BYTES
+
+needs_nvrtc = pytest.mark.skipif(any_nvrtc() is None, reason="needs the wheel nvidia-cuda-nvrtc")
+GEMV4 = {"RT": 1, "WR": 2, "WK": 2, "STAGES": 2, "NT": 1, "BF16": 1, "NESTED": 1, "ORIGIN": 1024}
+LOG = """gemv4.cu(7): warning #177-D: variable "y" was declared but never referenced
+  int y = 3
+      ^
+
+warp.cuh(6): error: expected a ";"
+   return zz; }
+   ^
+
+2 errors detected in the compilation of "gemv4.cu".
+"""
+
+
+def test_sources_are_what_is_included():
+    files = list(nvrtc.sources("gemm4"))
+    assert files[0] == "gemm4.cu"
+    assert sorted(files[1:]) == ["gemm.cuh", "group.cuh", "table4.cuh", "warp.cuh"]
+    every = {path.stem: nvrtc.sources(path.stem) for path in nvrtc.FOLDER.glob("*.cu")}
+    headers = {path.name for path in nvrtc.FOLDER.glob("*.cuh")}
+    assert headers == {file for files in every.values() for file in files if file.endswith(".cuh")}
+    for name, files in every.items():
+        assert sum("LAYOUT(" in text for file, text in files.items() if file != "warp.cuh") == 1, name
+
+
+def test_the_first_error_is_told_whole():
+    assert nvrtc.first_error(LOG) == 'warp.cuh(6): error: expected a ";"\n   return zz; }\n   ^'
+    assert nvrtc.first_error("nvrtc: error: invalid value\n") == "nvrtc: error: invalid value"
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """A cache folder, and the sources that were compiled into it."""
+    compiled = []
+    image = built("low_rank", {"SPLIT": 4, "WARPS": 2, "BF16": 1}, tmp_path).read_bytes()
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "compiled", lambda files, options: compiled.append((files, options)) or image)
+    return compiled
+
+
+@needs_compiler
+def test_what_is_kept_is_found_again_unless_something_changed(cache, monkeypatch, tmp_path):
+    def get(constants=(("BF16", 1),), capability=(9, 0)):
+        return nvrtc.cubin("low_rank", capability, dict(constants))
+
+    assert get() == get()
+    assert len(cache) == 1
+    get((("BF16", 0),)), get(capability=(10, 0))
+    monkeypatch.setattr(nvrtc, "_version", lambda: (13, 1))
+    get()
+    for path in nvrtc.FOLDER.glob("*.cu*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(nvrtc, "FOLDER", tmp_path)
+    get()
+    assert len(cache) == 4
+    with (tmp_path / "warp.cuh").open("a") as header:
+        header.write("\n")
+    get()
+    assert len(cache) == 5
+    with (tmp_path / "lora.cuh").open("a") as header:  # which it does not include
+        header.write("\n")
+    get()
+    assert len(cache) == 5
+
+
+@needs_compiler
+def test_structs_are_compared_with_python_s(cache):
+    """A source exports its shared memory and its structs' sizes: one that Python has otherwise is refused loudly."""
+
+    class Extra(ctypes.Structure):
+        _fields_ = (("a", ctypes.c_uint32),)
+
+    with pytest.raises(RuntimeError, match=re.escape("low_rank.cu: the structs (Extra) have [] bytes in CUDA and [4]")):
+        nvrtc.cubin("low_rank", (9, 0), {}, [Extra])
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "constants", "structs"),
+    [
+        ("gemv4", GEMV4, [gemv4.Weight]),
+        ("gemm4", GEMV4 | {"GROUPS": 1, "NT": 2}, [gemv4.Weight, gemm4._Term]),
+    ],
+)
+def test_layouts(tmp_path, name, constants, structs):
+    layout = nvrtc.exported(built(name, constants, tmp_path).read_bytes())
+    assert layout[2:] == [ctypes.sizeof(each) for each in structs]
+    assert layout[0] <= HOPPER_SHARED_BYTES
+    grown = type("Grown", (structs[-1],), {"_fields_": (("more", ctypes.c_uint64),)})
+    with pytest.raises(RuntimeError, match=f"{name}.cu: the structs .*Grown"):
+        nvrtc.checked(layout, name, [*structs[:-1], grown])
+
+
+@needs_nvrtc
+def test_an_error_has_file_and_line(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_nvrtc", any_nvrtc)
+    files = nvrtc.sources("gemv4")
+    line = files["warp.cuh"].count("\n") + 1
+    files["warp.cuh"] += "__device__ int f() { return zz; }\n"
+    options = ["--gpu-architecture=sm_90a", "--std=c++17", *(f"-D{key}={value}" for key, value in GEMV4.items())]
+    with pytest.raises(Unavailable, match=rf'NVRTC failed: warp.cuh\({line}\): error: identifier "zz" is undefined\n'):
+        nvrtc.compiled(files, options)
+
+
+@needs_nvrtc
+def test_a_cubin_exports_its_layout(monkeypatch, tmp_path):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_nvrtc", any_nvrtc)
+    warps, tile = low_rank.WARPS, low_rank.TILE
+    constants = {"SPLIT": low_rank.SPLIT, "WARPS": warps, "BF16": 1}
+    assert nvrtc.cubin("low_rank", (9, 0), constants).shared == (warps + 1) * tile * tile * 4
