@@ -1,1 +1,1 @@
-"""References: short torch functions that specify each op, and run it where no device twin does."""
+"""References: short torch functions that specify each op, and run where no kernel does."""
