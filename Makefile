@@ -32,7 +32,7 @@ lint: $(VENV)/installed-dev
 GPU_WORKERS ?= 14
 GPU_LOG ?= .
 gpu-test:
-	PYTHONPATH=src OMP_NUM_THREADS=1 PYTORCH_ALLOC_CONF=expandable_segments:True \
+	PYTHONPATH=src:$(PYTHONPATH) OMP_NUM_THREADS=1 PYTORCH_ALLOC_CONF=expandable_segments:True \
 	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal -p no:benchmark --log-to=$(GPU_LOG) --durations 40
 
 clean:

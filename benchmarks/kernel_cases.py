@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.autograd.attention import WIDEST
+from halfbyte.autograd.attention import HOPPER, WIDEST
 from halfbyte.dispatch import Op
 from halfbyte.kernels.device import device_of
 from halfbyte.kernels.selection import empty, slot, weight4
-from halfbyte.models.attention import HOPPER
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
@@ -197,7 +196,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def attention_backward_cases() -> Iterator[Case]:
-    """`models.attention` takes them on Hopper alone, where they were measured."""
+    """`autograd.attention` takes them on Hopper alone, where they were measured."""
     for dtype, size, window in itertools.product((FP16, BF16), HEADS, (None, 512)):
         if size > WIDEST:
             continue

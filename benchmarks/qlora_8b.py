@@ -141,21 +141,17 @@ def train_peer(config_file: Path, out: Path, upcast: bool) -> None:
 
 
 def save_order(config_file: Path) -> None:
-    """The rows of each batch in training order: the same Trainer and arguments over row numbers instead of rows."""
-    from transformers import Trainer
-
+    """The rows of each batch in training order: the run's own batches, over row numbers instead of rows."""
     from halfbyte.config import load_config
     from halfbyte.data import prepare
     from halfbyte.models.load import load_tokenizer
-    from halfbyte.train.arguments import training_arguments
+    from halfbyte.train.rows import batches
 
     config = load_config(config_file)
     rows = len(prepare(config, load_tokenizer(config.model_name_or_path)).train)
-    arguments = training_arguments(config, torch.device("cpu"), torch.float32, rows=rows, evaluate=False)
-    numbers = [{"row": row} for row in range(rows)]
-    trainer = Trainer(torch.nn.Linear(1, 1), arguments, lambda batch: [row["row"] for row in batch], numbers)
-    batches = iter(trainer.get_train_dataloader())
-    order = [next(batches) for _ in range(config.max_steps)]
+    size, numbers = config.per_device_train_batch_size, [{"row": row} for row in range(rows)]
+    loader = iter(batches(numbers, size, lambda batch: [row["row"] for row in batch], shuffled=config.seed))
+    order = [next(loader) for _ in range(config.max_steps)]
     (Path(config.output_dir) / "order.json").write_text(json.dumps(order))
 
 

@@ -2,16 +2,17 @@
 
 import pytest
 
-from halfbyte.config import RunConfig, load_config
-from halfbyte.config.recipe import OPTIONS, RecipeSection
+from halfbyte.config import RunConfig, load_config, resolve
+from halfbyte.config.contradictions import RECIPE_OPTIONS as OPTIONS
+from halfbyte.config.schema import RecipeSection
 from halfbyte.errors import ConfigError
 
 OTHER = {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False}
 OTHER |= {key: True for key in OPTIONS["nvfp4"] if key != "four_over_six_metric"} | {"four_over_six_metric": "L1"}
 
 
-def config(**keys):
-    return RunConfig(model_name_or_path="m", dataset="d", **keys)
+def precision(**keys):
+    return resolve(RunConfig(model_name_or_path="m", dataset="d", **keys)).precision
 
 
 @pytest.mark.parametrize(("recipe", "key"), [(recipe, key) for recipe, keys in OPTIONS.items() for key in keys])
@@ -19,8 +20,8 @@ def test_each_option_reaches_its_recipe_and_no_other(recipe, key):
     from halfbyte.models.recipes import configured_recipe
 
     keys = {key: OTHER[key]} | ({"enable_four_over_six": True} if key == "four_over_six_metric" else {})
-    assert getattr(configured_recipe(config(recipe=recipe, **keys)), key) == OTHER[key]
-    assert getattr(configured_recipe(config(recipe=recipe)), key) == RecipeSection.model_fields[key].default
+    assert getattr(configured_recipe(precision(recipe=recipe, **keys)), key) == OTHER[key]
+    assert getattr(configured_recipe(precision(recipe=recipe)), key) == RecipeSection.model_fields[key].default
     for other in {"bf16", *OPTIONS} - {recipe}:
         with pytest.raises(ConfigError) as caught:
             load_config(None, {"model_name_or_path": "m", "dataset": "d", "recipe": other, key: OTHER[key]})
@@ -32,8 +33,8 @@ def test_each_option_reaches_its_recipe_and_no_other(recipe, key):
 def test_the_seed_of_a_run_draws_the_transform_of_nvfp4():
     from halfbyte.models.recipes import configured_recipe
 
-    assert configured_recipe(config(recipe="nvfp4", seed=7)).seed == 7
-    assert configured_recipe(config()) is None
+    assert configured_recipe(precision(recipe="nvfp4", seed=7)).seed == 7
+    assert configured_recipe(precision()) is None
 
 
 @pytest.mark.parametrize(

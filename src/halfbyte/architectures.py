@@ -80,3 +80,25 @@ def _scans(modules: dict[str, Any], name: str) -> bool:
     """Whether a linear is a part of a Mamba layer, which has A and a skip D; a gated delta net has no D."""
     parent = modules.get(name.rpartition(".")[0])
     return hasattr(parent, "A_log") and hasattr(parent, "D")
+
+
+def kept_whole(model: Any, skip_modules: list[str] | None = None, beside: bool = True) -> list[str]:
+    """Names of what is not quantized: `skip_modules` and what the model keeps in fp32. By default that is the output
+    head and what is tied to it, and with `beside` all that is not the language model (vision tower, projector)."""
+    from transformers.quantizers.base import HfQuantizer
+
+    skip = HfQuantizer.get_modules_to_not_convert(model, skip_modules, model._keep_in_fp32_modules)
+    return [*skip, *beside_text(model)] if skip_modules is None and beside else skip
+
+
+def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
+    """Name → module of the linear layers that may be quantized: all but `skip_modules`, as in `kept_whole`."""
+    from torch import nn
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    skip = kept_whole(model, skip_modules)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and should_convert_module(name, skip)
+    }

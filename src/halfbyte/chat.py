@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ModelError
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 Style = Literal["template", "instruction", "text"]
-UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 STYLES = {"instruction": "an instruction of its own", "text": "continued as plain text"}
 
 
@@ -26,7 +26,7 @@ class Conversation:
     """The turns so far, and how the model is asked for the next one."""
 
     def __init__(self, saved: Saved, sampling: Sampling, max_new_tokens: int = 512):
-        from .train.samples import stop_tokens
+        from .generation.stops import stop_tokens, turn_end
 
         self.saved, self.sampling, self.max_new_tokens = saved, sampling, max_new_tokens
         self.messages: list[Message] = []
@@ -56,37 +56,22 @@ class Conversation:
         """Tokens of `prompt`; a template writes its special tokens itself."""
         return self.saved.tokenizer(self.prompt(text), add_special_tokens=self.style != "template")["input_ids"]
 
-    def answer(self, text: str, adapter: bool = True) -> Iterator[str]:
+    def answer(self, text: str, adapter: bool = True) -> Generator[str]:
         """Yield the answer to `text` in pieces; closing the iterator, or Ctrl-C, stops the generation."""
-        from .generation.run import ACTIVE, stream
+        from .generation.run import ACTIVE
+        from .generation.text import continue_texts
 
-        tokens: list[int] = []
-        said = whole = ""
-        for (token,) in stream(
+        pieces = continue_texts(
             self.saved.model,
+            self.saved.tokenizer,
             [self.prompt_ids(text)],
             max_new_tokens=self.max_new_tokens,
             sampling=self.sampling,
-            stops=self.stops,
+            ends=self.stops,
             adapter=ACTIVE if adapter else None,
-        ):
-            tokens.append(token)  # type: ignore[arg-type]  # the one row has not ended
-            whole = str(self.saved.tokenizer.decode(tokens, skip_special_tokens=True))
-            if len(whole) > len(said) and not whole.endswith(UNFINISHED):
-                yield whole[len(said) :]
-                said = whole
-        if whole != said:
-            yield whole[len(said) :]
-
-
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The special token that the chat template ends an answer with, if it does.
-
-    ChatML models end turns with <|im_end|> whatever their EOS is, so the end of a rendered turn is looked at.
-    """
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "halfbyte"}]
-    _, _, ending = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("halfbyte")
-    return [token for token in tokenizer.tokenize(ending)[:1] if token in tokenizer.all_special_tokens]
+        )
+        with contextlib.closing(pieces):
+            yield from (piece.text for piece in pieces if piece.text)
 
 
 def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
@@ -164,7 +149,7 @@ def _stream(conversation: Conversation, line: str, label: str, adapter: bool) ->
             pieces.append(piece)
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        answer.close()  # type: ignore[attr-defined]
+        answer.close()
         print(" (stopped)", end="")
     print(flush=True)
     return "".join(pieces)

@@ -1,4 +1,4 @@
-"""Writing without loss: everything is written aside, flushed to disk, and renamed into place.
+"""Where what can be made again is kept; and writing without loss: aside, flushed to disk, and renamed into place.
 
 A reader never sees a half-written file, and a crash (or a full disk) leaves the previous version untouched.
 """
@@ -12,7 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import TrainingError
+from .errors import ConfigError, TrainingError
+
+
+def cache_folder() -> Path:
+    """Where built kernels, unpacked models and the demo's base are kept: $HALFBYTE_CACHE, else the user's cache folder.
+
+    Raises:
+        ConfigError: there is neither. What is loaded from a folder for everybody's temporary files could be anybody's.
+    """
+    try:
+        if chosen := os.environ.get("HALFBYTE_CACHE"):
+            return Path(chosen).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfbyte"
+    except RuntimeError as error:  # as in containers that run under a number alone
+        raise ConfigError("this user has no home folder", "set HALFBYTE_CACHE to one for caches") from error
 
 
 def _sync_directory(directory: Path) -> None:
@@ -50,6 +64,20 @@ def write_text(path: Path | str, text: str) -> Path:
 def write_json(path: Path | str, value: Any) -> Path:
     """Write `value` as indented JSON, atomically."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def check_space(path: Path | str, needed: int, fix: str) -> None:
+    """Whether what takes `needed` bytes can be written to `path`.
+
+    Raises:
+        TrainingError: its disk has fewer bytes free.
+    """
+    place = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise TrainingError(
+            f"no space for {path}: it takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free", fix
+        )
 
 
 @contextlib.contextmanager

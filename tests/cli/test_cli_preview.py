@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from halfbyte.cli.preview import documents, legend, render
-
-IGNORED = -100
+from halfbyte.ops import IGNORE_INDEX
 
 
 class Letters:
@@ -58,6 +57,6 @@ def test_characters_of_several_tokens_stay_whole(shared):
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(shared / "models/llama-40m"))
     tokens = tokenizer("one 🤗 two")["input_ids"]
     lines = list(
-        render(batch(tokens, [IGNORED, *tokens[1:]], attention_mask=[1] * len(tokens)), tokenizer, set(), 0, True)
+        render(batch(tokens, [IGNORE_INDEX, *tokens[1:]], attention_mask=[1] * len(tokens)), tokenizer, set(), 0, True)
     )
     assert lines[1].plain.replace("⟦", "").replace("⟧", "") == "one 🤗 two"

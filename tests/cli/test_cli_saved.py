@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from halfbyte import chat, evaluate, notices
@@ -112,15 +114,24 @@ class TestEvaluating:
         base = evaluate.evaluate(str(model_folder), texts, ["dtype=float32"])
         assert abs(evaluate.evaluate(str(run_folder), texts).loss - base.loss) > 1e-3
 
-    def test_summed_loss_ignores_masked_tokens_and_splits_long_rows(self):
-        logits, labels = torch.randn(2, 1500, 7), torch.randint(0, 7, (2, 1500))
-        labels[:, ::3] = -100
-        expected = torch.nn.functional.cross_entropy(
-            logits[:, :-1].reshape(-1, 7).double(), labels[:, 1:].reshape(-1), reduction="sum"
-        )
-        total, count = evaluate.summed_loss(logits, labels)
-        assert total == pytest.approx(float(expected), rel=1e-6)
-        assert count == int((labels[:, 1:] != -100).sum())
+    def test_no_tensor_is_as_large_as_the_logits(self):
+        """So that evaluating needs no more memory than training."""
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=20_000, **sizes))
+        ids = torch.randint(0, 20_000, (1, 2000))
+        largest = 0
+
+        class Sizes(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, arguments=(), keys=None):
+                nonlocal largest
+                result = function(*arguments, **(keys or {}))
+                largest = max([largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
+                return result
+
+        with Sizes():
+            result = evaluate.measure(model, [{"input_ids": ids, "labels": ids}], lambda group: dict(group[0]), 1)
+        assert result.loss == pytest.approx(float(model(input_ids=ids, labels=ids).loss), rel=1e-5)
+        assert largest <= ids.numel() * 20_000 // 4
 
     def test_nothing_to_predict(self, model_folder):
         model = LlamaForCausalLM.from_pretrained(model_folder)
@@ -166,7 +177,7 @@ class TestTalking:
 
     def test_an_error_while_generating_is_raised_where_the_answer_is_read(self, run_folder, monkeypatch):
         talk = self.conversation(run_folder)
-        monkeypatch.setattr("halfbyte.generation.run.stream", lambda *rows, **keys: 1 / 0)
+        monkeypatch.setattr("halfbyte.generation.text.stream", lambda *rows, **keys: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(talk.answer("Hello"))
 

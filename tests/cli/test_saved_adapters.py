@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from serve_tiny import byte_tokenizer, random_adapter, random_model
-from tiny_runs import make_trainer, run_config
+from tiny_runs import make_loop, run_config
 from transformers import AutoModelForCausalLM
 
 import halfbyte
@@ -24,8 +24,8 @@ from halfbyte.cli.generate import answer_file
 from halfbyte.config import dump_config, load_config
 from halfbyte.errors import CheckpointError
 from halfbyte.evaluate import evaluate
-from halfbyte.export.gguf.adapter import export_adapter
-from halfbyte.export.gguf.export import export_gguf
+from halfbyte.export.gguf_adapter import export_adapter
+from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.runs.saved import load_saved
 from halfbyte.serve.model import load
@@ -188,10 +188,10 @@ def test_a_base_of_another_name_is_said(run, base, tmp_path):
 
 
 def test_a_checkpoint_is_resumed_by_the_same_rules(tmp_path):
-    make_trainer(run_config(tmp_path, max_steps=2, save_steps=2)).train()
+    make_loop(run_config(tmp_path, max_steps=2, save_steps=2)).train()
     tensors(lambda found, name: found[name][0, 0].fill_(torch.nan))(tmp_path / "checkpoint-2")
     with pytest.raises(CheckpointError, match=rf"{NAME} has NaN or Inf"):
-        make_trainer(run_config(tmp_path, max_steps=4)).train_from(tmp_path / "checkpoint-2")
+        make_loop(run_config(tmp_path, max_steps=4)).train(tmp_path / "checkpoint-2")
 
 
 @pytest.mark.parametrize("quantized", [False, True])

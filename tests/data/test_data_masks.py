@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from halfbyte.data.chat import ChatTemplate, common_prefix
-from halfbyte.data.encode import CUT_AWAY, IGNORED, TOO_LONG, UNTRAINED, Encoder
+from halfbyte.data.encode import CUT_AWAY, IGNORE_INDEX, TOO_LONG, UNTRAINED, Encoder
 from halfbyte.data.formats import documents, recognise
 from halfbyte.data.sources import Source, read_sources
 from halfbyte.errors import DataError, ModelError
@@ -36,13 +36,13 @@ def encode(tokenizer, document, *, max_length=100_000, overlong="truncate"):
     document = template.adapt(document) if "messages" in document else document
     encoder = Encoder(tokenizer, template, max_length=max_length, overlong=overlong)
     row = {key: values[0] for key, values in encoder({"document": [json.dumps(document)], "where": ["d:1"]}).items()}
-    assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+    assert all(label in (IGNORE_INDEX, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     return row
 
 
 def runs(tokenizer, row):
     """The text of each run of consecutive trained tokens."""
-    flags = [label != IGNORED for label in row["labels"]]
+    flags = [label != IGNORE_INDEX for label in row["labels"]]
     indices = [list(group) for trained, group in groupby(range(len(flags)), key=flags.__getitem__) if trained]
     return [tokenizer.decode([row["input_ids"][i] for i in run], skip_special_tokens=False) for run in indices]
 
@@ -60,7 +60,7 @@ def test_every_token_of_a_real_conversation(real_tokenizer):
     tokenizer = real_tokenizer("llama-40m")
     row = encode(tokenizer, {"messages": chat("Hi there", "Hello you", "Bye", "See you", system="Be kind")})
     words = [tokenizer.decode([token]) for token in row["input_ids"]]
-    shown = [f"[{word}]" if label != IGNORED else word for word, label in zip(words, row["labels"], strict=True)]
+    shown = [f"[{word}]" if label != IGNORE_INDEX else word for word, label in zip(words, row["labels"], strict=True)]
     assert "".join(shown) == (
         "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n"
         "<|im_start|>assistant\n[Hello][ you][<|im_end|>]\n<|im_start|>user\nBye<|im_end|>\n"
@@ -122,7 +122,7 @@ def test_marks_give_the_mask_of_transformers(real_tokenizer, shared):
         )
         row = encode(tokenizer, document)
         assert row["input_ids"].tolist() == reference["input_ids"]
-        assert [int(label != IGNORED) for label in row["labels"]] == reference["assistant_masks"]
+        assert [int(label != IGNORE_INDEX) for label in row["labels"]] == reference["assistant_masks"]
 
 
 def test_difference_finds_what_marks_say(real_tokenizer, shared):
@@ -234,7 +234,7 @@ def test_no_answer_is_dropped(make_tokenizer):
 def test_training_on_everything(make_tokenizer):
     tokenizer = make_tokenizer("plain")
     row = encode(tokenizer, {"messages": chat("a", "b"), "train_all": True})
-    assert row["labels"].tolist() == [IGNORED, *row["input_ids"][1:].tolist()]
+    assert row["labels"].tolist() == [IGNORE_INDEX, *row["input_ids"][1:].tolist()]
     assert row["ends"] == [tokenizer.eos_token_id]
 
 
@@ -251,7 +251,7 @@ def test_bos_comes_once_and_eos_is_appended(real_tokenizer):
         row = encode(tokenizer, {"text": text})
         tokens = [token.strip("▁") for token in tokenizer.convert_ids_to_tokens(row["input_ids"])]
         assert tokens == ["<s>", "Once", "upon", "a", "time", "</s>"]
-        assert row["labels"].tolist() == [IGNORED, *row["input_ids"][1:].tolist()]
+        assert row["labels"].tolist() == [IGNORE_INDEX, *row["input_ids"][1:].tolist()]
         assert row["ends"] == [tokenizer.eos_token_id]
 
 
@@ -322,7 +322,7 @@ def test_prompt_and_completion_of_turns_are_masked_as_trl_does(real_tokenizer, t
     theirs = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train_dataset[0]
     row = encode(tokenizer, pair_of_turns({"prompt": prompt, "completion": completion}))
     assert row["input_ids"].tolist() == theirs["input_ids"]
-    mine = {at for at, label in enumerate(row["labels"]) if label != IGNORED}
+    mine = {at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX}
     trained = {at for at, label in enumerate(theirs["labels"]) if label != -100}
     assert mine <= trained
     # Beside the answers, TRL trains what the template writes around them, and what users say within a completion.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from halfbyte.data import prepare
-from halfbyte.data.encode import IGNORED
+from halfbyte.data.encode import IGNORE_INDEX
 from halfbyte.data.report import token_strings
 from halfbyte.errors import ConfigError, DataError
 from halfbyte.notices import said
@@ -26,7 +26,7 @@ def test_pairs_become_chats_with_a_template(config, make_tokenizer, write):
     assert tokenizer.decode(data.train[0]["input_ids"]) == (
         "<|im_start|>user\nquestion 0<|im_end|>\n<|im_start|>assistant\nanswer 0 <|im_end|>\n"
     )
-    trained = [token for token in data.train[0]["labels"] if token != IGNORED]
+    trained = [token for token in data.train[0]["labels"] if token != IGNORE_INDEX]
     assert tokenizer.decode(trained) == "answer 0 <|im_end|>"
 
 
@@ -44,7 +44,7 @@ def test_report(config, make_tokenizer, write):
     for dataset, part in ((data.train, report["train"]), (data.eval, report["eval"])):
         lengths = [len(row["input_ids"]) for row in dataset]
         assert (part["documents"], part["rows"], part["tokens"]) == (len(dataset), len(dataset), sum(lengths))
-        assert part["trained_tokens"] == sum(label != IGNORED for row in dataset for label in row["labels"])
+        assert part["trained_tokens"] == sum(label != IGNORE_INDEX for row in dataset for label in row["labels"])
         assert (part["dropped"], part["truncated"], part["packing_efficiency"]) == ({}, 0, None)
         edges, counts = part["length_histogram"]["edges"], part["length_histogram"]["counts"]
         assert sum(counts) == len(dataset)
@@ -53,7 +53,7 @@ def test_report(config, make_tokenizer, write):
     assert (len(data.train), len(data.eval)) == (24, 6)
     [first, *_] = report["samples"]
     assert "".join(first["tokens"]) == tokenizer.decode(data.train[0]["input_ids"])
-    assert first["trained"] == [label != IGNORED for label in data.train[0]["labels"]]
+    assert first["trained"] == [label != IGNORE_INDEX for label in data.train[0]["labels"]]
     json.dumps(report)
 
 
@@ -97,7 +97,7 @@ def test_packing(config, make_tokenizer, write):
         assert len(row["input_ids"]) == len(row["labels"]) == sum(row["seq_lengths"]) <= 200
         stops = np.cumsum(row["seq_lengths"])
         for start, stop in zip(stops - row["seq_lengths"], stops, strict=True):
-            assert row["labels"][start] == IGNORED
+            assert row["labels"][start] == IGNORE_INDEX
             documents.append((row["input_ids"][start:stop], row["labels"][start:stop]))
     assert sorted(documents) == sorted((row["input_ids"], row["labels"]) for row in loose.train)
     part = packed.report["train"]
@@ -148,7 +148,7 @@ def test_loss_on_everything_when_asked(config, make_tokenizer, write):
     chats = prepare(config(write([{"messages": chat}]), assistant_only_loss=False), tokenizer)
     for data in (pairs, chats):
         row = data.train[0]
-        assert row["labels"] == [IGNORED, *row["input_ids"][1:]]
+        assert row["labels"] == [IGNORE_INDEX, *row["input_ids"][1:]]
         assert data.report["mask"] == "every token"
 
 

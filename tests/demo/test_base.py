@@ -95,17 +95,6 @@ def test_an_interrupted_build_leaves_nothing(cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.delenv("HALFBYTE_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert base.cache_directory() == tmp_path / "halfbyte"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert base.cache_directory() == tmp_path / ".cache" / "halfbyte"
-    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "own"))
-    assert base.cache_directory() == tmp_path / "own"
-
-
 def test_this_python_has_enough_text():
     texts = corpus.gather()
     assert sum(map(len, texts.prose)) > 1_000_000

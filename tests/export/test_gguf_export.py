@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
-from halfbyte.export.gguf import export as module
-from halfbyte.export.gguf.adapter import export_adapter
-from halfbyte.export.gguf.export import export_gguf
-from halfbyte.export.gguf.tensors import interleaved
+from halfbyte.export.gguf_adapter import export_adapter
+from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.models.gguf.tensors import halved
+from halfbyte.gguf import write_file
+from halfbyte.gguf.tensors import halved, interleaved
 
 CHATML = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
@@ -122,20 +121,20 @@ def test_nothing_is_overwritten_and_no_half_file_stays(tmp_path, llama, monkeypa
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_encoded", stop)
+    monkeypatch.setattr(write_file, "_encoded", stop)
     with pytest.raises(KeyboardInterrupt):
         export_gguf(llama, "f16", out)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_space_is_said_before_starting(tmp_path, llama, monkeypatch):
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(TrainingError, match=r"it takes 0\.06 GiB"):
         export_gguf(llama, "f32", tmp_path / "m.gguf")
 
 
 def test_bytes_that_change_on_disk_are_noticed(tmp_path, llama, monkeypatch):
-    honest = module.check_file
+    honest = write_file.check_file
 
     def corrupted(path, *arguments):
         data = bytearray(path.read_bytes())
@@ -143,7 +142,7 @@ def test_bytes_that_change_on_disk_are_noticed(tmp_path, llama, monkeypatch):
         path.write_bytes(data)
         return honest(path, *arguments)
 
-    monkeypatch.setattr(module, "check_file", corrupted)
+    monkeypatch.setattr(write_file, "check_file", corrupted)
     with pytest.raises(CheckpointError, match="other bytes"):
         export_gguf(llama, "q8_0", tmp_path / "m.gguf")
     assert list(tmp_path.iterdir()) == []

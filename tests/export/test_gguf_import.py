@@ -1,6 +1,7 @@
 """GGUF files as models: what is exported comes back, weights, config and tokenizer; what cannot is said by name."""
 
 import json
+import shutil
 import struct
 
 import gguf
@@ -11,16 +12,15 @@ from test_gguf_tokenizer import fixture_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
-from halfbyte.export.gguf.check import BOUNDS
-from halfbyte.export.gguf.export import export_gguf
-from halfbyte.export.gguf.metadata import rope_tensors
-from halfbyte.export.gguf.mixes import MIXES
+from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.models.gguf import unpack
-from halfbyte.models.gguf.config import llama3_parameters
-from halfbyte.models.gguf.read import GgufFile
-from halfbyte.models.gguf.tokenizer import read_tokenizer
-from halfbyte.models.gguf.unpack import import_gguf
+from halfbyte.gguf import unpack
+from halfbyte.gguf.file import GgufFile
+from halfbyte.gguf.hyperparameters import llama3_parameters, rope_tensors
+from halfbyte.gguf.mixes import MIXES
+from halfbyte.gguf.read_back import BOUNDS
+from halfbyte.gguf.tokenizer import read_tokenizer
+from halfbyte.gguf.unpack import import_gguf
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
@@ -276,10 +276,10 @@ def test_a_tokenizer_that_cannot_be_built_is_taken_from_beside_the_file(tmp_path
 
 def test_no_space_and_no_library_are_said_before_starting(tmp_path, llama, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(unpack.shutil, "disk_usage", lambda place: unpack.shutil._ntuple_diskusage(10, 9, 1))
+        patch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
         with pytest.raises(TrainingError, match="no space"):
             load_model(str(llama[1]))
-    monkeypatch.setitem(__import__("sys").modules, "halfbyte.models.gguf.unpack", None)
+    monkeypatch.setitem(__import__("sys").modules, "halfbyte.gguf.unpack", None)
     with pytest.raises(ConfigError, match="need the gguf library"):
         load_model(str(llama[1]))
     assert not (tmp_path / "cache").exists()

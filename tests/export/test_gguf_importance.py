@@ -12,9 +12,11 @@ from vision_models import save_vision_model
 
 from halfbyte.cli import app
 from halfbyte.errors import CheckpointError, ConfigError
-from halfbyte.export.gguf.export import export_gguf
-from halfbyte.export.gguf.families import family_of
-from halfbyte.export.gguf.importance import Seen, read_importances, watch, write_importances
+from halfbyte.export.gguf_model import export_gguf
+from halfbyte.export.importance import watch
+from halfbyte.gguf.graph import checked_family
+from halfbyte.gguf.imatrix import Seen, read_importances, write_importances
+from halfbyte.gguf.tensors import Layout
 
 TEXT = "".join(f"Question {n}: how much is {n} times {n}? Answer: {n * n}.\n" for n in range(60))
 
@@ -36,8 +38,8 @@ def test_sums_are_those_of_the_inputs(tmp_path):
     model = save_model(tmp_path / "m", "llama")
     ids = torch.arange(40, 80).view(2, 20)
     names = {f"blk.{layer}.{part}.weight" for layer in (0, 1) for part in ("attn_q", "ffn_up", "ffn_down")}
-    family = family_of(model.config)
-    seen = watch(model, [{"input_ids": ids}, {"input_ids": ids[:1]}], names, family, 2)
+    layout = Layout(model.config, checked_family(model.config))
+    seen = watch(model, [{"input_ids": ids}, {"input_ids": ids[:1]}], names, layout)
     assert seen.keys() == names
     layer = model.model.layers[0]
     with torch.no_grad():
@@ -59,7 +61,7 @@ def test_each_expert_has_its_own(tmp_path, name):
         if key.endswith("layers.1.mlp.experts"):
             module.register_forward_pre_hook(lambda module, args: inputs.append(args[:2]))
     names = {f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
-    seen = watch(model, [{"input_ids": ids}], names, family_of(model.config), 2)
+    seen = watch(model, [{"input_ids": ids}], names, Layout(model.config, checked_family(model.config)))
     x, chosen = inputs[0]
     up = seen["blk.1.ffn_up_exps.weight"]
     assert up.tokens.tolist() == [(chosen == expert).sum() for expert in range(4)]
@@ -88,7 +90,7 @@ def test_the_file_is_llamacpps(tmp_path):
     """As tools/imatrix writes it: names, shapes and keys."""
     seen = {"blk.0.attn_q.weight": Seen(torch.tensor([[8.0, 2.0]]), torch.tensor([4.0]))}
     seen["blk.0.ffn_up_exps.weight"] = Seen(torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]), torch.tensor([1.0, 0.0]))
-    write_importances(tmp_path / "i.gguf", seen, "some text", 3)
+    write_importances(tmp_path / "i.gguf", seen, "some text", 3, 512)
     reader = gguf.GGUFReader(tmp_path / "i.gguf")
     assert reader.get_field("general.type").contents() == "imatrix"
     assert reader.get_field("imatrix.datasets").contents() == ["some text"]

@@ -15,16 +15,17 @@ from transformers import AutoModelForCausalLM
 from benchmarks.llama2c import read_model, read_tokenizer
 from halfbyte.adapters import add_adapter
 from halfbyte.cli.check import check_run
-from halfbyte.config import RunConfig, load_config
+from halfbyte.config import Origin, RunConfig, load_config
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
-from halfbyte.export.gguf.adapter import export_adapter
-from halfbyte.export.gguf.export import export_gguf
+from halfbyte.export.gguf_adapter import export_adapter
+from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
+from halfbyte.gguf import unpack
+from halfbyte.gguf.to_formats import KEPT, kept_format, kept_parts
+from halfbyte.gguf.unpack import import_gguf
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.gguf import unpack
-from halfbyte.models.gguf.keep import KEPT, kept_format, kept_parts
-from halfbyte.models.gguf.unpack import import_gguf
-from halfbyte.models.load import load_model, load_model_config
+from halfbyte.models.find import load_model_config
+from halfbyte.models.load import load_model
 from halfbyte.notices import said
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.runs.saved import load_saved
@@ -157,7 +158,7 @@ def test_layers_of_a_file_hold_its_values(mixed):
 
 
 def test_the_others_are_what_the_usual_import_makes_of_them(mixed):
-    keys = {"blocksize": 128, "double_quant": False, "quant_type": "fp4"}
+    keys = {"bnb_4bit_blocksize": 128, "bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4"}
     kept, usual = (load_model(str(mixed), quantization=each, **keys, **OPTIONS) for each in ("keep", None))
     for name in ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.up_proj"):
         one, other = kept.get_submodule(name).weight, usual.get_submodule(name).weight
@@ -327,7 +328,7 @@ def test_the_plan_counts_what_is_stored(mixed, data, capsys):
     rest = [each for name, each in model.named_parameters() if name.removesuffix(".weight") not in linears(model)]
     expected = sum(each.nbytes for each in (*parts, *rest, *model.buffers()))
     config.dtype = "bfloat16"
-    shapes = ModelShapes(config, load_model_config(str(mixed), quantization="keep"), torch.device("cpu"))
+    shapes = ModelShapes(config, load_model_config(Origin(str(mixed), keep=True)), torch.device("cpu"))
     assert shapes.frozen_bytes() == expected
     check_run(config)
     assert "ready" in capsys.readouterr().out
@@ -399,7 +400,7 @@ def test_other_checkpoints_have_nothing_to_keep(tiny_checkpoint):
 def test_keep_is_for_the_whole_file(mixed):
     with pytest.raises(ModelError, match="no format 'keep'"):
         load_model(str(mixed), quantization={"*.q_proj": "keep"}, **OPTIONS)
-    with pytest.raises(ModelError, match="holds quantized weights"):
+    with pytest.raises(ConfigError, match="load_in_4bit: false contradicts quantization: keep"):
         load_model(str(mixed), quantization="keep", load_in_4bit=False, **OPTIONS)
 
 

@@ -11,9 +11,9 @@ import torch
 from gguf_models import MODELS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from halfbyte.export.gguf.export import export_gguf
-from halfbyte.export.gguf.mixes import MIXES
-from halfbyte.export.gguf.types import ENCODERS, Type, quantize, row_bytes
+from halfbyte.export.gguf_model import export_gguf
+from halfbyte.gguf.mixes import MIXES
+from halfbyte.gguf.types import ENCODERS, Type, quantize, row_bytes
 
 pytestmark = pytest.mark.llamacpp
 llama_cpp = pytest.importorskip("llama_cpp")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vision_models import MODELS, PROCESSOR, save_vision_model
 
-from halfbyte.export.gguf.export import export_gguf
+from halfbyte.export.gguf_model import export_gguf
 
 pytestmark = pytest.mark.llamacpp
 llama_cpp = pytest.importorskip("llama_cpp")

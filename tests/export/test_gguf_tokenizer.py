@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from halfbyte.errors import ModelError
-from halfbyte.export.gguf.tokenizer import add_tokenizer, plain_template, pre_tokenizer
+from halfbyte.gguf.tokenizer import add_tokenizer, plain_template, pre_tokenizer
 
 SOURCES = {
     "llama-spm": ("llama2-hf/tokenizer.json", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, 32000),

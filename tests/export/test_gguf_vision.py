@@ -14,7 +14,7 @@ from vision_models import MODELS, PROCESSOR, save_vision_model
 from halfbyte.cli import app
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
-from halfbyte.export.gguf.export import export_gguf
+from halfbyte.export.gguf_model import export_gguf
 
 
 def keys_of(path):

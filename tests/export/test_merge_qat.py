@@ -17,7 +17,7 @@ from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model
 from halfbyte.notices import forget, said
-from halfbyte.qat.adapter import round_merged
+from halfbyte.qat.model import round_merged
 from halfbyte.runs.saved import load_saved
 from halfbyte.train import sft
 from halfbyte.train.checkpoint import checkpoints

@@ -91,7 +91,7 @@ def test_other_weights_are_read_anew(built):
     model.merge_adapter()
     greedy(model)
     assert len(built) == 3
-    assert "an adapter is merged" in str(notices.said())
+    assert "its adapter is merged" in str(notices.said())
 
 
 def test_streams_side_by_side_have_engines_of_their_own(built):

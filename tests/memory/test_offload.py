@@ -13,8 +13,8 @@ import halfbyte
 from halfbyte.autograd.recompute import recompute
 from halfbyte.errors import TrainingError
 from halfbyte.memory import offload
+from halfbyte.memory.levels import OFFLOADED
 from halfbyte.memory.offload import Offload
-from halfbyte.plan.policy import OFFLOADED
 
 
 class StandIn:
@@ -233,7 +233,8 @@ def noted(take, sizes: list[int]):
 @pytest.mark.parametrize("level", OFFLOADED)
 def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     """Norms again from what comes back, q, k and v as attention saw them, gate and up that backward writes to."""
-    from halfbyte.models.activations import ACTIVATIONS, Activations
+    from halfbyte.models.activations import Activations
+    from halfbyte.models.patched import record
 
     model = tiny_model()
     tokens = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(1))
@@ -243,7 +244,7 @@ def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     store, sent = Offload(torch.device("cpu")), []
     monkeypatch.setattr(store._host, "take", noted(store._host.take, sent))
     for layer in model.get_base_model().model.layers:
-        setattr(layer, ACTIVATIONS, Activations(level, store))
+        record(layer).activations = Activations(level, store)
     for _ in range(2):
         found = gradients(model, tokens)
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

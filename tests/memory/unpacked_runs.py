@@ -25,11 +25,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.step_model import MODELS, fill
 from halfbyte import notices
-from halfbyte.config import RunConfig
+from halfbyte.config import RunConfig, Storage
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.memory.offload import Offload
-from halfbyte.train import setup, sft, trainer
+from halfbyte.models.find import ModelFiles
+from halfbyte.train import rows as training_rows
+from halfbyte.train import sft
 
 GIB = 2**30
 SHAPES = {
@@ -79,9 +81,9 @@ def write_rows(path: Path, lengths: tuple[int, int], rows: int) -> None:
             file.write(json.dumps({"text": " ".join(words)}) + "\n")
 
 
-def random_model(folder: str, **keys: Any) -> Any:
+def random_model(files: ModelFiles, storage: Storage, **keys: Any) -> Any:
     """In place of `load_model`: the shape's weights are made on the device, quantized layer by layer."""
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = files.config
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
     format_ = named("nf4")
@@ -100,7 +102,7 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
     widths: list[tuple[int, ...]] = []
     stores: list[Offload] = []
     pinned: list[int] = []
-    count, init = trainer._Counting.__call__, Offload.__init__
+    count, init = training_rows.Counting.__call__, Offload.__init__
 
     def counting(self, batch):
         made = count(self, batch)
@@ -121,8 +123,11 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
             max_length=lengths[1], per_device_train_batch_size=rows, max_steps=steps, sample_prompts=0,
             save_steps=10_000, **{"device": "cuda"} | keys,
         )  # fmt: skip
-        patched = {(sft, "load_model"): random_model, (setup, "check_checkpoint"): lambda _: None,
-                   (trainer._Counting, "__call__"): counting, (Offload, "__init__"): noted}  # fmt: skip
+        patched = {
+            (sft, "load_model"): random_model,
+            (training_rows.Counting, "__call__"): counting,
+            (Offload, "__init__"): noted,
+        }
         before = {where: getattr(*where) for where in patched}
         try:
             for (owner, name), value in patched.items():

@@ -11,7 +11,8 @@ from peft.tuners.lora import Linear as LoraLinear
 import halfbyte
 from halfbyte.autograd import lora
 from halfbyte.models import attention
-from halfbyte.models.copies import COPIES, copies_of
+from halfbyte.models.copies import copies_of
+from halfbyte.models.patched import NAME, patched
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_numbers_are_those_of_casts_in_place(model, monkeypatch):
     found = loss_and_gradients(model, inputs)
     assert not casts
     halfbyte.unpatch(model)
-    assert not any(COPIES in module.__dict__ for module in model.modules())
+    assert not any(NAME in module.__dict__ for module in model.modules())
     halfbyte.patch(model)
     monkeypatch.setattr(attention, "fresh_copies", lambda backbone: contextlib.nullcontext())
     assert_same(found, loss_and_gradients(model, inputs), 1e-12)
@@ -43,7 +44,7 @@ def test_numbers_are_those_of_casts_in_place(model, monkeypatch):
 
 def test_factors_of_one_input_lie_one_after_another(model):
     loss_and_gradients(model, batch())
-    copies = [m.__dict__[COPIES][1]["default"][0] for m in model.modules() if isinstance(m, LoraLinear)][:3]
+    copies = [patched(m).copied["default"][0] for m in model.modules() if isinstance(m, LoraLinear)][:3]
     stacked = lora.stack(copies)
     assert stacked.data_ptr() == copies[0].data_ptr()
     assert torch.equal(stacked, torch.cat(copies))
@@ -115,8 +116,8 @@ def test_two_forwards_before_one_backward(model):
 def test_no_copies_where_nothing_is_cast_or_differentiated(model):
     with torch.no_grad():
         model(**batch())
-    assert not any(COPIES in module.__dict__ for module in model.modules())
+    assert not any(patched(module) and patched(module).copies for module in model.modules())
     plain = tiny("Llama")
     halfbyte.patch(plain.train())
     loss_and_gradients(plain, batch())
-    assert not any(COPIES in m.__dict__ for m in plain.modules() if isinstance(m, LoraLinear))
+    assert not any(patched(m) for m in plain.modules() if isinstance(m, LoraLinear))

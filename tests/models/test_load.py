@@ -13,7 +13,8 @@ from halfbyte import notices
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.load import check_attention, load_model, load_model_config, load_tokenizer
+from halfbyte.models.find import load_model_config
+from halfbyte.models.load import check_attention, load_model, load_tokenizer
 from halfbyte.tensor import QuantizedTensor
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3")
@@ -82,7 +83,13 @@ def test_family(family, tiny_checkpoint):
 
 
 def test_options_reach_the_format(tiny_checkpoint):
-    model = load_model(str(tiny_checkpoint()), quant_type="fp4", blocksize=128, double_quant=False, device="cpu")
+    model = load_model(
+        str(tiny_checkpoint()),
+        bnb_4bit_quant_type="fp4",
+        bnb_4bit_blocksize=128,
+        bnb_4bit_use_double_quant=False,
+        device="cpu",
+    )
     assert {module.weight.format for module in quantized_linears(model).values()} == {Blockwise4("fp4", 128, False)}
 
 
@@ -146,7 +153,9 @@ def test_one_file_checkpoint(tiny_checkpoint, tmp_path):
 
 
 def test_saved_and_loaded_again(tiny_checkpoint, tmp_path):
-    model = load_model(str(tiny_checkpoint()), dtype="float32", quant_type="fp4", blocksize=32, device="cpu")
+    model = load_model(
+        str(tiny_checkpoint()), dtype="float32", bnb_4bit_quant_type="fp4", bnb_4bit_blocksize=32, device="cpu"
+    )
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) >= 2
     again = load_model(str(tmp_path), dtype="float32", device="cpu")

@@ -13,20 +13,22 @@ from torch import nn
 import halfbyte
 from halfbyte.adapters import all_linear
 from halfbyte.architectures import beside_text
+from halfbyte.autograd import attention as causal
 from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models import attention
+from halfbyte.models.find import load_model_config
 from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.load import load_model, load_model_config
+from halfbyte.models.load import load_model
 from halfbyte.plan.estimate import estimate
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The path of a CUDA device on a CPU."""
-    monkeypatch.setattr(attention, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(attention, "_varlen", lambda: (loop_over_documents, frozenset({"enable_gqa"})))
+    monkeypatch.setattr(causal, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(causal, "_varlen", lambda: (loop_over_documents, frozenset({"enable_gqa"})))
     attention.register()
 
 
@@ -50,7 +52,7 @@ def test_loss_and_gradients_equal_the_stock_models(family, image, checkpointing)
     assert report.family == family
     assert not report.unfused
     assert report.fused["RoPE"] == report.fused["LoRA of o_proj"] == report.fused["gated activation"] == 2
-    assert not any("_halfbyte_family" in module.__dict__ for name, module in model.named_modules() if "vis" in name)
+    assert not any("_halfbyte" in module.__dict__ for name, module in model.named_modules() if "vis" in name)
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
@@ -104,7 +106,7 @@ def saved(family: str, folder: Path) -> str:
 def test_loading_quantizes_the_language_model_alone(family, tmp_path):
     path = saved(family, tmp_path / "model")
     whole = load_model(path, load_in_4bit=False, device="cpu", dtype="float32")
-    model = load_model(path, device="cpu", dtype="float32", blocksize=32)
+    model = load_model(path, device="cpu", dtype="float32", bnb_4bit_blocksize=32)
     beside = tuple(beside_text(model))
     assert len(beside) == (2 if family == "Gemma3" else 1)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -142,5 +144,5 @@ def test_memory_is_planned_with_the_tower_in_16_bits(family, tmp_path):
     path = saved(family, tmp_path)
     config = RunConfig(model_name_or_path=path, dataset="none", output_dir="out", bnb_4bit_blocksize=32)
     plan = estimate(config, load_model_config(path), device=torch.device("cpu"))
-    model = load_model(path, device="cpu", blocksize=32)
+    model = load_model(path, device="cpu", bnb_4bit_blocksize=32)
     assert plan.weights == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=0.1)

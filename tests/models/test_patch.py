@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import nn
 
 import halfbyte
-from halfbyte.models.families import FAMILIES as ROWS
+from halfbyte.families import FAMILIES as ROWS
 from halfbyte.models.patch import PatchReport
 
 
@@ -23,7 +23,7 @@ def check_equal(model: nn.Module, inputs: dict, tolerance: float = 1e-5) -> Patc
 
 
 def test_every_family_of_the_table_is_tested():
-    assert {row.name for row in ROWS} == {name.removesuffix("Text") for name in (*FAMILIES, *MULTIMODAL)}
+    assert {row.name for row in ROWS if row.patched} == {name.removesuffix("Text") for name in (*FAMILIES, *MULTIMODAL)}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -15,11 +15,9 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.choice import qat_format
 from halfbyte.models.load import load_model
-from halfbyte.models.qat import fake_quantize_linears, quantize_trained
-from halfbyte.qat.adapter import QATLoraLinear, round_merged
-from halfbyte.qat.layer import QATLinear
+from halfbyte.qat.layers import QATLinear, QATLoraLinear
+from halfbyte.qat.model import fake_quantize_linears, qat_format, quantize_trained, round_merged
 from halfbyte.tensor import QuantizedTensor
 
 sys.path.append(str(Path(__file__).parent.parent / "train"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from halfbyte.errors import ModelError
+from halfbyte.errors import ConfigError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model
@@ -68,9 +68,9 @@ def test_tied_head_stays_whole(tiny_checkpoint):
 
 
 def test_unknown_options_are_refused():
-    with pytest.raises(ModelError, match="nf3"):
+    with pytest.raises(ConfigError, match="nf3"):
         HalfbyteConfig(bnb_4bit_quant_type="nf3")
-    with pytest.raises(ModelError, match="48"):
+    with pytest.raises(ConfigError, match="48"):
         HalfbyteConfig(bnb_4bit_blocksize=48)
 
 

@@ -14,6 +14,7 @@ from halfbyte.errors import ConfigError, ModelError
 from halfbyte.formats import FORMATS, named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models import recipes
+from halfbyte.models.patched import NAME
 from halfbyte.ops.fp8_scaling import ScalingOptions
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -105,7 +106,7 @@ def test_unpatched_is_as_before_and_names_are_checked():
     halfbyte.patch(model, recipe=Nvfp4Recipe(disable_rht=True))
     halfbyte.unpatch(model)
     assert loss_and_gradients(model, inputs)[0] == before[0]
-    assert not any(recipes.RECIPE in module.__dict__ for module in model.modules())
+    assert not any(NAME in module.__dict__ for module in model.modules())
     with pytest.raises(ModelError, match="no recipe 'fp8'"):
         halfbyte.patch(model, recipe="fp8")
     with pytest.raises(ModelError, match="recipe: Sequential is of no family"):

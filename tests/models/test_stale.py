@@ -5,20 +5,22 @@ and both evaluate, generate and give log-probabilities. Weights are bfloat16, ad
 so large that what is one step old is off by far more than roundings.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from patch_models import assert_same, batch, loss_and_gradients, quantize, tiny
-from transformers import Trainer, TrainingArguments
 
 import halfbyte
 from halfbyte.adapters import compute, no_input_casts
-from halfbyte.config import BITSANDBYTES_OPTIMIZERS, TORCH_OPTIMIZERS
 from halfbyte.generation import kept
 from halfbyte.models.head import causal_lm_loss, token_log_probs
+from halfbyte.optim import OPTIMIZERS
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+TORCH_OPTIMIZERS = [name for name, row in OPTIMIZERS.items() if row.package is None]
 STEPS = 2
 SEEN = 8  # a step moves numbers by more than so many times the roundings to bfloat16
 FORMS = ["keep", "recompute", "recompute_mlp", "checkpoint", "tiled", "offload", "offload_kept", "transformers"]
@@ -48,12 +50,11 @@ def patched(model, form: str):
     return model
 
 
-def optimizer(name: str, model, folder) -> torch.optim.Optimizer:
+def optimizer(name: str, model) -> torch.optim.Optimizer:
     """The one that `train` makes of `optim: name`."""
     rate = 2.0 if name == "sgd" else 0.02
-    keys = {"learning_rate": rate, "use_cpu": not CUDA, "report_to": "none", "weight_decay": 0.01}
-    chosen, options = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(folder), optim=name, **keys), model)
-    return chosen([p for p in model.parameters() if p.requires_grad], **options)
+    settings = SimpleNamespace(learning_rate=rate, weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.999)
+    return OPTIMIZERS[name].make(model, settings)
 
 
 def on_device(inputs: dict) -> dict:
@@ -105,10 +106,10 @@ def assert_fresh(model, stock, inputs: dict, before: dict, adapter: str = "defau
     return expected
 
 
-def train_and_compare(form: str, name: str, folder) -> None:
+def train_and_compare(form: str, name: str) -> None:
     model, stock = pair()
     patched(model, form)
-    stepper, inputs = optimizer(name, model, folder), on_device(batch())
+    stepper, inputs = optimizer(name, model), on_device(batch())
     before = answers(stock, inputs)
     for _ in range(STEPS):
         with no_input_casts(model), compute(model):
@@ -117,23 +118,23 @@ def train_and_compare(form: str, name: str, folder) -> None:
         before = assert_fresh(model, stock, inputs, before)
 
 
-@pytest.mark.parametrize("name", [*TORCH_OPTIMIZERS, *each_slow(BITSANDBYTES_OPTIMIZERS, {"adamw_8bit", "lion_8bit"})])
-def test_after_a_step_of_every_optimizer(name, tmp_path):
-    if name in BITSANDBYTES_OPTIMIZERS:
-        pytest.importorskip("bitsandbytes")
-    train_and_compare("keep", name, tmp_path)
+@pytest.mark.parametrize("name", each_slow(OPTIMIZERS, {*TORCH_OPTIMIZERS, "adamw_8bit", "lion_8bit"}))
+def test_after_a_step_of_every_optimizer(name):
+    if (package := OPTIMIZERS[name].package) is not None:
+        pytest.importorskip(package)
+    train_and_compare("keep", name)
 
 
 @pytest.mark.parametrize("form", each_slow(FORMS[1:], {"checkpoint", "offload", "transformers"}))
-def test_after_a_step_of_every_form(form, tmp_path):
-    train_and_compare(form, "adamw_torch_fused", tmp_path)
+def test_after_a_step_of_every_form(form):
+    train_and_compare(form, "adamw_torch_fused")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("name", [name for name in TORCH_OPTIMIZERS if name != "adamw_torch_fused"])
-def test_after_a_step_of_every_optimizer_and_form(form, name, tmp_path):
-    train_and_compare(form, name, tmp_path)
+def test_after_a_step_of_every_optimizer_and_form(form, name):
+    train_and_compare(form, name)
 
 
 @pytest.mark.gpu
@@ -166,7 +167,7 @@ def test_after_replayed_steps(whole):
 
 
 @pytest.mark.parametrize("name", ["default", "other"])
-def test_an_adapter_in_the_place_of_a_deleted_one(name, tmp_path):
+def test_an_adapter_in_the_place_of_a_deleted_one(name):
     model, stock = pair()
     patched(model, "keep")
     inputs = on_device(batch())

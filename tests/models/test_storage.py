@@ -8,12 +8,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from halfbyte import notices
-from halfbyte.config import load_config
+from halfbyte.config import load_config, storage_of
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import FORMATS, Blockwise4, named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models.choice import choose
-from halfbyte.models.load import load_model, load_model_config
+from halfbyte.models.find import load_model_config
+from halfbyte.models.load import load_model
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.tensor import QuantizedTensor
 
@@ -129,7 +130,9 @@ def test_wrong_patterns_and_names(quantization, said, tiny_checkpoint):
 
 
 def test_nf4_has_the_options_of_bitsandbytes():
-    choice = choose({"a": "nf4", "b": "fp4", "*": "blockwise4:nf4:32:plain"}, blocksize=128, double_quant=False)
+    patterns = {"a": "nf4", "b": "fp4", "*": "blockwise4:nf4:32:plain"}
+    keys = {"bnb_4bit_blocksize": 128, "bnb_4bit_use_double_quant": False}
+    choice = choose(storage_of(quantization=patterns, **keys))
     expected = (Blockwise4("nf4", 128, False), Blockwise4("fp4", 128, False), Blockwise4("nf4", 32, False))
     assert tuple(format for _, format in choice.patterns) == expected
 
@@ -156,6 +159,6 @@ def test_planned_bytes_are_those_of_the_loaded_model(tiny_checkpoint):
 
 
 def test_named_formats_quantize(tiny_checkpoint):
-    model = load(tiny_checkpoint(), quantization="fp4", blocksize=32)
+    model = load(tiny_checkpoint(), quantization="fp4", bnb_4bit_blocksize=32)
     assert set(formats(model).values()) == {Blockwise4("fp4", 32, True)}
     assert named("fp4") == Blockwise4("fp4", 64, True)

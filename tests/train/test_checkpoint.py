@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import losses, make_trainer, rows, run_config
+from tiny_runs import losses, make_loop, rows, run_config
 
 from halfbyte import files
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
@@ -29,15 +29,15 @@ SCENARIOS = {
 KILLED = """
     import os, signal, sys
     sys.path.insert(0, {here!r})
-    from tiny_runs import make_trainer, rows, run_config
+    from tiny_runs import make_loop, rows, run_config
 
     def run_and_kill(output, step, keys):
-        trainer = make_trainer(run_config(output, **keys), train=rows(20), held_out=rows(3, 9))
+        loop = make_loop(run_config(output, **keys), train=rows(20), held_out=rows(3, 9))
         def kill(record):
             if record["kind"] == "train" and record["step"] == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-        trainer.metrics.listeners.append(kill)
-        trainer.train()
+        loop.metrics.listeners.append(kill)
+        loop.train()
 
     for name, (step, keys) in {scenarios!r}.items():
         child = os.fork()
@@ -59,57 +59,57 @@ def killed(tmp_path_factory):
 
 def resume(output, **keys):
     config = run_config(output, **KEYS | keys)
-    trainer = make_trainer(config, train=rows(20), held_out=rows(3, 9))
+    loop = make_loop(config, train=rows(20), held_out=rows(3, 9))
     checkpoint = checkpoints.starting_point(config, True)
-    trainer.metrics.keep_until(checkpoints.step_of(checkpoint))
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    return trainer, checkpoint
+    loop.metrics.keep_until(checkpoints.step_of(checkpoint))
+    loop.train(checkpoint)
+    return loop, checkpoint
 
 
-def comparable(trainer):
+def comparable(loop):
     """Everything recorded but times and memory."""
     measured = {"time", "seconds", "step_seconds", "tokens_per_second", "memory_bytes"}
-    return [{k: v for k, v in record.items() if k not in measured} for record in trainer.metrics.records()]
+    return [{k: v for k, v in record.items() if k not in measured} for record in loop.metrics.records()]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     output = tmp_path_factory.mktemp("uninterrupted")
-    trainer = make_trainer(run_config(output, **KEYS), train=rows(20), held_out=rows(3, 9))
-    trainer.train()
-    return trainer
+    loop = make_loop(run_config(output, **KEYS), train=rows(20), held_out=rows(3, 9))
+    loop.train()
+    return loop
 
 
 # 20 rows, 2 per batch, 3 batches per step: 4 steps an epoch, the last one incomplete; checkpoints after 3, 6, 9, 12.
 @pytest.mark.parametrize(("name", "resumed_from"), [("mid-epoch", 3), ("second-epoch", 6)])
 def test_killed_and_resumed_equals_uninterrupted(killed, uninterrupted, name, resumed_from):
-    trainer, checkpoint = resume(killed / name)
+    loop, checkpoint = resume(killed / name)
     assert checkpoint.name == f"checkpoint-{resumed_from}"
-    assert len(losses(trainer)) == 12
-    assert comparable(trainer) == comparable(uninterrupted)
+    assert len(losses(loop)) == 12
+    assert comparable(loop) == comparable(uninterrupted)
     theirs = dict(uninterrupted.model.named_parameters())
-    assert all(bool((p == theirs[name]).all()) for name, p in trainer.model.named_parameters())
+    assert all(bool((p == theirs[name]).all()) for name, p in loop.model.named_parameters())
 
 
 def test_resuming_at_an_epoch_boundary_and_inside_a_metrics_window(killed, tmp_path):
     keys = SCENARIOS["boundary"][1]
-    whole = make_trainer(run_config(tmp_path, **KEYS | keys), train=rows(20), held_out=rows(3, 9))
+    whole = make_loop(run_config(tmp_path, **KEYS | keys), train=rows(20), held_out=rows(3, 9))
     whole.train()
-    trainer, checkpoint = resume(killed / "boundary", **keys)
+    loop, checkpoint = resume(killed / "boundary", **keys)
     assert checkpoint.name == "checkpoint-4"
-    assert comparable(trainer) == comparable(whole)
-    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.bfloat16}
+    assert comparable(loop) == comparable(whole)
+    assert {p.dtype for p in loop.model.parameters() if p.requires_grad} == {torch.bfloat16}
 
 
 def test_a_checkpoint_holds_adapters_and_never_the_base(uninterrupted):
-    newest = checkpoints.checkpoints(Path(uninterrupted.args.output_dir))[-1]
+    newest = checkpoints.checkpoints(Path(uninterrupted.config.output_dir))[-1]
     names = {path.name for path in newest.iterdir()}
     assert "adapter_model.safetensors" in names
     assert not {"model.safetensors", "pytorch_model.bin"} & names
 
 
 def test_save_total_limit_keeps_the_newest(uninterrupted):
-    output = Path(uninterrupted.args.output_dir)
+    output = Path(uninterrupted.config.output_dir)
     assert [path.name for path in checkpoints.checkpoints(output)] == ["checkpoint-9", "checkpoint-12"]
     assert not list(output.glob(".checkpoint-*"))
 
@@ -119,28 +119,28 @@ def test_save_total_limit_keeps_the_newest(uninterrupted):
 
 def test_a_full_disk_while_saving_leaves_earlier_checkpoints_intact(tmp_path):
     """Every file is limited to 8 KiB from step 4 on: safetensors and torch.save fail as on a full disk."""
-    trainer = make_trainer(run_config(tmp_path, max_steps=6, save_steps=2, save_total_limit=None))
+    loop = make_loop(run_config(tmp_path, max_steps=6, save_steps=2, save_total_limit=None))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill_the_disk(record):
         if record["step"] == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
 
-    trainer.metrics.listeners.append(fill_the_disk)
+    loop.metrics.listeners.append(fill_the_disk)
     try:
         with pytest.raises(TrainingError, match=r"checkpoint-4 could not be saved") as failed:
-            trainer.train()
+            loop.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "checkpoint-2" in failed.value.fix
     assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-2"]
-    trainer, checkpoint = make_trainer(trainer.config), checkpoints.starting_point(trainer.config, True)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert trainer.state.global_step == 6
+    loop, checkpoint = make_loop(loop.config), checkpoints.starting_point(loop.config, True)
+    loop.train(checkpoint)
+    assert loop.state.global_step == 6
 
 
 def test_no_space_at_the_rename_leaves_no_half_checkpoint(tmp_path, monkeypatch):
-    trainer = make_trainer(run_config(tmp_path, max_steps=4, save_steps=2))
+    loop = make_loop(run_config(tmp_path, max_steps=4, save_steps=2))
     replace = os.replace
 
     def refuse(source, target):
@@ -150,13 +150,13 @@ def test_no_space_at_the_rename_leaves_no_half_checkpoint(tmp_path, monkeypatch)
 
     monkeypatch.setattr(files.os, "replace", refuse)
     with pytest.raises(TrainingError, match="No space left"):
-        trainer.train()
+        loop.train()
     assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-2"]
 
 
 def test_half_written_checkpoints_are_never_picked_up(tmp_path):
     config = run_config(tmp_path, max_steps=4, save_steps=2)
-    make_trainer(config).train()
+    make_loop(config).train()
     (tmp_path / "checkpoint-4" / checkpoints.STATE).unlink()
     (tmp_path / ".checkpoint-6.abc").mkdir()
     assert checkpoints.starting_point(config, True).name == "checkpoint-2"
@@ -166,13 +166,29 @@ def test_half_written_checkpoints_are_never_picked_up(tmp_path):
     assert not list(tmp_path.glob(".checkpoint*"))
 
 
+def test_a_resumed_run_saves_logs_and_evaluates_as_its_config_says_now(tmp_path):
+    keys = {"max_steps": 8, "save_steps": 4, "logging_steps": 4, "eval_steps": 4}
+    make_loop(run_config(tmp_path, **keys), held_out=rows(3, 9)).train()
+    changed = run_config(tmp_path, **keys | {"save_steps": 2, "logging_steps": 1, "eval_steps": 3})
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoints.check_same_run(changed, checkpoint)
+    checkpoints.set_aside_newer(tmp_path, checkpoint)
+    loop = make_loop(changed, held_out=rows(3, 9))
+    loop.metrics.keep_until(4)
+    loop.train(checkpoint)
+    records = [(record["kind"], record["step"]) for record in loop.metrics.records() if record["step"] > 4]
+    assert [step for kind, step in records if kind == "train"] == [5, 6, 7, 8]
+    assert [step for kind, step in records if kind == "eval"] == [6, 8]
+    assert (tmp_path / "checkpoint-6").is_dir()
+
+
 # --- where a run may start -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def finished(tmp_path):
     config = run_config(tmp_path, max_steps=2, save_steps=1)
-    make_trainer(config).train()
+    make_loop(config).train()
     return config
 
 

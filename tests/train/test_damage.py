@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_runs import make_trainer, run_config
+from tiny_runs import make_loop, run_config
 
 from halfbyte import notices
 from halfbyte.config import load_config
@@ -27,7 +27,7 @@ STATE, TRAINER_STATE = checkpoints.STATE, checkpoints.TRAINER_STATE
 def original(tmp_path_factory):
     """A run with the checkpoints 1, 2 and 3."""
     folder = tmp_path_factory.mktemp("original")
-    make_trainer(config_in(folder)).train()
+    make_loop(config_in(folder)).train()
     return folder
 
 
@@ -77,7 +77,7 @@ def test_the_manifest_lists_every_file_and_the_step(output):
 def test_each_file_is_hashed_once_while_training(tmp_path, monkeypatch):
     hashed, honest = [], manifest._sha256
     monkeypatch.setattr(manifest, "_sha256", lambda path: hashed.append(path.name) or honest(path))
-    make_trainer(config_in(tmp_path, save_total_limit=1)).train()
+    make_loop(config_in(tmp_path, save_total_limit=1)).train()
     assert hashed.count("optimizer.pt") == 3
     assert len(hashed) == 3 * len(list((tmp_path / "checkpoint-3").iterdir())) - 3
 
@@ -138,9 +138,9 @@ def test_a_folder_s_name_is_not_believed_over_its_state(output, old):
     checkpoint = checkpoints.starting_point(config_in(output), True)
     assert (checkpoint.name, checkpoints.step_of(checkpoint)) == ("checkpoint-9999", 2)
     assert "holds step 2" in notices.said()["renamed_checkpoint"]
-    trainer = make_trainer(config)
-    trainer.train_from(checkpoint)
-    assert trainer.state.global_step == 5
+    loop = make_loop(config)
+    loop.train(checkpoint)
+    assert loop.state.global_step == 5
     assert [path.name for path in checkpoints.checkpoints(output)][-3:] == [f"checkpoint-{n}" for n in (3, 4, 5)]
 
 
@@ -157,7 +157,7 @@ def test_a_pickle_in_a_checkpoint_is_not_run_and_is_an_error_with_a_name(output,
     manifest.write_manifest(output / "checkpoint-3", 3)
     checkpoint = checkpoints.starting_point(config_in(output), True)
     with pytest.raises(CheckpointError, match=r"cannot load the state in \S+checkpoint-3"):
-        make_trainer(config_in(output, max_steps=5)).train_from(checkpoint)
+        make_loop(config_in(output, max_steps=5)).train(checkpoint)
     assert not (tmp_path / "PWNED").exists()
 
 
@@ -167,10 +167,10 @@ def names(output):
 
 def test_the_checkpoint_saved_after_resuming_from_an_older_one_stays(tmp_path):
     """With 4, 8 and 12 there, 6 would be the oldest but one."""
-    make_trainer(config_in(tmp_path, max_steps=12, save_steps=4)).train()
+    make_loop(config_in(tmp_path, max_steps=12, save_steps=4)).train()
     chosen = tmp_path / "checkpoint-4"
     checkpoints.set_aside_newer(tmp_path, chosen)
-    make_trainer(config_in(tmp_path, max_steps=6, save_steps=4, save_total_limit=2)).train_from(chosen)
+    make_loop(config_in(tmp_path, max_steps=6, save_steps=4, save_total_limit=2)).train(chosen)
     assert names(tmp_path) == ["checkpoint-12.set-aside", "checkpoint-4", "checkpoint-6", "checkpoint-8.set-aside"]
 
 

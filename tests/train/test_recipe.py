@@ -3,9 +3,10 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import losses, make_trainer, rows, run_config
+from tiny_runs import losses, make_loop, rows, run_config
 
 import halfbyte
+from halfbyte.config import resolve
 from halfbyte.errors import CheckpointError
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.train import checkpoint as checkpoints
@@ -14,18 +15,18 @@ KEYS = {"recipe": "fp8-hybrid", "amax_history_len": 4, "num_train_epochs": 1, "s
 KEYS |= {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
 
 
-def trainer_in(output, **keys):
+def loop_in(output, **keys):
     config = run_config(output, **KEYS | keys)
-    trainer = make_trainer(config, train=rows(12), held_out=rows(3, 9))
-    trainer.scaling = halfbyte.patch(trainer.model, recipe=configured_recipe(config)).scaling
-    return trainer
+    loop = make_loop(config, train=rows(12), held_out=rows(3, 9))
+    loop.scaling = halfbyte.patch(loop.model, recipe=configured_recipe(resolve(config).precision)).scaling
+    return loop
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    trainer = trainer_in(tmp_path_factory.mktemp("fp8"))
-    trainer.train()
-    return trainer
+    loop = loop_in(tmp_path_factory.mktemp("fp8"))
+    loop.train()
+    return loop
 
 
 def test_scales_roll_once_a_step(trained):
@@ -40,8 +41,8 @@ def test_a_resumed_run_continues_them(trained, tmp_path):
     middle, end = checkpoints.checkpoints(trained.output)
     state = load_file(middle / checkpoints.SCALING)
     assert state["history"][0].count_nonzero() == 2
-    again = trainer_in(trained.output)
-    again.train(resume_from_checkpoint=str(middle))
+    again = loop_in(trained.output)
+    again.train(middle)
     assert again.scaling.settled[0]
     for name, value in load_file(end / checkpoints.SCALING).items():
         assert torch.equal(again.scaling.state_dict()[name], value)
@@ -52,6 +53,6 @@ def test_a_resumed_run_continues_them(trained, tmp_path):
 def test_scales_that_are_missing_or_of_another_model(trained, tmp_path):
     with pytest.raises(CheckpointError, match=checkpoints.SCALING):
         checkpoints.load_scaling(tmp_path, trained.scaling)
-    other = trainer_in(tmp_path / "other", amax_history_len=5)
+    other = loop_in(tmp_path / "other", amax_history_len=5)
     with pytest.raises(CheckpointError, match="history"):
         checkpoints.load_scaling(checkpoints.checkpoints(trained.output)[0], other.scaling)

@@ -37,16 +37,16 @@ def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch):
     """At once, not when Python happens to look for cycles."""
     seen = []
 
-    make = sft._trainer
+    make = sft._loop
 
     def spy(job, model, *rest):
-        trainer = make(job, model, *rest)
+        loop = make(job, model, *rest)
         # the optimizer is made in training: its parameters stand for it
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        seen.extend(map(weakref.ref, (trainer, model, weights[0])))
-        return trainer
+        seen.extend(map(weakref.ref, (loop, model, weights[0])))
+        return loop
 
-    monkeypatch.setattr(sft, "_trainer", spy)
+    monkeypatch.setattr(sft, "_loop", spy)
     gc.disable()
     try:
         start(device="cpu", dtype="float32", max_steps=1)

@@ -98,15 +98,15 @@ class Watch(TrainerCallback):
 def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     watches, registered = [], Registered(monkeypatch)
 
-    make = sft._trainer
+    make = sft._loop
 
     def watched(job, *arguments):
-        trainer = make(job, *arguments)
+        loop = make(job, *arguments)
         watches.append(Watch(job, registered))
-        trainer.add_callback(watches[0])
-        return trainer
+        loop.add_callback(watches[0])
+        return loop
 
-    monkeypatch.setattr(sft, "_trainer", watched)
+    monkeypatch.setattr(sft, "_loop", watched)
     keys = {"per_device_train_batch_size": 4, "max_steps": STEPS, "eval_steps": 40, "eval_split_size": 8}
     keys |= {"max_length": LONGEST, "sample_prompts": 1, "sample_max_new_tokens": 8, "save_steps": STEPS}
     keys |= {"model_name_or_path": str(place / "model"), "dataset": str(place / "rows.jsonl"), "device": "cuda"}

@@ -1,4 +1,4 @@
-"""A tiny model, hand-made rows with uneven numbers of trained tokens, and a trainer over them."""
+"""A tiny model, hand-made rows with uneven numbers of trained tokens, and a training loop over them."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from halfbyte.data.collate import PaddedCollator
 from halfbyte.hardware import chosen_device
 from halfbyte.models.patch import patch
 from halfbyte.train.arguments import training_arguments
+from halfbyte.train.loop import TrainingLoop
 from halfbyte.train.metrics import MetricsFile
-from halfbyte.train.trainer import HalfbyteTrainer
 
 VOCABULARY = 64
 
@@ -55,9 +55,10 @@ def run_config(output_dir, **keys):
     return RunConfig(model_name_or_path="tiny", dataset="d", output_dir=str(output_dir), **keys)
 
 
-def make_trainer(config, train=None, held_out=None, model=None):
+def make_loop(config, train=None, held_out=None, model=None):
     """On a GPU as `halfbyte train` does it: the fused model in bfloat16, micro-batches as CUDA graphs."""
     set_seed(config.seed)
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     device, on_gpu = chosen_device(config.device), config.device != "cpu"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = model if model is not None else tiny_llama().to(device, dtype)
@@ -65,21 +66,22 @@ def make_trainer(config, train=None, held_out=None, model=None):
     if on_gpu:
         patch(model)
     train = train if train is not None else rows(12)
-    trainer = HalfbyteTrainer(
+    loop = TrainingLoop(
         config=config,
         data={"rows": len(train)},
         metrics=MetricsFile(Path(config.output_dir) / "metrics.jsonl"),
         compute_dtype=dtype,
         model=model,
         args=training_arguments(config, device, dtype, rows=len(train), evaluate=held_out is not None),
-        train_dataset=train,
-        eval_dataset=held_out,
-        data_collator=PaddedCollator(0, fused=True) if on_gpu else collate,
+        device=device,
+        rows=train,
+        held_out=held_out,
+        collate=PaddedCollator(0, fused=True) if on_gpu else collate,
     )
     if on_gpu:
-        trainer.use_graphs()
-    return trainer
+        loop.use_graphs()
+    return loop
 
 
-def losses(trainer):
-    return [record["loss"] for record in trainer.metrics.records() if record["kind"] == "train"]
+def losses(loop):
+    return [record["loss"] for record in loop.metrics.records() if record["kind"] == "train"]

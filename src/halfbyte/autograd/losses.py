@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ModelError
+from ..ops import IGNORE_INDEX
 from ..ops.cross_entropy import Objective
 from ..ops.losses import linear_cross_entropy_forward, linear_log_probs_backward
 
@@ -205,7 +206,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = True,
     reduction: Literal["sum", "mean"] = "sum",
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """Cross-entropy of the logits `scale * hidden @ weight.T` (softcapped where asked) without holding them.
 
@@ -250,7 +251,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     entropy_grad: bool = False,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of `labels` under the logits `scale * hidden @ weight.T` without holding them.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..config import RunConfig
+from ..config import RunConfig, resolve
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 
@@ -28,25 +28,25 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
     """
-    from ..data import prepare
     from ..data.batches import batches_of
     from ..hardware import planned_device
-    from ..models.attention import implementation
+    from ..methods import method_of
+    from ..models.find import find_model
     from ..models.load import check_attention, load_tokenizer
     from ..plan.estimate import estimate
-    from ..runs.saved import tokenizer_keys
     from ..terminal import print_data, print_memory
 
     console = Console()
-    model_config = read_model_config(config)
+    files = find_model(resolve(config).origin)
+    model_config = files.config
     device = planned_device(config)
     check_attention(model_config, config.attn_implementation, device, trains=True)
-    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    data = prepare(config, tokenizer)
+    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    data = method_of(config).prepare(config, tokenizer)
     print_data(console, data.report)
     check_modules(config, model_config)
     batches = partial(batches_of, data=data, device=device)
-    plan = estimate(config, model_config, batches=batches(config), attention=implementation)
+    plan = estimate(config, model_config, batches=batches(config))
     console.print(_table(plan))
     facts = {"activation_checkpointing": plan.activation_checkpointing, "reason": plan.reason}
     print_memory(console, {**plan.predicted(), **facts, "capacity_bytes": plan.capacity_bytes})
@@ -60,10 +60,9 @@ def check_run(config: RunConfig) -> None:
 
 def read_model_config(config: RunConfig) -> PretrainedConfig:
     """The model's config.json."""
-    from ..models.load import load_model_config
+    from ..models.find import load_model_config
 
-    where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
-    return load_model_config(config.model_name_or_path, **where, trust_remote_code=config.trust_remote_code)
+    return load_model_config(resolve(config).origin)
 
 
 def check_modules(config: RunConfig, model_config: PretrainedConfig) -> None:
@@ -96,12 +95,11 @@ def what_would_fit(
         rows: of the data.
         batches: those of a changed configuration.
     """
-    from ..models.attention import implementation
     from ..plan.estimate import estimate
 
     def fits(keys: dict[str, Any]) -> bool:
         changed = config.model_copy(update=keys)
-        return estimate(changed, model_config, batches=batches(changed), attention=implementation).fits
+        return estimate(changed, model_config, batches=batches(changed)).fits
 
     for keys in _changes(config, rows):
         if fits(keys):

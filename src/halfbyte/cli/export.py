@@ -30,12 +30,12 @@ def export_model(
     if adapter_only:
         if importance:
             raise ConfigError("--importance weighs quantization, and an adapter is not quantized", "leave it out")
-        from ..export.gguf.adapter import export_adapter
+        from ..export.gguf_adapter import export_adapter
 
         path = export_adapter(source, mix, out, trust_remote_code=trust_remote_code)
         console.print(f"adapter in {path}: llama-cli --model BASE.gguf --lora {path}")
         return
-    from ..export.gguf.export import export_gguf
+    from ..export.gguf_model import export_gguf
 
     report = export_gguf(source, mix, out, importances=importance, trust_remote_code=trust_remote_code, console=console)
     console.print(str(report), highlight=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..config import resolve
 from ..config.yaml import dump_mapping
 from ..errors import ConfigError, DataError
 
@@ -36,10 +37,11 @@ def mix_formats(
     from .. import formats as registry
     from ..data.calibration import ROW, batched, packed_rows
     from ..data.collate import make_collator
+    from ..models.find import find_model
     from ..models.isolation import isolate_run
     from ..models.load import load_model, load_tokenizer
     from ..models.mixed import best, measure
-    from ..runs.saved import find, model_keys, saved_config, tokenizer_keys
+    from ..runs.saved import find, saved_config
 
     wanted = formats.split(",") if formats else sorted(registry.names())
     candidates = {each.strip(): registry.named(each.strip()) for each in wanted}
@@ -47,8 +49,11 @@ def mix_formats(
     if place.adapter or not place.base:
         raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit model that it was trained on")
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
-    model = load_model(name, **model_keys(config))
-    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+    run = resolve(config)
+    files = find_model(run.origin)
+    how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
+    model = load_model(files, run.storage, dtype=run.precision.compute, **how)
+    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     collate = make_collator(config, tokenizer)
     rows = packed_rows(config, tokenizer, 2 * max(tokens, HELD_BACK))
     if len(rows) < 2:

@@ -9,25 +9,24 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ..config import RunConfig
+from ..config import RunConfig, resolve
+from ..ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100
 TRAINED, MASKED, EOS = "green", "dim", "reverse"
 
 
 def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
-    from ..data import prepare
-    from ..data.collate import make_collator
+    from ..methods import method_of
     from ..models.load import load_tokenizer
-    from ..runs.saved import tokenizer_keys
 
-    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    prepared = prepare(config, tokenizer)
-    collate = make_collator(config, tokenizer)
+    tokenizer = load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
+    method = method_of(config)
+    prepared = method.prepare(config, tokenizer)
+    collate = method.collator(config, tokenizer)
     stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]
     ends = {tokenizer.eos_token_id, *stops}
     console = Console(highlight=False, soft_wrap=True)
@@ -59,7 +58,7 @@ def render(
     tokens, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
     spans = documents(batch)
     for index, (start, end) in enumerate(spans):
-        trained = sum(label != IGNORED for label in labels[start:end])
+        trained = sum(label != IGNORE_INDEX for label in labels[start:end])
         heading = f"── row {row + 1}, document {index + 1} of {len(spans)}: {end - start} tokens, {trained} trained "
         yield Text(f"\n{heading:─<100}", style="cyan")
         yield _coloured(tokens[start:end], labels[start:end], tokenizer, ends, marks)
@@ -80,7 +79,7 @@ def _coloured(
 ) -> Text:
     """Tokens of one kind are decoded together: a character may take several."""
     text = Text()
-    kinds = [(label != IGNORED, token in ends) for token, label in zip(tokens, labels, strict=True)]
+    kinds = [(label != IGNORE_INDEX, token in ends) for token, label in zip(tokens, labels, strict=True)]
     at = 0
     for (trained, is_eos), run in groupby(kinds):
         size = len(list(run))

@@ -1,35 +1,34 @@
 """What a run wants: one flat YAML file, the same names on the command line and in Python."""
 
+from .reading import TEXT_KEYS, allowed, explain, load_config
+from .resolve import Adapter, Origin, Precision, Resolved, Storage, resolve, storage_of
 from .schema import (
-    BITSANDBYTES_OPTIMIZERS,
     KEEP,
-    OPTIMIZERS,
     SCHEDULES,
     SECTIONS,
     SIXTEEN,
-    TEXT_KEYS,
-    TORCH_OPTIMIZERS,
     Level,
     RunConfig,
-    allowed,
     dump_config,
-    explain,
-    load_config,
 )
 
 __all__ = [
-    "BITSANDBYTES_OPTIMIZERS",
     "KEEP",
-    "OPTIMIZERS",
     "SCHEDULES",
     "SECTIONS",
     "SIXTEEN",
     "TEXT_KEYS",
-    "TORCH_OPTIMIZERS",
+    "Adapter",
     "Level",
+    "Origin",
+    "Precision",
+    "Resolved",
     "RunConfig",
+    "Storage",
     "allowed",
     "dump_config",
     "explain",
     "load_config",
+    "resolve",
+    "storage_of",
 ]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
-from .encode import IGNORED
+from ..ops import IGNORE_INDEX
 
 Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 
@@ -77,7 +77,7 @@ class PaddedCollator:
         width = width_of(longest, self.max_length) if self.fused or self.rounded else longest
         batch = {
             "input_ids": _stack([row["input_ids"] for row in rows], width, self.pad_token_id),
-            "labels": _stack([_without_first(row["labels"], [0]) for row in rows], width, IGNORED),
+            "labels": _stack([_without_first(row["labels"], [0]) for row in rows], width, IGNORE_INDEX),
         }
         if not self.fused:
             batch["attention_mask"] = _stack([[1] * len(row["input_ids"]) for row in rows], width, 0)
@@ -118,7 +118,7 @@ class PackedCollator:
         positions = [[position for length in parts for position in range(length)] for parts in documents]
         batch: Batch = {
             "input_ids": _stack(ids, width, self.pad_token_id),
-            "labels": _stack(labels, width, IGNORED),
+            "labels": _stack(labels, width, IGNORE_INDEX),
             "position_ids": _stack(positions, width, 0),
         }
         return batch | _bounds([length for parts in documents for length in parts]) if self.fused else batch
@@ -148,7 +148,7 @@ def _starts(lengths: list[int]) -> list[int]:
 def _without_first(labels: list[int], starts: list[int]) -> list[int]:
     labels = list(labels)
     for start in starts:
-        labels[start] = IGNORED
+        labels[start] = IGNORE_INDEX
     return labels
 
 

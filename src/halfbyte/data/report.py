@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..notices import notice
-from .encode import IGNORED
+from ..ops import IGNORE_INDEX
 
 SAMPLES, SAMPLE_TOKENS = 3, 400
 HELD_OUT_TOKENS = 4096  # enough to tell 0.01 nats between two models that are nearly the same
@@ -35,7 +35,7 @@ def split_report(
         "documents": len(kept),
         "rows": len(rows),
         "tokens": tokens,
-        "trained_tokens": int(np.count_nonzero(labels != IGNORED)),
+        "trained_tokens": int(np.count_nonzero(labels != IGNORE_INDEX)),
         "dropped": dict(Counter(reason for reason in encoded["dropped"] if reason)),
         "truncated": truncated,
         "packing_efficiency": tokens / (len(rows) * row_capacity) if row_capacity else None,
@@ -89,7 +89,7 @@ def samples(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[dict[str,
     shown = []
     for row in kept.select(range(min(SAMPLES, len(kept)))):
         ids, labels = row["input_ids"][:SAMPLE_TOKENS], row["labels"][:SAMPLE_TOKENS]
-        shown.append({"tokens": token_strings(tokenizer, ids), "trained": [label != IGNORED for label in labels]})
+        shown.append({"tokens": token_strings(tokenizer, ids), "trained": [label != IGNORE_INDEX for label in labels]})
     return shown
 
 
@@ -100,8 +100,8 @@ def held_out(kept: Dataset) -> list[dict[str, list[Any]]]:
     left = HELD_OUT_TOKENS
     for row in kept:
         ids, labels = row["input_ids"][:left], row["labels"][:left]
-        if any(label != IGNORED for label in labels[1:]):
-            found.append({"input_ids": ids, "trained": [label != IGNORED for label in labels]})
+        if any(label != IGNORE_INDEX for label in labels[1:]):
+            found.append({"input_ids": ids, "trained": [label != IGNORE_INDEX for label in labels]})
             left -= len(ids)
         if left <= 0:
             break

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import time
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
-from ..files import new_directory, write_json
+from ..files import cache_folder, new_directory, write_json
 from ..notices import notice
 from . import corpus
 
@@ -69,13 +68,6 @@ class Recipe:
         return hashlib.sha256(described.encode()).hexdigest()[:8]
 
 
-def cache_directory() -> Path:
-    """$HALFBYTE_CACHE, else halfbyte/ in $XDG_CACHE_HOME, else ~/.cache/halfbyte."""
-    if chosen := os.environ.get("HALFBYTE_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfbyte"
-
-
 def base_model(recipe: Recipe | None = None, *, seconds: float = 75.0, console: Console | None = None) -> Path:
     """A folder with the base's checkpoint and tokenizer: from the cache, or built now.
 
@@ -88,7 +80,7 @@ def base_model(recipe: Recipe | None = None, *, seconds: float = 75.0, console: 
         TrainingError: the cache cannot be written.
     """
     recipe = recipe or Recipe()
-    path = cache_directory() / f"demo-base-{recipe.key()}"
+    path = cache_folder() / f"demo-base-{recipe.key()}"
     if not (path / "recipe.json").is_file():
         texts = corpus.gather(recipe.seed)
         tokenizer = build_tokenizer(texts, recipe)

@@ -19,11 +19,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from halfbyte.adapters import load_adapter_weights, place_adapter, saved_adapter_config
 from halfbyte.architectures import auto_class
-from halfbyte.config import RunConfig
+from halfbyte.config import RunConfig, resolve
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
-from halfbyte.models.choice import configured
-from halfbyte.models.load import load_model_config
+from halfbyte.models.find import load_model_config
 from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
 
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base weights alone
@@ -102,18 +101,15 @@ class AdapterLayers:
 
 def meta_model(config: RunConfig) -> Any:
     """The base model of a run on torch's meta device: names and shapes, no weights."""
-    trust = config.trust_remote_code
-    where: dict[str, Any] = {"quantization": config.quantization, "revision": config.model_revision}
-    model_config = load_model_config(config.model_name_or_path, **where, trust_remote_code=trust)
+    model_config = load_model_config(resolve(config).origin)
     if hasattr(model_config, "quantization_config"):
         del model_config.quantization_config
     with torch.device("meta"):
-        return auto_class(model_config).from_config(model_config, trust_remote_code=trust)
+        return auto_class(model_config).from_config(model_config, trust_remote_code=config.trust_remote_code)
 
 
 def _formats(config: RunConfig) -> dict[str, Format]:
-    quantization = HalfbyteConfig()
-    quantization.choice = configured(config)
+    quantization = HalfbyteConfig(resolve(config).storage)
     HalfbyteQuantizer(quantization, pre_quantized=False).preprocess_model(meta_model(config))
     return {f"{name}.weight": format_ for name, format_ in quantization.formats.items()}
 

@@ -14,12 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from halfbyte.config import RunConfig
+from halfbyte.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
+from halfbyte.config import RunConfig, resolve
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import FORMATS, Format, named, recognize
 from halfbyte.formats.base import parameter_of_entry
-from halfbyte.models.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
-from halfbyte.models.gguf.cache import checkpoint_folder
+from halfbyte.gguf.cache import checkpoint_folder
 from halfbyte.tensor import QuantizedTensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -191,7 +191,7 @@ def _folder(config: RunConfig) -> Path:
     """The base's folder; that of a hub id in the local cache, downloaded where it is not there yet."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(checkpoint_folder(config.model_name_or_path, config.quantization))
+    folder = Path(checkpoint_folder(config.model_name_or_path, resolve(config).origin.keep))
     if folder.is_dir():
         return folder
     try:

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from halfbyte.config import SIXTEEN, RunConfig
-from halfbyte.errors import CheckpointError, ConfigError, TrainingError
-from halfbyte.files import new_directory, write_json
+from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.files import check_space, new_directory, write_json
 from halfbyte.hardware import chosen_device
 from halfbyte.notices import notice
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
@@ -262,7 +262,7 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     if verify:
         check_loader(stored.loader)
     weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device), stored)
-    _check_space(out, weights.nbytes)
+    check_space(out, weights.nbytes, "free some space, or name a folder on another disk")
     run_dir = place.resolved.parent if place.resolved else None
     return _Job(config, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
 
@@ -290,16 +290,6 @@ def _targets(
     if quantized:
         return both, "original", "its weights do not lie on a grid that would take the update back (not measured)"
     return both, "dequantized", "the adapter was trained on it (not measured: verify is off)"
-
-
-def _check_space(out: Path, needed: int) -> None:
-    place = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise TrainingError(
-            f"no space for {out}: the merged weights take {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
-            "free some space, or name a folder on another disk",
-        )
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -23,14 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halfbyte.config import SIXTEEN, RunConfig
+from halfbyte.config import SIXTEEN, RunConfig, Storage
 from halfbyte.errors import ConfigError, ModelError
 from halfbyte.formats import Format, names
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
-from halfbyte.models.choice import choose, qat_format
 from halfbyte.models.quantizer import HalfbyteConfig, quantizable
 from halfbyte.ops.float8 import TILE
+from halfbyte.qat.model import qat_format
 
 from .adapter import meta_model
 from .base import NAMES
@@ -109,9 +109,9 @@ def packing(quantize: Quantize, config: RunConfig) -> Packing:
         return Packing()
     foreign = isinstance(quantize, str) and quantize in FOREIGN
     try:
-        chosen = choose(FOREIGN[quantize] if foreign else quantize)  # type: ignore[index]
-        ours = HalfbyteConfig()
-        ours.choice = chosen
+        chosen = FOREIGN[str(quantize)] if foreign else quantize
+        patterns = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
+        ours = HalfbyteConfig(Storage(tuple(patterns)))
         model = meta_model(config)
         linears = quantizable(model)
         formats = ours.assign(model, linears.keys())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from halfbyte.adapters import load_adapter
-from halfbyte.config import RunConfig
+from halfbyte.config import RunConfig, resolve
 from halfbyte.errors import CheckpointError
+from halfbyte.models.find import find_model
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.notices import notice
-from halfbyte.qat.adapter import round_merged
-from halfbyte.runs.saved import model_keys
+from halfbyte.qat.model import round_merged
 
 from .base import DTYPES
 from .fidelity import (
@@ -117,20 +118,21 @@ class Verifier:
     def _original(self) -> tuple[Tensor, Tensor, Tensor]:
         """As `_adapted`, of the base's stored weights."""
         if self._unquantized is None:
-            self._unquantized = self._adapted(DTYPES[self._weights.base.dtype], load_in_4bit=False)
+            self._unquantized = self._adapted(DTYPES[self._weights.base.dtype], quantized=False)
         return self._unquantized
 
     def _adapted(
-        self, dtype: torch.dtype, load_in_4bit: bool, observe: Callable[[Any], None] | None = None
+        self, dtype: torch.dtype, quantized: bool, observe: Callable[[Any], None] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of a base with the adapter, and without it; its losses with it. `observe` sees the model before."""
 
         def load() -> nn.Module:
-            keys = model_keys(self._config) | {"load_in_4bit": load_in_4bit, "dtype": dtype, "device": self._device}
-            keys["attn_implementation"] = None  # flash attention does not compute in fp32
+            run = resolve(self._config)
+            storage = run.storage if quantized else replace(run.storage, formats=())
             if not self._weights.as_trained:
-                keys["qat_scheme"] = None
-            base = load_model(self._config.model_name_or_path, **keys)
+                storage = replace(storage, qat_scheme=None)
+            # transformers' own attention, since flash attention does not compute in fp32
+            base = load_model(find_model(run.origin), storage, dtype=dtype, device=self._device)
             name = self._config.model_name_or_path
             model = base if self._adapter is None else load_adapter(base, self._adapter, name)
             round_merged(model)
@@ -138,7 +140,7 @@ class Verifier:
                 observe(base)
             return model
 
-        bits = "quantized base" if load_in_4bit else "base"
+        bits = "quantized base" if quantized else "base"
         said = f"measuring the {bits}" + (" with its adapter" if self._adapter else "")
         found, losses = self._measure(said, load, [NONE], with_bare=self._adapter is not None)
         return found[0], found[-1], losses

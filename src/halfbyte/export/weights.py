@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.adapters import ANOTHER_MODEL
+from halfbyte.checkpoint_files import INDEX
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.files import write_json
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import INPUT_SCALE
-from halfbyte.models.checkpoint_files import INDEX
 from halfbyte.models.load import resolve_dtype
 from halfbyte.tensor import QuantizedTensor
 

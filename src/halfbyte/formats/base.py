@@ -22,6 +22,7 @@ Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+QUANT_METHOD = "halfbyte"  # what config.json calls a checkpoint whose layers name their formats
 
 
 class Format(abc.ABC):

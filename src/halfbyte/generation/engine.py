@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..adapters import compute, compute_dtype_of, no_input_casts
 from ..errors import ModelError
-from ..models.blocks import epsilon
-from ..models.families import ACTIVATIONS, Family, family_of
-from ..models.projections import hooked
+from ..families import scale_of
+from ..layers.plain import hooked
+from ..models.head import configured_head
+from ..models.layer import Half, LayerView, epsilon, layer_view
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
@@ -24,6 +24,12 @@ from ..ops.rope import qk_norm_rope, rope_
 from .linears import Linears, Unknown, adapter_names
 
 FP8 = torch.float8_e4m3fn
+
+
+def context_length(model: Any) -> int | None:
+    """Positions that the model has; None where its config names no bound."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if positions is not None and positions > 0 else None
 
 
 class Engine(Protocol):
@@ -36,23 +42,59 @@ class Engine(Protocol):
         """Logits [B, V] after one more token a row, int64 [B]. The next call may overwrite them."""
 
 
-@dataclass
 class Layer:
-    """What one decoder layer is made of."""
+    """A decoder layer as generation runs it: its linears and numbers read once, and its part of the cache.
 
-    module: Any
-    qkv: Linears
-    out: Linears
-    gate_up: Linears
-    down: Linears
-    window: int | None
-    rope: str | None  # Gemma 3 rotates by the layer's type
-    keys: Tensor  # [B, Hk, S, D]
-    values: Tensor
+    Attributes:
+        keys, values: [B, Hk, S, D].
+
+    Raises:
+        Unknown: no forward of ours computes it.
+    """
+
+    def __init__(
+        self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, keys: Tensor, values: Tensor
+    ):
+        if view.mlp is None:
+            raise Unknown(f"{type(view.mlp_half.inner).__name__} has a forward of its own")
+        if view.mlp.obstacle:
+            raise Unknown(view.mlp.obstacle)
+        self.family, self.attention, self.mlp = view.family, view.attention, view.mlp
+        self.halves = view.attention_half, view.mlp_half
+        self.qkv = Linears(self.attention.inputs, adapters, dtype)
+        self.out = Linears([self.attention.output], adapters, dtype)
+        self.gate_up = Linears(self.mlp.inputs, adapters, dtype)
+        self.down = Linears([self.mlp.output], adapters, dtype)
+        self.linears = self.qkv, self.out, self.gate_up, self.down
+        self.keys, self.values = keys, values
+
+    def queries_keys_values(self, x: Tensor) -> list[Tensor]:
+        """[B, H, T, D] each of x [B, T, K]."""
+        size = self.attention.head_dim
+        return [part.unflatten(-1, (-1, size)).transpose(1, 2) for part in self.attention.split(self.qkv(x))]
+
+    def mix(self, x: Tensor) -> Tensor:
+        """The gated MLP of x [B, T, K]."""
+        gate, up = self.mlp.split(self.gate_up(x))
+        return self.down(glu(gate, up, self.mlp.activation))[0]
+
+    def one_launch(self) -> DecoderLayer | None:
+        """As `ops.decode_layers` takes it; None unless it is of Llama's kind and its weights are 4-bit."""
+        attention, family = self.attention, self.family
+        more = any(half.leave is not None or half.scale != 1 for half in self.halves) or attention.softcap is not None
+        if more or family.norm_offset or family.fused or self.mlp.activation != "silu":
+            return None
+        qkv, out, gate_up, down = (each.projections() for each in self.linears)
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        norm, post_norm = (half.norm.weight.detach() for half in self.halves)
+        q_norm, k_norm = (None, None) if attention.norms is None else (each.weight.detach() for each in attention.norms)
+        caches = self.keys, self.values
+        return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, *caches, attention.window)
 
 
 class StaticEngine:
-    """The forward of a family that `models.families` knows, over a cache of a size given once.
+    """The forward of a family that `families` knows, over a cache of a size given once.
 
     On a CUDA device a step is captured in a CUDA graph at its second call and replayed from then on.
 
@@ -68,13 +110,15 @@ class StaticEngine:
 
     def __init__(self, model: Any, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype | None):
         causal = model.get_base_model() if adapter_names(model) else model
-        self.family, backbone = _family(causal)
-        self.config, self.embed, self.norm = backbone.config, backbone.embed_tokens, backbone.norm
+        views, backbone = _views(causal), causal.model
+        self.embed, self.norm, self.family = backbone.embed_tokens, backbone.norm, views[0].family
+        self.embedding_scale = scale_of(self.family.embedding_scale, backbone.config)
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
-        self.activation = ACTIVATIONS[getattr(self.config, self.family.activation)]
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype)
-        self.layers = [self._layer(layer, adapters, slots, cache_dtype or self.dtype) for layer in backbone.layers]
-        self.ropes = {layer.rope: self._rope(backbone.rotary_emb, layer.rope, slots) for layer in self.layers}
+        self.to_logits = configured_head(backbone.config)
+        self.layers = [self._layer(view, adapters, slots, cache_dtype or self.dtype) for view in views]
+        ropes = {layer.attention.rope for layer in self.layers}
+        self.ropes = {rope: self._rope(backbone.rotary_emb, rope, slots) for rope in ropes}
         batch = len(adapters)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -90,42 +134,24 @@ class StaticEngine:
         Raises:
             Unknown: as above.
         """
-        linears = [each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return all(each.renew() for each in [self.head, *linears])
+        return all(each.renew() for each in [self.head, *(each for layer in self.layers for each in layer.linears)])
 
     def _one_launch(self, batch: int) -> Run | None:
-        """A token's way through all layers as one kernel, where there is one and the family is of Llama's kind."""
-        family, attention = self.family, self.layers[0].module.self_attn
-        if family.norm_offset or family.sandwich or family.fused or family.softcap or self.activation != "silu":
-            return None
-        layers = [found for layer in self.layers if (found := _decoder_layer(layer, family)) is not None]
-        epsilons = {epsilon(norm) for layer in self.layers for norm in _norms(layer.module, family)}
+        """A token's way through all layers as one kernel, where there is one and all layers are of Llama's kind."""
+        layers = [found for layer in self.layers if (found := layer.one_launch()) is not None]
+        epsilons = {epsilon(half.norm) for layer in self.layers for half in layer.halves}
+        epsilons |= {epsilon(norm) for layer in self.layers for norm in layer.attention.norms or ()}
         if len(layers) < len(self.layers) or len(epsilons) > 1 or len(self.ropes) > 1:
             return None
-        shared = epsilons.pop(), attention.scaling, *self.ropes[self.layers[0].rope], self.padding, self.slot
-        hidden = torch.empty(batch, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        return one_launch(hidden, Stack(layers, self.config.num_attention_heads, *shared))
+        first = self.layers[0]
+        shared = epsilons.pop(), first.attention.scaling, *self.ropes[first.attention.rope], self.padding, self.slot
+        hidden = torch.empty(batch, self.embed.weight.shape[1], dtype=self.dtype, device=self.device)
+        return one_launch(hidden, Stack(layers, first.attention.heads, *shared))
 
-    def _layer(self, layer: Any, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype) -> Layer:
-        attention, mlp, fused = layer.self_attn, layer.mlp, self.family.fused
-        qkv = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
-        gate_up = [mlp.gate_up_proj] if fused else [mlp.gate_proj, mlp.up_proj]
-        shape = len(adapters), self.config.num_key_value_heads, slots, attention.head_dim
-        window = None
-        if self.family.window:
-            holder = self.config if self.family.window == "config" else attention
-            window = getattr(holder, "sliding_window", None)
-        return Layer(
-            layer,
-            Linears(qkv, adapters, self.dtype),
-            Linears([attention.o_proj], adapters, self.dtype),
-            Linears(gate_up, adapters, self.dtype),
-            Linears([mlp.down_proj], adapters, self.dtype),
-            window,
-            attention.layer_type if self.family.name == "Gemma3" else None,
-            torch.zeros(shape, dtype=cache_dtype, device=self.device),
-            torch.zeros(shape, dtype=cache_dtype, device=self.device),
-        )
+    def _layer(self, view: LayerView, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype) -> Layer:
+        shape = len(adapters), view.attention.key_heads, slots, view.attention.head_dim
+        keys, values = (torch.zeros(shape, dtype=cache_dtype, device=self.device) for _ in range(2))
+        return Layer(view, adapters, self.dtype, keys, values)
 
     def _rope(self, rotary: Any, kind: str | None, slots: int) -> tuple[Tensor, Tensor]:
         """cos and sin [S, R] of every position."""
@@ -142,7 +168,7 @@ class StaticEngine:
         self.slot.fill_(length - 1)
         positions = (slots - padding.unsqueeze(1)).clamp_(min=0)
         masks: dict[int | None, Tensor] = {}
-        for window in {layer.window for layer in self.layers}:
+        for window in {layer.attention.window for layer in self.layers}:
             seen = (slots <= slots.unsqueeze(1)) & (slots >= padding.view(-1, 1, 1))
             if window is not None:
                 seen &= slots > slots.unsqueeze(1) - window
@@ -166,15 +192,17 @@ class StaticEngine:
     def _step(self) -> Tensor:
         self.slot.add_(1)
         if self.one_launch is not None:
-            hidden = self.one_launch(self.embed(self.tokens).to(self.dtype)).unsqueeze(1)
+            hidden = self.one_launch(self._embedded(self.tokens)).unsqueeze(1)
             return self._logits(self._norm(self.norm, hidden)[0])
         positions = (self.slot - self.padding).unsqueeze(1)
         return self._logits(self._forward(self.tokens.unsqueeze(1), positions, self.slot, None))
 
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        embedded = self.embed(tokens).to(self.dtype)
+        return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden)[0][:, 0].float()
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self.to_logits(self.head(hidden)[0][:, 0])
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict | None) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]; their keys and values go to `slots` [T] of the cache.
@@ -183,18 +211,13 @@ class StaticEngine:
             masks: window → bool [B, 1, T, T] for a prompt; None for one token a row, which sees the cache.
         """
         ropes = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.ropes.items()}
-        branch, residual = self.embed(tokens).to(self.dtype), None
+        branch, residual = self._embedded(tokens), None
         for layer in self.layers:
-            module = layer.module
-            x, residual = self._norm(module.input_layernorm, branch, residual)
-            branch = self._attention(layer, x, *ropes[layer.rope], slots, masks)
-            if self.family.sandwich:
-                branch = self._norm(module.post_attention_layernorm, branch)[0]
-                x, residual = self._norm(module.pre_feedforward_layernorm, branch, residual)
-                branch = self._norm(module.post_feedforward_layernorm, self._mlp(layer, x))[0]
-            else:
-                x, residual = self._norm(module.post_attention_layernorm, branch, residual)
-                branch = self._mlp(layer, x)
+            first, second = layer.halves
+            x, residual = self._norm(first.norm, branch, residual)
+            branch = self._leave(first, self._attention(layer, x, *ropes[layer.attention.rope], slots, masks))
+            x, residual = self._norm(second.norm, branch, residual)
+            branch = self._leave(second, layer.mix(x))
         return self._norm(self.norm, branch, residual)[0]
 
     def _norm(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -202,50 +225,27 @@ class StaticEngine:
         y, total, _ = rms_norm(x, residual, norm.weight, epsilon(norm), self.family.norm_offset)
         return y.to(self.dtype), total
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(x)[0].chunk(2, dim=-1) if self.family.fused else layer.gate_up(x)
-        return layer.down(glu(gate, up, self.activation))[0]
+    def _leave(self, half: Half, x: Tensor) -> Tensor:
+        """What joins the residual stream."""
+        x = x if half.leave is None else self._norm(half.leave, x)[0]
+        return x if half.scale == 1 else x * half.scale
 
     def _attention(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, masks: Any) -> Tensor:
-        attention, size = layer.module.self_attn, layer.module.self_attn.head_dim
-        parts = layer.qkv(x)
-        if self.family.fused:
-            queries, keys = self.config.num_attention_heads * size, self.config.num_key_value_heads * size
-            parts = parts[0].split((queries, keys, keys), dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
-        if self.family.qk_norm:
-            weights = attention.q_norm.weight, attention.k_norm.weight
-            q, k = qk_norm_rope(q, k, *weights, cos, sin, epsilon(attention.q_norm), self.family.norm_offset)
-        else:
+        q, k, v = layer.queries_keys_values(x)
+        window, scaling, softcap = layer.attention.window, layer.attention.scaling, layer.attention.softcap
+        if layer.attention.norms is None:
             rope_(q, k, cos, sin, False)
+        else:
+            q_norm, k_norm = layer.attention.norms
+            offset = self.family.norm_offset
+            q, k = qk_norm_rope(q, k, q_norm.weight, k_norm.weight, cos, sin, epsilon(q_norm), offset)
         store(layer.keys, slots, k)
         store(layer.values, slots, v)
-        cap = attention.attn_logit_softcapping if self.family.softcap else None
         if masks is None:
-            out = decode_attention(
-                q, layer.keys, layer.values, self.padding, slots, attention.scaling, layer.window, cap
-            )
+            out = decode_attention(q, layer.keys, layer.values, self.padding, slots, scaling, window, softcap)
         else:
-            out = _prompt_attention(q, k, v, masks[layer.window], attention.scaling, cap)
+            out = _prompt_attention(q, k, v, masks[window], scaling, softcap)
         return layer.out(out.transpose(1, 2).flatten(2))[0]
-
-
-def _norms(layer: Any, family: Family) -> list[Any]:
-    """The norms of a layer of Llama's kind: before attention, before the gated unit, of q and of k."""
-    own = [layer.self_attn.q_norm, layer.self_attn.k_norm] if family.qk_norm else []
-    return [layer.input_layernorm, layer.post_attention_layernorm, *own]
-
-
-def _decoder_layer(layer: Layer, family: Family) -> DecoderLayer | None:
-    """A layer as `ops.decode_layers` takes it; None unless its weights are 4-bit."""
-    found = [linears.projections() for linears in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    norms = [norm.weight.detach() for norm in _norms(layer.module, family)]
-    q_norm, k_norm = norms[2:] or (None, None)
-    qkv, out, gate_up, down = found
-    if qkv is None or out is None or gate_up is None or down is None:
-        return None
-    caches = layer.keys, layer.values
-    return DecoderLayer(qkv, out, gate_up, down, norms[0], norms[1], q_norm, k_norm, *caches, layer.window)
 
 
 def _prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -258,24 +258,18 @@ def _prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
     return scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
 
 
-def _family(causal: Any) -> tuple[Family, Any]:
-    """The row of a causal LM and the module that holds its layers.
+def _views(causal: Any) -> list[LayerView]:
+    """The decoder layers of a causal LM.
 
     Raises:
         Unknown: it is of no family, or computes something that this forward does not.
     """
     backbone = getattr(causal, "model", None)
-    layers = getattr(backbone, "layers", None)
-    found = family_of(type(layers[0])) if isinstance(layers, nn.ModuleList) and len(layers) else None
-    if backbone is None or found is None:
+    found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
+    views = [view for view in found if isinstance(view, LayerView)]
+    if backbone is None or not views or len(views) < len(found):
         raise Unknown(f"{type(causal).__name__} is of no family that halfbyte knows")
-    family, config = found[0], backbone.config
-    for layer in backbone.layers:
-        kind = family_of(type(layer.mlp))
-        if kind is None or kind[1] != "MLP":  # a mixture of experts
-            raise Unknown(f"{type(layer.mlp).__name__} has a forward of its own")
-    if getattr(config, family.activation) not in ACTIVATIONS:
-        raise Unknown(f"there is no fused {getattr(config, family.activation)}")
+    config = backbone.config
     if getattr(config, "use_bidirectional_attention", False):
         raise Unknown("its attention looks ahead")
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -284,11 +278,12 @@ def _family(causal: Any) -> tuple[Family, Any]:
             raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
     if any(hooked(module) for module in (causal.lm_head, backbone.embed_tokens, backbone.norm)):
         raise Unknown("it has hooks")
-    return family, backbone
+    return views
 
 
 class StockEngine:
-    """transformers' own forward and cache; one adapter, or none, for all rows."""
+    """transformers' own forward and cache, or without a cache where its output has none (Mamba); one adapter, or none,
+    for all rows."""
 
     def __init__(self, model: Any, adapters: Sequence[str | None]):
         if len(set(adapters)) > 1:
@@ -298,23 +293,25 @@ class StockEngine:
             )
         self.model, self.adapter = model, adapters[0]
         self.cache: Any = None
-        self.mask = torch.empty(0)
+        self.tokens = self.mask = torch.empty(0)
 
     def prefill(self, tokens: Tensor, padding: Tensor) -> Tensor:
         self.mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
+        self.tokens = tokens
         return self._forward(tokens)
 
     def step(self, tokens: Tensor) -> Tensor:
         self.mask = F.pad(self.mask, (0, 1), value=1)
-        return self._forward(tokens.unsqueeze(1))
+        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
+        return self._forward(self.tokens if self.cache is None else self.tokens[:, -1:])
 
-    @torch.inference_mode()
+    @torch.no_grad()  # in inference mode, torch hands quantized weights calls that it takes apart elsewhere (DoRA's)
     def _forward(self, tokens: Tensor) -> Tensor:
         model, keys = self.model, {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
         positions = (self.mask.cumsum(-1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=1, **keys)
-        self.cache = result.past_key_values
+        self.cache = getattr(result, "past_key_values", None)
         return result.logits[:, -1].float()
 
     @contextlib.contextmanager

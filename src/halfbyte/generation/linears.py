@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..formats import Blockwise4
-from ..models.projections import hooked
+from ..layers.plain import read_linear
 from ..ops.decode_layers import Projections, Weight4
 from ..ops.low_rank import low_rank_rows
 from ..tensor import QuantizedTensor
@@ -25,28 +23,12 @@ class Unknown(Exception):
     """In words, why a model's own forwards must run."""
 
 
-def _plain(module: Any) -> nn.Linear:
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or hooked(module):
-        raise Unknown(f"{type(module).__name__} has a forward of its own")
-    return module
-
-
-def _factors(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, Factors]:
-    """The frozen linear, and the factors of each adapter that it has among `names`."""
-    if not isinstance(module, BaseTunerLayer):
-        return _plain(module), {}
-    base = _plain(module.base_layer)
-    if not isinstance(module, LoraLinear) or type(module).forward is not LoraLinear.forward or hooked(module):
-        raise Unknown(f"an adapter is PEFT's {type(module).__name__}")
-    if module.merged:
-        raise Unknown("an adapter is merged")
-    adapters = {}
-    for name in (name for name in names if name in module.lora_A):
-        a, b = module.lora_A[name], module.lora_B[name]
-        if name in module.lora_variant or b.bias is not None:
-            raise Unknown(f"adapter {name} is not plain LoRA")
-        adapters[name] = a.weight, b.weight, module.scaling[name]
-    return base, adapters
+def _read(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, Factors]:
+    """The linear, and the factors of each adapter that it has among `names`."""
+    read = read_linear(module, names)
+    if isinstance(read, str):
+        raise Unknown(read)
+    return read.base, {each.name: (each.a, each.b, each.scaling) for each in read.adapters}
 
 
 class _Plain(NamedTuple):
@@ -138,7 +120,7 @@ class Linears:
         self._fill(read)
 
     def _read(self) -> list[tuple[nn.Linear, Factors]]:
-        return [_factors(module, self.names) for module in self.modules]
+        return [_read(module, self.names) for module in self.modules]
 
     def _fill(self, read: list[tuple[nn.Linear, Factors]]) -> None:
         """The adapters' values as they are now."""

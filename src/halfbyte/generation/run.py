@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelError
+from .engine import context_length
 from .kept import CACHES, engine_for
 from .linears import adapter_names
 from .sampling import Sampling
+from .stops import eos_tokens
 
 ACTIVE = "active"  # stands for the adapter that is active in the model
 
@@ -73,14 +75,14 @@ def stream(
     stops: Sequence[int] | None = None,
     adapter: str | Sequence[str | None] | None = ACTIVE,
     kv_cache: str = "auto",
-) -> Iterator[list[int | None]]:
+) -> Generator[list[int | None]]:
     """Yield the new token of each row, None for rows that have ended, until all have. Arguments as in `generate`."""
     if not prompts:
         return
     sampling, longest = sampling or Sampling(), max(map(len, prompts))
     _check(model, prompts, max_new_tokens, kv_cache)
     adapters = _adapters(model, adapter, len(prompts))
-    ends = _stops(model) if stops is None else set(stops)
+    ends = eos_tokens(model) if stops is None else set(stops)
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
@@ -124,7 +126,7 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, kv
     for row, ids in enumerate(prompts):
         if len(ids) == 0:
             raise ModelError(f"prompt {row} has no tokens", "give at least one, e.g. the BOS token")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_length(model)
     longest = max(map(len, prompts))
     if limit is not None and longest + max_new_tokens > limit:
         raise ModelError(
@@ -151,8 +153,3 @@ def _adapters(model: Any, adapter: str | Sequence[str | None] | None, rows: int)
 def _disabled(model: Any) -> bool:
     """Whether the adapters are switched off, as within `disable_adapter()`."""
     return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
-
-
-def _stops(model: Any) -> set[int]:
-    own = model.generation_config.eos_token_id
-    return set(own) if isinstance(own, list) else {own} - {None}

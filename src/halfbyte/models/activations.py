@@ -1,7 +1,7 @@
 """What each decoder layer keeps between forward and backward: the levels of `memory.levels`, carried out.
 
-A layer's level stands in an attribute that `patch` sets and `unpatch` deletes. Without one, a layer does as
-transformers' own gradient checkpointing says.
+A layer's level stands in its record (`patched`). Without one, a layer does as transformers' own gradient checkpointing
+says.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from ..memory.offload import Offload
 from ..notices import notice
 from .blocks import attention_half, mlp_half
 from .copies import run_again
-
-ACTIVATIONS = "_halfbyte_activations"  # the attribute of a layer that holds its `Activations`
+from .patched import record
 
 # transformers 5.17 checkpoints a layer in __call__, 5.23 around the class's forward, which a bound one replaces.
 CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
@@ -65,19 +64,14 @@ def set_activations(layers: Sequence[Any], levels: str | Sequence[str]) -> None:
             notice("offload", f"nothing is offloaded from {device}: what layers save stays there")
     for layer, level in zip(layers, named, strict=True):
         own = offload if level in OFFLOADED else None
-        setattr(layer, ACTIVATIONS, Activations(cast(Level, level), own))
-
-
-def clear_activations(layer: nn.Module) -> None:
-    """Undo `set_activations`."""
-    layer.__dict__.pop(ACTIVATIONS, None)
+        record(layer).activations = Activations(cast(Level, level), own)
 
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer, as its level says."""
     if args or kwargs.get("past_key_values") is not None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    activations = getattr(self, ACTIVATIONS, None)
+    activations = record(self).activations
     if activations is not None and self.training and not on_compiler():  # a compiler decides what it keeps
         return _with_level(self, activations, hidden_states, kwargs)
     if CHECKPOINTS_FORWARD and self.gradient_checkpointing and self.training:

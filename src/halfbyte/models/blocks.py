@@ -21,38 +21,56 @@ from ..autograd.lora_mlp import lora_mlp
 from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
-from .families import ACTIVATIONS, Family
+from ..families import Family
+from . import layer
+from .layer import Attention, GatedMLP, Half, epsilon
+from .patched import NAME, is_bound
 from .projections import dropout_of, project, read_together
-from .recipes import recipe_of
+from .recipes import recipes_of
 
-FAMILY = "_halfbyte_family"  # the attribute that marks a patched module and holds its row
+
+def _family(module: Any) -> Family:
+    """The row of a patched module; also through PEFT's wrapper of a norm that is trained whole."""
+    return getattr(module, NAME).family
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     """RMSNorm."""
-    return rms_norm(hidden_states, self.weight, epsilon(self), getattr(self, FAMILY).norm_offset)
+    return rms_norm(hidden_states, *_numbers(self))
 
 
-def epsilon(norm: Any) -> float:
-    """What a norm adds to the mean square: Llama's and Gemma's classes name it differently."""
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+def _numbers(norm: Any) -> tuple[Tensor, float, bool]:
+    """Weight, epsilon, and whether 1 is added to the weight."""
+    return norm.weight, epsilon(norm), _family(norm).norm_offset
 
 
-def _add_norm(norm: Any, x: Tensor, residual: Tensor | None, reader: Any) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), in one kernel where the norm is a patched one that nobody watches.
+def _is_fused(norm: Any) -> bool:
+    """Whether a norm is a patched one that nobody watches."""
+    return hasattr(norm, NAME) and not norm._forward_hooks and not norm._forward_pre_hooks
 
-    In FP8 the products of `reader`, an attention or MLP, get the norm cast.
+
+def _enter(half: Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), in one kernel where the norm is fused.
+
+    In FP8 the products of attention or the MLP get the norm cast.
     """
-    family = getattr(norm, FAMILY, None)
+    norm = half.norm
     if residual is not None and residual.dtype != x.dtype:  # under autocast: fp32 embeddings, 16-bit products
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
-    if family is not None and not norm._forward_hooks and not norm._forward_pre_hooks:
-        recipe = recipe_of(reader, "first")
-        recipe = recipe if isinstance(recipe, Fp8Products) else None
-        return add_rms_norm(x, residual, norm.weight, epsilon(norm), family.norm_offset, recipe)
+    if _is_fused(norm):
+        recipe = recipes_of(half.inner)[0]
+        return add_rms_norm(x, residual, *_numbers(norm), recipe if isinstance(recipe, Fp8Products) else None)
     total = x if residual is None else residual + x
     return norm(total), total
+
+
+def _leave(half: Half, x: Tensor) -> Tensor:
+    """What joins the residual stream."""
+    if half.dropout is not None and half.dropout.p:
+        x = half.dropout(x)
+    x = x if half.leave is None else half.leave(x)
+    return x if half.scale == 1 else x * half.scale
 
 
 def attention_half(self: Any, hidden_states: Tensor, again: Store | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -61,15 +79,11 @@ def attention_half(self: Any, hidden_states: Tensor, again: Store | None, **kwar
     Args:
         again: where all that is saved waits but the norm's result, which is computed again in backward; None: kept.
     """
-    family: Family = getattr(self, FAMILY)
-    normed, residual = _add_norm(self.input_layernorm, hidden_states, None, self.self_attn)
-    with _again(again, self.input_layernorm, normed, residual):
-        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-    if family.residual_dropout and self.resid_attn_dropout.p:
-        attended = self.resid_attn_dropout(attended)
-    if family.sandwich:
-        attended = self.post_attention_layernorm(attended)
-    return attended, residual
+    half = layer.attention_half(self, _family(self))
+    normed, residual = _enter(half, hidden_states, None)
+    with _again(again, half.norm, normed, residual):
+        attended, _ = half.inner(hidden_states=normed, **kwargs)
+    return _leave(half, attended), residual
 
 
 def mlp_half(
@@ -81,32 +95,27 @@ def mlp_half(
         again: as in `attention_half`.
         output: False where the second is not looked at: its last product is then left out where that can be.
     """
-    family: Family = getattr(self, FAMILY)
-    norm = self.pre_feedforward_layernorm if family.sandwich else self.post_attention_layernorm
-    normed, residual = _add_norm(norm, x, residual, self.mlp)
-    options = {} if output or not _may_skip(self, family) else {"output": False}
-    with _again(again, norm, normed, residual):
-        out = self.mlp(normed, **options)
-    if family.sandwich:
-        return residual, self.post_feedforward_layernorm(out)
-    if family.residual_dropout and self.resid_mlp_dropout.p:
-        out = self.resid_mlp_dropout(out)
-    return residual, out
+    half = layer.mlp_half(self, _family(self))
+    normed, residual = _enter(half, x, residual)
+    options = {} if output or not _may_skip(half) else {"output": False}
+    with _again(again, half.norm, normed, residual):
+        out = half.inner(normed, **options)
+    return residual, _leave(half, out)
 
 
-def _may_skip(layer: Any, family: Family) -> bool:
+def _may_skip(half: Half) -> bool:
     """Whether nothing reads the MLP's result but the residual stream."""
-    followed = family.sandwich or (family.residual_dropout and layer.resid_mlp_dropout.p)
-    return not followed and FAMILY in layer.mlp.__dict__ and not layer.mlp._forward_hooks
+    dropped = half.dropout is not None and half.dropout.p
+    untouched = not dropped and half.leave is None and half.scale == 1
+    return untouched and is_bound(half.inner) and not half.inner._forward_hooks
 
 
 def _again(store: Store | None, norm: Any, normed: Tensor, residual: Tensor) -> contextlib.AbstractContextManager[None]:
     """Whoever saves `normed` inside keeps the stream it came from, where the norm is a patched one."""
-    if store is None or not torch.is_grad_enabled() or FAMILY not in norm.__dict__:
+    if store is None or not torch.is_grad_enabled() or not is_bound(norm):
         return contextlib.nullcontext()
-    family = getattr(norm, FAMILY)
-    function = partial(rms_norm, weight=norm.weight, eps=epsilon(norm), offset=family.norm_offset)
-    return computed_again(normed, residual.detach(), function, store)
+    weight, eps, offset = _numbers(norm)
+    return computed_again(normed, residual.detach(), partial(rms_norm, weight=weight, eps=eps, offset=offset), store)
 
 
 def attention_forward(
@@ -118,57 +127,42 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Projections with their adapters, RoPE (and the norms of q and k), transformers' attention, output projection."""
-    family: Family = getattr(self, FAMILY)
     if past_key_values is not None:
         own = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
+    view, recipes = Attention.of(self, _family(self)), recipes_of(self)
     query, key, value = (
-        part.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
-        for part in _queries_keys_values(self, family, hidden_states)
+        part.view(*hidden_states.shape[:-1], -1, view.head_dim).transpose(1, 2)
+        for part in view.split(project(hidden_states, *view.inputs, recipe=recipes[0]))
     )
-    query, key = _rotate(self, family, query, key, *position_embeddings)
-    if family.window:
-        kwargs["sliding_window"] = getattr(self.config if family.window == "config" else self, "sliding_window", None)
-    if family.softcap:
-        kwargs["softcap"] = self.attn_logit_softcapping
+    query, key = _rotate(view, query, key, *position_embeddings)
+    own = {"sliding_window": view.window, "softcap": view.softcap}
+    kwargs |= {name: value for name, value in own.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-    dropout = self.attention_dropout if self.training else 0.0
-    out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    dropout = view.dropout if self.training else 0.0
+    out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=view.scaling, **kwargs)
     out = out.reshape(*hidden_states.shape[:-1], -1)
-    return project(out, self.o_proj, recipe=recipe_of(self, "second"))[0], weights
+    return project(out, view.output, recipe=recipes[1])[0], weights
 
 
-def _queries_keys_values(self: Any, family: Family, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    recipe = recipe_of(self, "first")
-    if not family.fused:
-        return project(hidden_states, self.q_proj, self.k_proj, self.v_proj, recipe=recipe)
-    queries, keys = self.config.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-    return project(hidden_states, self.qkv_proj, recipe=recipe)[0].split((queries, keys, keys), dim=-1)
-
-
-def _rotate(self: Any, family: Family, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate(view: Attention, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """q and k [B, H, T, D] by position."""
-    if not family.qk_norm:
+    if view.norms is None:
         return rope(query, key, cos, sin)
-    norms = (self.q_norm, self.k_norm)
-    if all(hasattr(norm, FAMILY) and not norm._forward_hooks for norm in norms):
-        weights = (self.q_norm.weight, self.k_norm.weight)
-        return qk_norm_rope(query, key, *weights, cos, sin, epsilon(self.q_norm), family.norm_offset)
-    return rope(self.q_norm(query), self.k_norm(key), cos, sin)
+    q_norm, k_norm = view.norms
+    if _is_fused(q_norm) and _is_fused(k_norm):
+        weight, eps, offset = _numbers(q_norm)
+        return qk_norm_rope(query, key, weight, k_norm.weight, cos, sin, eps, offset)
+    return rope(q_norm(query), k_norm(key), cos, sin)
 
 
 def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:
     """The gated MLP, in one function with its adapters where they are plain; `output` as in `lora_mlp`."""
-    family: Family = getattr(self, FAMILY)
-    activation = ACTIVATIONS[getattr(self.config, family.activation)]
-    recipes = recipe_of(self, "first"), recipe_of(self, "second")
-    if family.fused:
-        gate, up = project(hidden_states, self.gate_up_proj, recipe=recipes[0])[0].chunk(2, dim=-1)
-        return project(glu(gate, up, activation), self.down_proj, recipe=recipes[1])[0]
-    read = read_together((self.gate_proj, self.up_proj, self.down_proj))
+    view, recipes = GatedMLP.of(self, _family(self)), recipes_of(self)
+    read = read_together((*view.inputs, view.output)) if len(view.linears) == 3 else None
     if read is None:
-        gate, up = project(hidden_states, self.gate_proj, self.up_proj, recipe=recipes[0])
-        return project(glu(gate, up, activation), self.down_proj, recipe=recipes[1])[0]
+        gate, up = view.split(project(hidden_states, *view.inputs, recipe=recipes[0]))
+        return project(glu(gate, up, view.activation), view.output, recipe=recipes[1])[0]
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
-    return lora_mlp(hidden_states, gate, up, down, biases, loras, activation, dropout_of(read), output, recipes)
+    return lora_mlp(hidden_states, gate, up, down, biases, loras, view.activation, dropout_of(read), output, recipes)

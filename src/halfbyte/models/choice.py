@@ -5,21 +5,19 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import KEEP, SIXTEEN
+from ..config import SIXTEEN, Storage
 from ..errors import ModelError
-from ..formats import named, names
+from ..formats import FORMATS, named
 from ..formats.base import Format
-from ..formats.blockwise4 import Blockwise4
 from ..notices import notice
+from .layer import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from ..config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,8 @@ class Choice:
         """Prefixes of the names in the decoder layers that are skipped."""
         if not self.skip_first and not self.skip_last:
             return ()
-        prefix, depth = decoder_layers(model)
+        prefix, layers = decoder_layers(model)
+        depth = len(layers)
         if self.skip_first + self.skip_last >= depth:
             raise ModelError(
                 f"skip_quant_first_layers: {self.skip_first} and skip_quant_last_layers: {self.skip_last} "
@@ -77,92 +76,31 @@ class Choice:
         return tuple(f"{prefix}.{index}." for index in kept)
 
 
-def decoder_layers(model: nn.Module) -> tuple[str, int]:
-    """Name and length of the list of decoder layers.
-
-    Raises:
-        ModelError: the model has no such list.
-    """
-    from torch import nn
-
-    depth = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return name, depth
-    raise ModelError(f"{type(model).__name__} has no list of {depth} decoder layers", "remove skip_quant_*_layers")
-
-
-def choose(
-    quantization: str | Mapping[str, str] | None,
-    *,
-    quant_type: str = "nf4",
-    blocksize: int = 64,
-    double_quant: bool = True,
-    skip_first: int = 0,
-    skip_last: int = 0,
-) -> Choice:
-    """The choice that a configuration describes.
-
-    Args:
-        quantization: a format's name or spec for every layer, or pattern → name, spec or "16bit"; None: `quant_type`.
-        quant_type, blocksize, double_quant: see `Blockwise4`; the last two also say what the names nf4 and fp4 mean.
-        skip_first, skip_last: see `Choice`.
+def choose(storage: Storage) -> Choice:
+    """The formats that `storage` names.
 
     Raises:
         ModelError: a format or one of its options does not exist.
     """
 
-    def format_of(name: str) -> Format | None:
-        if name == SIXTEEN:
-            return None
-        if name in ("nf4", "fp4"):
-            return Blockwise4(name, blocksize, double_quant)  # type: ignore[arg-type]
+    def format_of(spec: str) -> Format | None:
         try:
-            return named(name)
+            return None if spec == SIXTEEN else named(spec)
         except ModelError as error:
             raise ModelError(f"quantization: {error.message}", error.fix) from error
 
-    if quantization is None:
-        return Choice((("*", Blockwise4(quant_type, blocksize, double_quant)),), skip_first, skip_last)  # type: ignore[arg-type]
-    given = {"*": quantization} if isinstance(quantization, str) else quantization
-    patterns = tuple((pattern, format_of(name)) for pattern, name in given.items())
-    return Choice(patterns, skip_first, skip_last)
+    patterns = tuple((pattern, format_of(spec)) for pattern, spec in storage.formats)
+    return Choice(patterns, storage.skip_first, storage.skip_last)
 
 
-def configured(config: RunConfig) -> Choice:
-    """The choice of a run whose weights are quantized; with `quantization: keep`, for the layers that are not kept."""
-    return choose(
-        None if config.quantization == KEEP else config.quantization,
-        quant_type=config.bnb_4bit_quant_type,
-        blocksize=config.bnb_4bit_blocksize,
-        double_quant=config.bnb_4bit_use_double_quant,
-        skip_first=config.skip_quant_first_layers,
-        skip_last=config.skip_quant_last_layers,
-    )
-
-
-def stored_formats(config: RunConfig, model_config: Any, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
-    """Module name → format, of those `names` that are quantized in a run: as its keys say, but for those that
-    `model_config` says are stored so."""
+def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
+    """Module name → format, of those `names` that are quantized: as `storage` says, but for those that `model_config`
+    says are stored so."""
     entry = getattr(model_config, "quantization_config", None) or {}
-    if not isinstance(entry, Mapping) or "formats" not in entry:
-        return configured(config).assign(model, names)
+    found = next(filter(None, (cls.from_quantization_config(entry) for cls in FORMATS.values())), None)
+    if found is not None:
+        return dict.fromkeys(names, found)
+    if "formats" not in entry:
+        return choose(storage).assign(model, names)
     stored = {name: named(spec) for spec, modules in entry["formats"].items() for name in modules}
-    return configured(config).assign(model, names) | stored if entry.get("others") else stored
-
-
-def qat_format(scheme: str) -> Format:
-    """The format that `qat_scheme` names; the same name in `halfbyte merge --quantize` stores it.
-
-    Raises:
-        ModelError: there is no such format, or it cannot be quantized to.
-    """
-    try:
-        format_ = named(scheme)
-    except ModelError as error:
-        raise ModelError(f"qat_scheme: {error.message}", error.fix) from error
-    if not type(format_).examples():
-        raise ModelError(
-            f"qat_scheme: {scheme} is only read from checkpoints", f"use one of {', '.join(sorted(names()))}"
-        )
-    return format_
+    return choose(storage).assign(model, names) | stored if entry.get("others") else stored

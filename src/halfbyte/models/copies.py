@@ -22,8 +22,8 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-# Of a backbone and its layers: `Copies`; of a LoRA module: (`Copies`, {name of the adapter: (copy of A, copy of B)})
-COPIES = "_halfbyte_copies"
+from .patched import patched, record
+
 ALIGNED = 8  # elements of 16 bits: products want 16 bytes
 
 
@@ -60,10 +60,10 @@ class Copies:
         copies = [part[: f.numel()].view(f.shape) for part, f in zip(parts, factors, strict=True)]
         self = cls(dtype, device, places, factors, copies)
         for layer in backbone.layers:
-            layer.__dict__[COPIES] = self
+            record(layer).copies = self
         for at, (module, name) in enumerate(found):
-            _, pairs = module.__dict__.setdefault(COPIES, (self, {}))
-            pairs[name] = copies[at], copies[at + len(found)]
+            own = record(module)
+            own.copies, own.copied[name] = self, (copies[at], copies[at + len(found)])
         return self
 
     def fit(self) -> bool:
@@ -100,7 +100,7 @@ def fresh_copies(backbone: Any) -> contextlib.AbstractContextManager[None]:
     """
     device: torch.device = backbone.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else backbone.dtype
-    copies: Copies | None = backbone.__dict__.get(COPIES)
+    copies = record(backbone).copies
     if copies is not None and not copies.fit():
         clear_copies(backbone)
         copies = None
@@ -108,7 +108,7 @@ def fresh_copies(backbone: Any) -> contextlib.AbstractContextManager[None]:
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
         clear_copies(backbone)
-        backbone.__dict__[COPIES] = copies = Copies.of(backbone, dtype, device)
+        record(backbone).copies = copies = Copies.of(backbone, dtype, device)
     if copies.factors:
         copies.refresh()
     return copies.opened()
@@ -116,13 +116,13 @@ def fresh_copies(backbone: Any) -> contextlib.AbstractContextManager[None]:
 
 def copies_of(module: nn.Module, adapter: str) -> tuple[Tensor, Tensor] | None:
     """A and B of an adapter of a LoRA module, cast; None where the forward that is under way has made none."""
-    copies, pairs = module.__dict__.get(COPIES, (None, {}))
-    return pairs.get(adapter) if copies is not None and copies.open else None
+    own = patched(module)
+    return own.copied.get(adapter) if own is not None and own.copies is not None and own.copies.open else None
 
 
 def run_again(layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, a part of the forward of `layer`, for backward to run again: with the copies it reads now."""
-    copies: Copies | None = layer.__dict__.get(COPIES)
+    copies = record(layer).copies
     if copies is None or not copies.open:
         return function
 
@@ -137,4 +137,5 @@ def run_again(layer: nn.Module, function: Callable[..., Any]) -> Callable[..., A
 def clear_copies(backbone: nn.Module) -> None:
     """Undo `fresh_copies`."""
     for module in backbone.modules():
-        module.__dict__.pop(COPIES, None)
+        if (own := patched(module)) is not None:
+            own.copies, own.copied = None, {}

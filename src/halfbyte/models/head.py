@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..errors import DataError
 from ..notices import notice
+from .layer import causal_lm_of
 
 IGNORE_INDEX = -100
 PROBE_TOKENS = 8
@@ -31,6 +32,11 @@ class Head:
 
     scale: float = 1.0
     softcap: float | None = None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """The logits of X Wᵀ, in fp32."""
+        logits = products.float() * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 _heads: WeakKeyDictionary[nn.Module, Head | str] = WeakKeyDictionary()
@@ -155,24 +161,22 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     return log_probs, torch.cat(likeliest) == wanted
 
 
-def causal_lm_of(model: nn.Module) -> Any:
-    """The Hugging Face model inside a `peft.PeftModel`, or `model` itself."""
-    get_base_model: Any = getattr(model, "get_base_model", None)  # a PeftModel's
-    return model if get_base_model is None else get_base_model()
-
-
 def _config(model: nn.Module) -> Any:
     return causal_lm_of(model).config.get_text_config()
 
 
+def described_head(model: nn.Module) -> Head | str:
+    """The head as structure and config say, or in words why it needs full logits; no numbers are looked at."""
+    return _obstacle(model) or configured_head(_config(model))
+
+
 def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     """The model's head, or in words why it needs full logits. Structure is looked at each time, numbers once."""
-    obstacle = _obstacle(model)
-    if obstacle:
-        return obstacle
-    causal_lm = causal_lm_of(model)
+    head, causal_lm = described_head(model), causal_lm_of(model)
+    if isinstance(head, str):
+        return head
     if causal_lm not in _heads:
-        _heads[causal_lm] = _probe(causal_lm, _configured_head(model), inputs)
+        _heads[causal_lm] = _probe(causal_lm, head, inputs)
     return _heads[causal_lm]
 
 
@@ -195,8 +199,8 @@ def _obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def _configured_head(model: nn.Module) -> Head:
-    config = _config(model)
+def configured_head(config: Any) -> Head:
+    """What the (text) config of a model says of its head."""
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
     scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
@@ -231,9 +235,7 @@ def _probe(causal_lm: Any, head: Head, inputs: dict[str, Any]) -> Head | str:
     name = type(causal_lm).__name__
     if set(seen) != {"hidden", "into_head", "out_of_head"} or not torch.equal(seen["hidden"], seen["into_head"]):
         return f"{name} does more between its backbone and its head than this version knows"
-    expected = seen["out_of_head"].float() * head.scale
-    if head.softcap is not None:
-        expected = head.softcap * torch.tanh(expected / head.softcap)
+    expected = head(seen["out_of_head"])
     if (logits.float() - expected).abs().max() > expected.abs().max() / 64:  # bf16 rounds to 1/256
         return f"{name} changes its logits in a way that this version does not know"
     return head

@@ -24,7 +24,8 @@ from ..adapters import compute, no_input_casts
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..notices import notice
-from .head import backbone_inputs, causal_lm_of, reads_hidden_states
+from .head import backbone_inputs, reads_hidden_states
+from .layer import causal_lm_of
 from .unpacking import unpacked, unwrap, with_bounds, wrap
 
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import difflib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..architectures import auto_class, beside_text
+from ..config import Origin, Storage, storage_of
 from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
+from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
-from .checkpoint_files import check_checkpoint
-from .choice import qat_format
-from .families import FAMILIES
-from .gguf.cache import checkpoint_folder, in_words
+from .find import ModelFiles, find_model, place_of, untrusted
 
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head
@@ -37,76 +34,6 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     chosen = compute_dtype(device)
     notice(f"dtype-{device.type}", f"computing in {str(chosen.dtype).removeprefix('torch.')}: {chosen.reason}")
     return chosen.dtype
-
-
-def read_model_config(
-    name_or_path: str, *, quantization: Any = None, revision: str | None = None, trust_remote_code: bool = False
-) -> Any:
-    """The transformers config of a model of any kind.
-
-    Args:
-        quantization: "keep": that of a GGUF file whose types are kept, which says what they are.
-
-    Raises:
-        ModelError: there is no such model.
-    """
-    from transformers import AutoConfig
-
-    name_or_path = checkpoint_folder(name_or_path, quantization)
-    _check_folder(name_or_path)
-    try:
-        return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if refused := untrusted(error, name_or_path):
-            raise refused from error
-        raise ModelError(
-            f"cannot read the model config of {name_or_path!r}: {error}",
-            "give a folder with config.json, or a hub id you can reach",
-        ) from error
-
-
-def untrusted(error: Exception, name: str) -> ModelError | None:
-    """What to say where transformers will not run the Python code in `name`; None for any other error."""
-    if "trust_remote_code" not in str(error):
-        return None
-    return ModelError(
-        f"{name} brings Python code of its own, which is run only where you say so",
-        "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the command"
-        " (trust_remote_code=True in Python)",
-    )
-
-
-def load_model_config(
-    name_or_path: str, *, quantization: Any = None, revision: str | None = None, trust_remote_code: bool = False
-) -> Any:
-    """The transformers config of a model.
-
-    Args:
-        quantization: as in `read_model_config`.
-
-    Raises:
-        ModelError: there is no such model, or it is neither a causal language model nor one that takes images and
-            whose text part is of a family in `models.families`.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = read_model_config(name_or_path, quantization=quantization, **options)
-    own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code:
-        return config
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise ModelError(
-            f"{name_or_path} is a {config.model_type} model, which is not a causal language model",
-            "give a decoder-only language model",
-        )
-    if config.model_type not in {family.package for family in FAMILIES}:
-        raise ModelError(
-            f"{name_or_path} is a {config.model_type} model; of models that take images, halfbyte knows the text parts"
-            " of qwen2_5_vl and gemma3",
-            "give one of those, or a decoder-only language model",
-        )
-    return config
 
 
 def check_attention(config: Any, name: str | None, device: torch.device, *, trains: bool = False) -> None:
@@ -139,21 +66,15 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
 
 
 def load_model(
-    name_or_path: str,
+    name_or_path: str | ModelFiles,
+    storage: Storage | None = None,
     *,
-    load_in_4bit: bool = True,
-    quant_type: str = "nf4",
-    blocksize: int = 64,
-    double_quant: bool = True,
-    quantization: str | Mapping[str, str] | None = None,
-    skip_quant_first_layers: int = 0,
-    skip_quant_last_layers: int = 0,
-    qat_scheme: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    **keys: Any,
 ) -> Any:
     """A causal language model of transformers, its linear layers (not the head) quantized.
 
@@ -163,51 +84,55 @@ def load_model(
     before is taken as it is. Embeddings, norms and the head keep `dtype`.
 
     Args:
-        name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id.
-        load_in_4bit: False loads everything in `dtype`, whatever the next six say.
-        quant_type, blocksize, double_quant, quantization, skip_quant_first_layers, skip_quant_last_layers: see
-            `halfbyte.models.quantizer.HalfbyteConfig`. `quantization` may be "keep", of a GGUF file: linear layers
-            of a type that a format holds keep their values, the others are quantized as the first three say.
-        qat_scheme: the format that linear layers of a model in 16 bits round their weights to in every forward.
+        name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id; or what `find_model` found.
+        storage: how its linear layers are stored; default: as `keys` say.
         dtype: of computation and unquantized weights; "auto" picks what the hardware is fast in.
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
+        keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
+            `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 
     Raises:
         ModelError: no such model or format, or nothing in it can be quantized.
         CheckpointError: a file or tensor is missing, truncated or misshapen.
-        ConfigError: there is nothing to keep, or no such attention here.
+        ConfigError: no such key, keys that contradict each other, nothing to keep, or no such attention here.
     """
-    from .qat import fake_quantize_linears
-    from .quantizer import HalfbyteConfig
+    from ..qat.model import fake_quantize_linears, qat_format
 
-    given, name_or_path = name_or_path, checkpoint_folder(name_or_path, quantization)
-    target = chosen_device(device)
-    config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    storage = storage_of(storage, **keys)
+    if isinstance(name_or_path, str):
+        files = find_model(Origin(name_or_path, revision, trust_remote_code, storage.keep))
+    else:
+        files = name_or_path
+    target, config = chosen_device(device), copy.deepcopy(files.config)
     check_attention(config, attn_implementation, target)
-    check_checkpoint(Path(name_or_path))
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    usual: dict[str, Any] = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_blocksize": blocksize}
-    usual["bnb_4bit_use_double_quant"] = double_quant
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None:
-        config.quantization_config = _prequantized(stored, given, load_in_4bit) | usual
-    elif load_in_4bit:
-        options["quantization_config"] = HalfbyteConfig(
-            **usual,
-            quantization=quantization,
-            skip_quant_first_layers=skip_quant_first_layers,
-            skip_quant_last_layers=skip_quant_last_layers,
-        )
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
-    options |= {"dtype": resolve_dtype(dtype, target), "device_map": {"": target}}
-    model = _from_pretrained(name_or_path, config=config, attn_implementation=attn_implementation, **options)
+    options = _quantized_by(config, files.name, storage) | {
+        "revision": files.place.revision,
+        "trust_remote_code": files.place.trust_remote_code,
+        "attn_implementation": attn_implementation,
+        "dtype": resolve_dtype(dtype, target),
+        "device_map": {"": target},
+    }
+    model = _from_pretrained(files.place.name, config=config, **options)
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
-    if qat_scheme is not None:
-        fake_quantize_linears(model, qat_format(qat_scheme))
+    if storage.qat_scheme is not None:
+        fake_quantize_linears(model, qat_format(storage.qat_scheme))
     return model.eval()
+
+
+def _quantized_by(config: Any, name: str, storage: Storage) -> dict[str, Any]:
+    """What transformers is to be told so that `HalfbyteQuantizer` loads; a checkpoint that was quantized before says it
+    in its own `config`, where it is put."""
+    from .quantizer import HalfbyteConfig
+
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        config.quantization_config = _prequantized(stored, name, storage)
+        return {}
+    return {"quantization_config": HalfbyteConfig(storage)} if storage.quantized else {}
 
 
 def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
@@ -231,15 +156,15 @@ def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
     return model
 
 
-def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
-    """The quantization entry of a pre-quantized checkpoint, rewritten so that halfbyte loads it."""
+def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
+    """The quantization entry of a pre-quantized checkpoint, rewritten as options of `HalfbyteConfig`."""
     entry = stored if isinstance(stored, dict) else stored.to_dict()
-    if not load_in_4bit:
+    if not storage.quantized:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
     if "kept" in entry:
         others = f"; quantized as the bnb_4bit keys say: {in_words(entry['others'])}" if entry["others"] else ""
         notice(f"kept-{name}", f"{name}: linear layers keep the file's values: {in_words(entry['kept'])}{others}")
-        return entry
+        return entry | {"storage": storage}
     if entry.get("quant_method") == "halfbyte":
         notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}); its bytes are kept")
         return entry
@@ -252,7 +177,8 @@ def _prequantized(stored: Any, name: str, load_in_4bit: bool) -> dict[str, Any]:
         )
     notice("prequantized", f"{name} is already quantized ({format_.spec}); its bytes are kept")
     skip = entry.get("llm_int8_skip_modules") or entry.get("modules_to_not_convert")
-    return {"quant_method": "halfbyte", "quantization": format_.spec, "llm_int8_skip_modules": skip}
+    as_stored = Storage((("*", format_.spec),))
+    return {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skip}
 
 
 def _check_loaded(info: Any, name: str) -> None:
@@ -267,24 +193,9 @@ def _check_loaded(info: Any, name: str) -> None:
         raise CheckpointError(f"{name}: misshapen tensors: {mismatched[0]}", "check that config.json fits the weights")
 
 
-def _check_folder(name_or_path: str) -> None:
-    """A path that does not exist is told apart from a hub id, with the nearest existing folder."""
-    path = Path(name_or_path)
-    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ModelError(f"{path} has no config.json", "give a folder with a Hugging Face checkpoint")
-    elif looks_local:
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, 1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "give a folder with a Hugging Face checkpoint"
-        raise ModelError(f"there is no folder {path}", hint)
-
-
 def load_tokenizer(
-    name_or_path: str,
+    name_or_path: str | Origin,
     *,
-    quantization: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     chat_template_path: str | None = None,
@@ -292,26 +203,30 @@ def load_tokenizer(
     """The tokenizer of a model, with an EOS token, a pad token and, when given, another chat template.
 
     Args:
-        quantization: as in `read_model_config`; the tokenizer is the same, but a GGUF file is not unpacked twice.
+        name_or_path: as in `load_model`; or an `Origin`, which says revision and trust itself.
 
     Raises:
         ModelError: there is no tokenizer, it has no EOS token, or the template file does not exist.
     """
     from transformers import AutoTokenizer
 
-    name_or_path = checkpoint_folder(name_or_path, quantization)
-    _check_folder(name_or_path)
+    if isinstance(name_or_path, str):
+        name_or_path = Origin(name_or_path, revision, trust_remote_code)
+    place = place_of(name_or_path)
+    name = place.name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=place.revision, trust_remote_code=place.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
-        if refused := untrusted(error, name_or_path):
+        if refused := untrusted(error, name):
             raise refused from error
         raise ModelError(
-            f"cannot load the tokenizer of {name_or_path!r}: {error}", "put tokenizer.json beside the weights"
+            f"cannot load the tokenizer of {name!r}: {error}", "put tokenizer.json beside the weights"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer of {name_or_path} has no EOS token: a model trained with it would never stop",
+            f"the tokenizer of {name} has no EOS token: a model trained with it would never stop",
             'set "eos_token" in tokenizer_config.json',
         )
     if tokenizer.pad_token_id is None:

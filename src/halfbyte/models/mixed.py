@@ -31,7 +31,8 @@ from ..config import SIXTEEN
 from ..errors import ModelError
 from ..formats import Format
 from ..tensor import QuantizedTensor
-from .head import causal_lm_loss, causal_lm_of
+from .head import causal_lm_loss
+from .layer import causal_lm_of
 from .quantizer import quantizable
 
 

@@ -15,15 +15,18 @@ from typing import Any
 from torch import nn
 
 from ..errors import ModelError
+from ..families import Family, family_of
 from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
-from .activations import clear_activations, layer_forward, set_activations
+from .activations import layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
-from .blocks import FAMILY, attention_forward, mlp_forward, norm_forward
-from .copies import clear_copies
-from .families import ACTIVATIONS, Family, family_of
+from .blocks import attention_forward, mlp_forward, norm_forward
+from .layer import Attention, GatedMLP, causal_lm_of
+from .patched import NAME, is_bound, record
 from .projections import read_projection
-from .recipes import Recipe, clear_recipe, named_recipe, set_recipe
+from .recipes import Recipe, named_recipe, set_recipe
+
+Known = tuple[nn.Module, Family, str]  # with its kind, as `families.family_of` names it
 
 MULTIMODAL = "multimodal model"  # the kind of what holds a vision tower and a backbone
 BACKBONES = ("Model", "TextModel")
@@ -46,6 +49,7 @@ SAID = {
     "TextModel": "attention metadata once a batch",
     MULTIMODAL: "attention metadata once a batch",
 }
+VIEWS: dict[str, type[Attention | GatedMLP]] = {"Attention": Attention, "MLP": GatedMLP}
 UNFUSED = {
     "Experts": "no fused function routes tokens; transformers' experts run, their stacked weights in 16 bits",
 }
@@ -56,7 +60,7 @@ class PatchReport:
     """What `patch` fused, and what it left as it was.
 
     Attributes:
-        family: the model's family as in `models.families`, None where it is not known.
+        family: the model's family as in `families`, None where it is not known.
         fused: operation → number of modules.
         unfused: (what, why) → number of modules.
         attention: how attention is computed, in words.
@@ -86,7 +90,7 @@ def patch(
     looked at in every call. Patching again is harmless: it reports the model as it is now.
 
     Args:
-        model: a causal LM of transformers of a family in `models.families`, or a model with images whose text part is
+        model: a causal LM of transformers of a family in `families`, or a model with images whose text part is
             of one (its vision tower is left alone), or a `peft.PeftModel` around either; anything else is left as it
             is, and the report says so.
         activations: what the decoder layers keep for backward, a level of `memory.policy.LEVELS` for all or one for
@@ -103,24 +107,25 @@ def patch(
         ConfigError: a recipe that the model's device cannot compute.
     """
     options = named_recipe(recipe)
-    layers = [family for _, (family, kind) in _known_modules(model) if kind == "DecoderLayer"]
-    if not layers:
-        reason = f"{_name(model)} is of no family that halfbyte knows"
+    known = list(_known_modules(model))
+    families = [family for _, family, kind in known if kind == "DecoderLayer"]
+    if not families:
+        reason = f"{type(causal_lm_of(model)).__name__} is of no family that halfbyte knows"
         if options is not None:
             raise ModelError(f"recipe: {reason}", "use recipe bf16")
         notice(f"unpatched: {reason}", f"nothing fused: {reason}; the model runs its own forwards")
         if activations is not None:
             notice("activations", f"layers keep what transformers' gradient checkpointing says: {reason}")
-        return PatchReport(None, unfused=Counter({(_name(model), reason): 1}))
-    report = PatchReport(layers[0].name)
-    for module, (family, kind) in _known_modules(model):
+        return PatchReport(None, unfused=Counter({(type(causal_lm_of(model)).__name__, reason): 1}))
+    report = PatchReport(families[0].name)
+    for module, family, kind in known:
         if kind in FORWARDS:
             _bind(module, family, kind, report)
         elif kind in UNFUSED:
             report.unfused[kind.lower(), UNFUSED[kind]] += 1
     if activations is not None:
-        set_activations(_layers(model), activations)
-    report.scaling = set_recipe(_with_products(model), options, next(model.parameters()).device)
+        set_activations(_bound(known, "DecoderLayer"), activations)
+    report.scaling = set_recipe(_bound(known, *VIEWS), options, next(model.parameters()).device)
     for reason in {why for _, why in report.unfused}:
         parts = ", ".join(what for what, why in report.unfused if why == reason)
         notice(f"unfused: {reason}", f"not fused: {parts}: {reason}")
@@ -129,16 +134,14 @@ def patch(
 
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's forward again. Harmless on a model that is not patched."""
-    clear_copies(model)
     for module in model.modules():
-        if FAMILY in module.__dict__:
-            clear_activations(module)
-            clear_recipe(module)
-            del module.__dict__[FAMILY], module.__dict__["forward"]
+        if is_bound(module):
             unbind_attention(module)
+            del module.__dict__["forward"]
+        module.__dict__.pop(NAME, None)
 
 
-def _known_modules(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Family, str]]]:
+def _known_modules(model: nn.Module) -> Iterator[Known]:
     """Modules of known families, with row and kind; of a multimodal model, those of its text part, and the model."""
     for outer in model.modules():
         found = family_of(type(outer))
@@ -146,28 +149,16 @@ def _known_modules(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Family, 
             continue
         if not hasattr(outer, "layers"):
             if found[0].images_see_themselves:
-                yield outer, (found[0], MULTIMODAL)
+                yield outer, found[0], MULTIMODAL
             continue
         for module in outer.modules():
-            found = family_of(type(module))
-            if found:
-                yield module, found
+            if found := family_of(type(module)):
+                yield module, *found
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers that are patched."""
-    return [m for m, (_, kind) in _known_modules(model) if kind == "DecoderLayer" and FAMILY in m.__dict__]
-
-
-def _with_products(model: nn.Module) -> list[nn.Module]:
-    """The attentions and MLPs that are patched."""
-    kinds = ("Attention", "MLP")
-    return [m for m, (_, kind) in _known_modules(model) if kind in kinds and FAMILY in m.__dict__]
-
-
-def _name(model: nn.Module) -> str:
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    return type(model if get_base_model is None else get_base_model()).__name__
+def _bound(known: Sequence[Known], *kinds: str) -> list[nn.Module]:
+    """The modules of these kinds that are patched."""
+    return [module for module, _, kind in known if kind in kinds and is_bound(module)]
 
 
 def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> None:
@@ -176,24 +167,21 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
     if obstacle:
         report.unfused[SAID[kind], obstacle] += 1
         return
-    if FAMILY not in module.__dict__:
-        setattr(module, FAMILY, family)
+    if not is_bound(module):
+        record(module).family = family
         module.forward = MethodType(FORWARDS[kind], module)
     report.fused[SAID[kind]] += 1
     if kind in BACKBONES:
         report.attention = bind_attention(module)
-    for child_name, child in module.named_children():
-        if child_name.endswith("_proj"):
-            read = read_projection(child)
-            if isinstance(read, str):
-                report.unfused[child_name, read] += 1
-            elif read.lora is not None:
-                report.fused[f"LoRA of {child_name}"] += 1
+    for role, linear in VIEWS[kind].of(module, family).linears.items() if kind in VIEWS else ():
+        read = read_projection(linear)
+        if isinstance(read, str):
+            report.unfused[role, read] += 1
+        elif read.lora is not None:
+            report.fused[f"LoRA of {role}"] += 1
 
 
 def _obstacle(module: Any, family: Family, kind: str) -> str | None:
-    if FAMILY not in module.__dict__ and "forward" in module.__dict__:
+    if not is_bound(module) and "forward" in module.__dict__:
         return "something else has replaced its forward"
-    if kind == "MLP" and getattr(module.config, family.activation) not in ACTIVATIONS:
-        return f"there is no fused {getattr(module.config, family.activation)}"
-    return None
+    return GatedMLP.of(module, family).obstacle if kind == "MLP" else None

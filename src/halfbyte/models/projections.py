@@ -1,22 +1,16 @@
-"""Linear layers as the fused functions of `autograd.lora` take them: frozen weight, bias and at most one plain LoRA.
-
-What an adapter is made of can change between calls (`set_adapter`, `disable_adapter`, `merge_adapter`), so it is read
-at every call, which is some attribute look-ups. Whatever is not plain LoRA on a frozen linear runs its own forward.
-"""
+"""Linears of one input, computed by the fused functions of `autograd.lora` where each is plain, else one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..autograd.lora import LoRA, Products, lora_linear, lora_qkv
 from ..dispatch import on_compiler
+from ..layers.plain import hooked, read_linear
 from ..notices import notice
-from ..qat.layer import QATLinear
 from .copies import copies_of
 
 
@@ -29,59 +23,20 @@ class Projection(NamedTuple):
     dropout: float
 
 
-def hooked(module: nn.Module) -> bool:
-    """True where something watches or replaces the module's forward, which a fused function would pass by."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
-
-
 def read_projection(module: nn.Module) -> Projection | str:
     """What `module` computes, or in words why it must compute that itself."""
-    if isinstance(module, BaseTunerLayer):
-        return _read_adapted(module)
-    return _read_base(module)
-
-
-def _read_base(module: nn.Module, lora: LoRA | None = None, dropout: float = 0.0) -> Projection | str:
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__} has a forward of its own"
-    if hooked(module):
-        return "it has hooks"
-    if module.weight.requires_grad or (module.bias is not None and module.bias.requires_grad):
+    read = read_linear(module)
+    if isinstance(read, str):
+        return read
+    (weight, bias), adapters = (read.base.weight, read.base.bias), read.adapters
+    if len(adapters) > 1:
+        return f"{len(adapters)} adapters are active at once"
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its own weights are trained"
-    return Projection(module.weight, module.bias, lora, dropout)
-
-
-def _read_adapted(module: BaseTunerLayer) -> Projection | str:
-    if not isinstance(module, LoraLinear) or type(module).forward is not LoraLinear.forward:
-        if isinstance(getattr(module, "base_layer", None), QATLinear):
-            return "its weight is rounded with the adapter merged"
-        return f"its adapter is PEFT's {type(module).__module__.removeprefix('peft.tuners.')}.{type(module).__name__}"
-    if hooked(module):
-        return "it has hooks"
-    if module.merged:
-        return "its adapter is merged"
-    active = [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
-    if len(active) > 1:
-        return f"{len(active)} adapters are active at once"
-    if not active:
-        return _read_base(module.base_layer)
-    name = active[0]
-    if name in module.lora_variant:
-        return f"its LoRA is a variant ({type(module.lora_variant[name]).__name__})"
-    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-    if b.bias is not None:
-        return "its lora_B has a bias"
-    if hooked(a) or hooked(b) or not isinstance(dropout, (nn.Dropout, nn.Identity)):
-        return "a part of its adapter is not PEFT's own"
-    probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    lora = LoRA(a.weight, b.weight, module.scaling[name], copies_of(module, name))
-    return _read_base(module.base_layer, lora, probability)
+    if not adapters:
+        return Projection(weight, bias, None, 0.0)
+    name, a, b, scaling, dropout = adapters[0]
+    return Projection(weight, bias, LoRA(a, b, scaling, copies_of(module, name)), dropout)
 
 
 def read_together(modules: Sequence[nn.Module]) -> list[Projection] | None:

@@ -12,22 +12,22 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..architectures import beside_text
+from ..architectures import beside_text, kept_whole, quantizable
+from ..config import Storage, storage_of
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
-from ..formats.base import FLOATS, entry_name
+from ..formats.base import FLOATS, QUANT_METHOD, entry_name
 from ..layers import QuantizedLinear, quantized_parameter
 from ..notices import notice
 from ..tensor import QuantizedTensor
 from .choice import choose
-
-QUANT_METHOD = "halfbyte"
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -35,42 +35,35 @@ class HalfbyteConfig(QuantizationConfigMixin):
     """How the linear layers of a model are stored.
 
     Args:
-        bnb_4bit_quant_type: "nf4" or "fp4".
-        bnb_4bit_blocksize: weights per scale.
-        bnb_4bit_use_double_quant: store the scales in 8 bits too.
+        storage: how; default: as `keys` say.
         llm_int8_skip_modules: names of modules left as they are; default: the output head and what is tied to it.
             (bitsandbytes' name, which pre-quantized checkpoints carry for every bit width.)
-        quantization: a format's name or spec for every layer, or pattern of module names → name, spec or "16bit", of
-            which the first that matches decides; None: as the bnb_4bit options say.
-        skip_quant_first_layers, skip_quant_last_layers: decoder layers at either end that stay in 16 bits.
-        formats: spec → names of the modules stored so; what a saved model's config.json says instead of all the above.
+        formats: spec → names of the modules stored so; what a saved model's config.json says instead of `storage`.
         others: of an unpacked GGUF file, its type → how many linear layers have it and are not in `formats`: they are
-            stored in 16 bits, and quantized while loading as the options above say.
+            stored in 16 bits, and quantized while loading as `storage` says.
+        kept: of an unpacked GGUF file, its type → how many linear layers keep it. For people.
+        keys: `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
+            `skip_quant_first_layers`, `skip_quant_last_layers`, as in a run's configuration.
+
+    Raises:
+        ModelError: no such format.
+        ConfigError: no such key, or keys that contradict each other.
     """
 
     def __init__(
         self,
-        bnb_4bit_quant_type: str = "nf4",
-        bnb_4bit_blocksize: int = 64,
-        bnb_4bit_use_double_quant: bool = True,
+        storage: Storage | None = None,
+        *,
         llm_int8_skip_modules: list[str] | None = None,
-        quantization: str | Mapping[str, str] | None = None,
-        skip_quant_first_layers: int = 0,
-        skip_quant_last_layers: int = 0,
         formats: Mapping[str, list[str]] | None = None,
         others: Mapping[str, int] | None = None,
-        **kwargs: Any,
+        kept: Mapping[str, int] | None = None,
+        quant_method: str = QUANT_METHOD,
+        **keys: Any,
     ):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.llm_int8_skip_modules = llm_int8_skip_modules
-        self.choice = choose(
-            quantization,
-            quant_type=bnb_4bit_quant_type,
-            blocksize=bnb_4bit_blocksize,
-            double_quant=bnb_4bit_use_double_quant,
-            skip_first=skip_quant_first_layers,
-            skip_last=skip_quant_last_layers,
-        )
+        self.choice = choose(storage_of(storage, **keys))
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
         self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
         self.others = others or {}
@@ -154,6 +147,8 @@ class _Deserialize(ConversionOps):
             if self.hf_quantizer.quantization_config.others and state.keys() == {""} and state[""].dtype in FLOATS:
                 weight = state[""].to(model.get_parameter(full_layer_name).dtype)
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
+            if "" in state:
+                state[""] = _as_in_file(state[""])
             cls = recognize(state, prefer=type(self.hf_quantizer.format_of(full_layer_name)))
             format_, parts, shape, dtype = cls.from_state(state, full_layer_name)
             tensor = QuantizedTensor(format_, parts, shape, dtype)
@@ -166,6 +161,14 @@ class _Deserialize(ConversionOps):
     def __deepcopy__(self, memo: Any) -> _Deserialize:
         """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
         return self
+
+
+def _as_in_file(codes: Tensor) -> Tensor:
+    """transformers 5.17 casts E4M3 codes to the model's dtype, which holds them exactly; later versions do not."""
+    if codes.dtype not in FLOATS:
+        return codes
+    cast = codes.to(torch.float8_e4m3fn)
+    return cast if torch.equal(cast.to(codes.dtype), codes) else codes
 
 
 def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
@@ -191,23 +194,6 @@ def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ..
             f"{name} has shape {found} in the checkpoint, {expected} in the model",
             "check that config.json belongs to these weights",
         )
-
-
-def kept_whole(model: Any, skip_modules: list[str] | None = None, beside: bool = True) -> list[str]:
-    """Names of what is not quantized: `skip_modules` and what the model keeps in fp32. By default that is the output
-    head and what is tied to it, and with `beside` all that is not the language model (vision tower, projector)."""
-    skip = HfQuantizer.get_modules_to_not_convert(model, skip_modules, model._keep_in_fp32_modules)
-    return [*skip, *beside_text(model)] if skip_modules is None and beside else skip
-
-
-def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, nn.Linear]:
-    """Name → module of the linear layers that may be quantized: all but `skip_modules`, as in `kept_whole`."""
-    skip = kept_whole(model, skip_modules)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and should_convert_module(name, skip)
-    }
 
 
 @register_quantizer(QUANT_METHOD)

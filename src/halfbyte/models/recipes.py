@@ -4,14 +4,14 @@
     fp8-hybrid  `autograd.linear_fp8`: E4M3 forward, E5M2 for gradients, delayed scaling
     nvfp4       `autograd.linear_nvfp4`: both operands rounded to NVFP4
 
-Adapters, norms, attention and the head stay in 16 bits. A recipe stands in an attribute of each patched attention and
-MLP, which `patch` sets and `unpatch` deletes: name of the product there → what computes it.
+Adapters, norms, attention and the head stay in 16 bits. What computes the two products of a patched attention or MLP
+(q, k, v or gate, up; and o or down) stands in its record (`patched`): once for training, which leaves its amaxes in the
+histories, and once for evaluation, which leaves no traces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,15 +19,13 @@ from torch import nn
 from ..autograd.linear_fp8 import Fp8Products
 from ..autograd.linear_nvfp4 import Nvfp4Products, Nvfp4Recipe
 from ..autograd.lora import Products
-from ..config import RunConfig
-from ..config.recipe import OPTIONS
+from ..config import Precision
 from ..errors import ConfigError, ModelError
 from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
+from .patched import patched, record
 
-RECIPE = "_halfbyte_recipe"
 NAMES = ("bf16", "fp8-hybrid", "nvfp4")
-INPUTS = ("first", "second")  # q, k, v or gate, up; and o or down
 FP8_UNITS = (8, 9)  # compute capability
 
 Recipe = ScalingOptions | Nvfp4Recipe | None
@@ -46,12 +44,10 @@ def named_recipe(recipe: str | Recipe) -> Recipe:
     return {"bf16": None, "fp8-hybrid": ScalingOptions(), "nvfp4": Nvfp4Recipe()}[recipe]
 
 
-def configured_recipe(config: RunConfig) -> Recipe:
+def configured_recipe(precision: Precision) -> Recipe:
     """What a run's keys say."""
-    named = {key: getattr(config, key) for key in OPTIONS.get(config.recipe, ())}
-    if config.recipe == "fp8-hybrid":
-        return ScalingOptions(**named)
-    return Nvfp4Recipe(**named, seed=config.seed) if config.recipe == "nvfp4" else None
+    made = {"fp8-hybrid": ScalingOptions, "nvfp4": Nvfp4Recipe}.get(precision.recipe)
+    return made(**precision.recipe_options) if made else None
 
 
 def check_recipe(recipe: Recipe, device: torch.device) -> None:
@@ -78,27 +74,22 @@ def set_recipe(modules: Sequence[nn.Module], recipe: Recipe, device: torch.devic
     """
     check_recipe(recipe, device)
     for module in modules:
-        clear_recipe(module)
+        record(module).products = {}
     if isinstance(recipe, Nvfp4Recipe):
         for module in modules:
-            setattr(module, RECIPE, dict.fromkeys(INPUTS, Nvfp4Products(recipe)))
+            products = Nvfp4Products(recipe)
+            record(module).products = dict.fromkeys((True, False), (products, products))
     if not isinstance(recipe, ScalingOptions):
         return None
-    scaling = DelayedScaling([E4M3, E5M2] * len(INPUTS) * len(modules), recipe, device=device)
+    scaling = DelayedScaling([E4M3, E5M2] * 2 * len(modules), recipe, device=device)
     for at, module in enumerate(modules):
-        slots = [Slot(scaling, index) for index in range(4 * at, 4 * at + 4)]
-        setattr(module, RECIPE, {"first": Fp8Products(*slots[:2]), "second": Fp8Products(*slots[2:])})
+        for training in (True, False):
+            slots = [Slot(scaling, index, training) for index in range(4 * at, 4 * at + 4)]
+            record(module).products[training] = Fp8Products(*slots[:2]), Fp8Products(*slots[2:])
     return scaling
 
 
-def clear_recipe(module: nn.Module) -> None:
-    """Undo `set_recipe`."""
-    module.__dict__.pop(RECIPE, None)
-
-
-def recipe_of(module: Any, part: str) -> Products | None:
-    """What computes the "first" or "second" product of an attention or MLP; only training leaves traces there."""
-    products = module.__dict__.get(RECIPE, {}).get(part)
-    if isinstance(products, Fp8Products):
-        products.x.state.training = module.training
-    return products
+def recipes_of(module: nn.Module) -> tuple[Products | None, Products | None]:
+    """What computes the first and the second product of an attention or MLP now; None: x's dtype."""
+    found = patched(module)
+    return (None, None) if found is None else found.products.get(module.training, (None, None))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..errors import ModelError
+from . import IGNORE_INDEX
 from .checks import check_float
 
 
@@ -35,7 +36,7 @@ class Objective(NamedTuple):
     temperature: float = 1.0  # τ
     label_smoothing: float = 0.0  # ε
     z_loss: float = 0.0  # ζ
-    ignore_index: int = -100
+    ignore_index: int = IGNORE_INDEX
 
     @property
     def slope(self) -> float:

@@ -66,7 +66,7 @@ class DelayedScaling(nn.Module):
         scale: fp32 [tensors], what values are multiplied by; 0 until a real amax has been seen.
         target: fp32 [tensors], fp8_max · 2^-margin.
         inverse: fp32 [tensors], 1 / scale where that is not 0.
-        unseen: fp32 [], takes the amaxes of what is not trained on (`training` False), and is not read.
+        unseen: fp32 [], takes the amaxes that are not recorded, and is not read.
 
     `settled` says on the host which scales are known not to be 0: those tensors need no pass for their own amax, and
     kernels can cast them as they write them. The host looks at the end of the first `LOOKS` steps, never inside a
@@ -158,10 +158,15 @@ class Codes(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Tensor `index` of a `DelayedScaling`: what a product casts one of its sides with."""
+    """Tensor `index` of a `DelayedScaling`: what a product casts one of its sides with.
+
+    Args:
+        recorded: whether its amaxes go into the history: in training.
+    """
 
     state: DelayedScaling
     index: int
+    recorded: bool = True
 
     @property
     def settled(self) -> bool:
@@ -182,8 +187,8 @@ class Slot:
 
     @property
     def newest(self) -> Tensor:
-        """fp32 [], where the amax of a cast goes: into the history, in training only."""
-        return self.state.history[self.index, 0] if self.state.training else self.state.unseen
+        """fp32 [], where the amax of a cast goes."""
+        return self.state.history[self.index, 0] if self.recorded else self.state.unseen
 
     def of(self, values: Tensor) -> Codes:
         """Codes that a kernel has cast with this slot's scale, which is settled."""

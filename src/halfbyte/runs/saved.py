@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import RunConfig, load_config
+from ..config import RunConfig, load_config, resolve
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
         CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
     """
     from ..adapters import check_adapter_files, load_adapter
+    from ..models.find import find_model
     from ..models.load import load_model, load_tokenizer, resolve_dtype
-    from ..models.qat import quantize_trained
-    from ..qat.adapter import round_merged
+    from ..qat.model import quantize_trained, round_merged
 
     place = find(name)
     config = saved_config(place, overrides, dataset)
@@ -127,17 +127,23 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
         config.chat_template_path = str(template)
     if place.adapter:
         check_adapter_files(place.adapter)
-    tokenizer = load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
-    keys = model_keys(config)
-    if config.qat_scheme and not place.adapter:
-        keys["dtype"] = "float32"  # what was trained is rounded, and not what is left of it in 16 bits
-    model = load_model(config.model_name_or_path, **keys)
+    run = resolve(config)
+    files = find_model(run.origin)
+    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    rounded = config.qat_scheme and not place.adapter  # what was trained is rounded, not what is left in 16 bits
+    model = load_model(
+        files,
+        run.storage,
+        dtype="float32" if rounded else run.precision.compute,
+        device=config.device,
+        attn_implementation=config.attn_implementation,
+    )
     if place.adapter:
         model = load_adapter(model, place.adapter, config.model_name_or_path)
     if config.qat_scheme:
         round_merged(model)
         quantize_trained(model)
-        if not place.adapter:
+        if rounded:
             model.to(resolve_dtype(config.dtype, next(model.parameters()).device))
     return Saved(model.eval(), tokenizer, config, place)
 
@@ -150,10 +156,11 @@ def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from ..models.load import load_tokenizer, untrusted
+    from ..models.find import untrusted
+    from ..models.load import load_tokenizer
 
     if folder is None or not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(config.model_name_or_path, **tokenizer_keys(config))
+        return load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -162,32 +169,3 @@ def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
         raise CheckpointError(
             f"cannot load the tokenizer in {folder}: {error}", "copy the base's tokenizer files there"
         ) from error
-
-
-def tokenizer_keys(config: RunConfig) -> dict[str, Any]:
-    """Arguments of `load_tokenizer`."""
-    return {
-        "quantization": config.quantization,
-        "revision": config.model_revision,
-        "trust_remote_code": config.trust_remote_code,
-        "chat_template_path": config.chat_template_path,
-    }
-
-
-def model_keys(config: RunConfig) -> dict[str, Any]:
-    """Arguments of `load_model`."""
-    return {
-        "load_in_4bit": config.quantized,
-        "quantization": config.quantization,
-        "skip_quant_first_layers": config.skip_quant_first_layers,
-        "skip_quant_last_layers": config.skip_quant_last_layers,
-        "qat_scheme": config.qat_scheme,
-        "quant_type": config.bnb_4bit_quant_type,
-        "blocksize": config.bnb_4bit_blocksize,
-        "double_quant": config.bnb_4bit_use_double_quant,
-        "dtype": config.dtype,
-        "device": config.device,
-        "attn_implementation": config.attn_implementation,
-        "revision": config.model_revision,
-        "trust_remote_code": config.trust_remote_code,
-    }

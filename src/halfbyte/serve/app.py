@@ -24,11 +24,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ..generation.text import Piece
 from .guard import LOCAL, Access
 from .model import Served, Work
 from .replies import Reply, event
 from .requests import ChatRequest, CompletionRequest, Request, RequestError, parse
-from .text import Piece
 
 HOP_SECONDS = 0.02  # tokens of so long are passed between threads at once
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log; nobody reads the response

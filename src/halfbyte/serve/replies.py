@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .text import Piece
+from ..generation.text import Piece
 
 
 class Reply:

@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from halfbyte.adapters import WEIGHTS as ADAPTER
+from halfbyte.checkpoint_files import read_header, safetensors_files
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
-from halfbyte.models.checkpoint_files import read_header, safetensors_files
 from halfbyte.notices import notice
 from halfbyte.ops.fp8_scaling import DelayedScaling
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from halfbyte.adapters import compute, quiet_peft
+from halfbyte.checkpoint_files import safetensors_files
 from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
-from halfbyte.qat.adapter import round_merged
+from halfbyte.qat.model import round_merged
 
 TOKENS = 256  # of one row: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # relative to the largest logit; bfloat16 keeps 8 bits
@@ -96,19 +98,24 @@ def model_reload(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     Raises:
         TrainingError: a tensor differs.
     """
-    own, compared, renamed = model.state_dict(), 0, []
-    for path in sorted(folder.glob("*.safetensors")):
+    own, compared = model.state_dict(), set()
+    for name, tensor in saved_weights(model, folder):
+        _same(folder, name, tensor, own[name])
+        compared.add(name)
+    return {"tensors": len(compared), "equal": True}
+
+
+def saved_weights(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of each weight that `model.save_pretrained(folder)` wrote, under the names of `model`."""
+    own, renamed = model.state_dict().keys(), False
+    for path in safetensors_files(folder):
         for name, tensor in load_file(path).items():
-            if name not in own:
-                renamed.append(name)
-                continue
-            _same(folder, name, tensor, own[name])
-            compared += 1
+            if name in own:
+                yield name, tensor
+            else:
+                renamed = True
     if renamed:  # transformers saves some families under the names of older versions, and restores them
-        for name, tensor in type(model).from_pretrained(folder, dtype="auto").state_dict().items():
-            _same(folder, name, tensor, own[name])
-        compared += len(renamed)
-    return {"tensors": compared, "equal": True}
+        yield from type(model).from_pretrained(folder, dtype="auto").state_dict().items()
 
 
 def _same(folder: Path, name: str, saved: torch.Tensor, trained: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +12,21 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from halfbyte.adapters import check_adapter_files
-from halfbyte.config import RunConfig, dump_config
-from halfbyte.data import PreparedData, prepare
+from halfbyte.config import Resolved, RunConfig, dump_config, resolve
+from halfbyte.data import PreparedData
 from halfbyte.data.batches import batches_of, widths_of
 from halfbyte.environment import environment
-from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
-from halfbyte.models.attention import implementation
-from halfbyte.models.checkpoint_files import check_checkpoint
-from halfbyte.models.choice import qat_format
-from halfbyte.models.load import check_attention, load_model_config, load_tokenizer, resolve_dtype
+from halfbyte.methods import Method, method_of
+from halfbyte.models.find import ModelFiles, find_model
+from halfbyte.models.load import check_attention, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.notices import notice, said
+from halfbyte.parallel import Mesh, present_mesh
 from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.policy import in_words
-from halfbyte.plan.shapes import weights_dtype
+from halfbyte.qat.model import qat_format
 from halfbyte.terminal import print_data, print_header, print_memory
 
 from . import checkpoint as checkpoints
@@ -44,21 +42,28 @@ class Job:
 
     Attributes:
         checkpoint: where to continue from; None for step 0.
+        run: the sections that `config` comes to.
         compute_dtype: dtype of matrix products.
+        weights_dtype: dtype of weights that are not quantized.
+        files: the model, looked up once.
         size: rows, tokens and trained tokens of the training set.
     """
 
     config: RunConfig
+    run: Resolved
     output: Path
     checkpoint: Path | None
     device: torch.device
     compute_dtype: torch.dtype
+    weights_dtype: torch.dtype
     environment: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
-    model_config: Any
+    files: ModelFiles
     plan: MemoryPlan
     metrics: MetricsFile
+    method: Method
+    mesh: Mesh
 
     @property
     def size(self) -> dict[str, int]:
@@ -69,10 +74,6 @@ class Job:
     def total_steps(self) -> int:
         return total_steps(self.config, len(self.data.train))
 
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        return weights_dtype(self.config, self.compute_dtype)
-
 
 def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) -> Job:
     """Check, tokenize and plan, say what was found, and write config.resolved.yaml, data_report.json and memory.json.
@@ -80,47 +81,49 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     Raises:
         HalfbyteError: whatever is wrong with the configuration, the output folder, the data or the model's config.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this version trains in one process, on one device", "start it without torchrun")
+    mesh, method = present_mesh(), method_of(config)
     bound_cpu_primitives()
     checkpoint = checkpoints.starting_point(config, resume)
     device = chosen_device(config.device)
-    check_recipe(configured_recipe(config), device)
-    if config.qat_scheme is not None:
-        qat_format(config.qat_scheme)
-    compute_dtype = resolve_dtype(config.dtype, device)
-    facts = {**environment(str(device)), "started": time.time()}
+    run = resolve(config)
+    check_recipe(configured_recipe(run.precision), device)
+    if run.storage.qat_scheme is not None:
+        qat_format(run.storage.qat_scheme)
+    compute_dtype = resolve_dtype(run.precision.compute, device)
+    facts = {**environment(str(device)), "numbers": method.numbers.document(), "started": time.time()}
     print_header(console, facts, config)
-    where: dict[str, Any] = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
-    where["quantization"] = config.quantization
-    model_config = load_model_config(config.model_name_or_path, **where)
-    check_attention(model_config, config.attn_implementation, device, trains=True)
-    check_checkpoint(Path(config.model_name_or_path))  # damaged files are found before the data is tokenized
+    files = find_model(run.origin)  # damaged ones are found before the data is tokenized
+    check_attention(files.config, config.attn_implementation, device, trains=True)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
-    tokenizer = load_tokenizer(config.model_name_or_path, **where, chat_template_path=config.chat_template_path)
-    data = prepare(config, tokenizer)
+    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
     batches = batches_of(config, data, device)
-    plan = estimate(config, model_config, device=device, batches=batches, attention=implementation)
+    plan = estimate(config, files.config, device=device, batches=batches)
     print_memory(console, plan)
     if not plan.fits:
         notice("memory_plan", f"the plan needs {plan.total / 2**30:.2f} GiB, of {plan.capacity_bytes / 2**30:.2f} free")
     metrics = MetricsFile(config.output_path / "metrics.jsonl")
     job = Job(
         config,
+        run,
         config.output_path,
         checkpoint,
         device,
         compute_dtype,
+        resolve_dtype(run.precision.weights, device),
         facts,
         tokenizer,
         data,
-        model_config,
+        files,
         plan,
         metrics,
+        method,
+        mesh,
     )
-    _open_output(job)
+    if mesh.is_main:
+        _open_output(job)
     return job
 
 

@@ -20,12 +20,14 @@ from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
-from halfbyte.data.collate import Collator, make_collator
+from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
+from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
+from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
@@ -33,16 +35,15 @@ from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.notices import forget
 from halfbyte.plan.estimate import GIB
-from halfbyte.runs.saved import model_keys
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
 from ..runs.lock import run_lock
 from . import checks, samples
 from .arguments import training_arguments
+from .loop import TrainingLoop
 from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
 from .reproducible import repeatable, verdict
 from .setup import Job, lengths_differ, prepare_job, write_environment, write_memory
-from .trainer import HalfbyteTrainer
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _settings(job: Job) -> Iterator[None]:
 
 
 def _release(device: torch.device) -> None:
-    """Give a finished run's memory back now: trainer and model refer to each other, which waits for a collection."""
+    """Give a finished run's memory back now: loop and model refer to each other, which waits for a collection."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
@@ -113,18 +114,18 @@ def _release(device: torch.device) -> None:
 def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
     model = _trainable_model(job, measured)
-    collate = make_collator(job.config, job.tokenizer, job.device)
-    trainer = _trainer(job, model, collate)
+    collate = job.method.collator(job.config, job.tokenizer, job.device)
+    loop = _loop(job, model, collate)
     rows = job.data.train if job.data.eval is None else job.data.eval
     ids = torch.tensor([job.data.train[0]["input_ids"][: checks.TOKENS]], device=job.device)
     templated = job.data.report["template"] is not None
     prompts = samples.pick_prompts(job.config, job.tokenizer, rows, templated=templated)
     with no_input_casts(model, job.compute_dtype):
-        results, report = _make_ready(job, model, trainer, ids, collate, console)
+        results, report = _make_ready(job, model, loop, ids, console)
         before = _answers(job, model, prompts)
-        _train(job, trainer, console)
+        _train(job, loop, console)
         after = _answers(job, model, prompts)
-        measured |= _peaks(job, trainer, measured["base_bytes"])
+        measured |= _peaks(job, loop, measured["base_bytes"])
         release(model)
         unpatch(model)
         results |= _save(job, model, ids)
@@ -144,7 +145,7 @@ def _run(job: Job, console: Console) -> RunResult:
 
 
 def _make_ready(
-    job: Job, model: Any, trainer: HalfbyteTrainer, ids: torch.Tensor, collate: Collator, console: Console
+    job: Job, model: Any, loop: TrainingLoop, ids: torch.Tensor, console: Console
 ) -> tuple[dict[str, Any], PatchReport | None]:
     """Patch the model, keep packed documents apart, and check each against what the model computed before."""
     report = None
@@ -154,20 +155,21 @@ def _make_ready(
         console.print(str(report), highlight=False)
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
-    isolation = isolate_run(model, job.config, collate, job.data.train, job.compute_dtype)
+    plain = make_collator(job.config, job.tokenizer, job.device)
+    isolation = isolate_run(model, job.config, plain, job.data.train, job.compute_dtype)
     if isolation is not None:
         results["isolation"] = isolation.document()
     if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
-        trainer.use_graphs()
-    if job.config.recipe != "bf16":  # a CPU computes in it, too
-        trainer.scaling = patch(model, job.plan.levels or None, configured_recipe(job.config)).scaling
+        loop.use_graphs()
+    if job.run.precision.recipe != "bf16":  # a CPU computes in it, too
+        loop.scaling = patch(model, job.plan.levels or None, configured_recipe(job.run.precision)).scaling
     return results, report
 
 
-def _peaks(job: Job, trainer: HalfbyteTrainer, base_bytes: int) -> dict[str, int]:
+def _peaks(job: Job, loop: TrainingLoop, base_bytes: int) -> dict[str, int]:
     """What the run took; `run_bytes` is what the plan's prediction is of."""
     peak = peak_memory(job.device)
-    graphs = {"graph_pool_bytes": trainer.graph_pool_bytes} if trainer.graph_pool_bytes else {}
+    graphs = {"graph_pool_bytes": held} if (held := loop.stepper.most_graph_bytes) else {}
     return {"peak_bytes": peak, "run_bytes": peak - base_bytes} | graphs | reserved_memory(job.device)
 
 
@@ -178,13 +180,13 @@ def _trainable_model(job: Job, measured: dict[str, int]) -> Any:
         return_large_blocks()
     restart_peak(job.device)
     measured["base_bytes"] = memory_now(job.device)
-    keys = model_keys(config) | {"dtype": job.weights_dtype, "device": job.device}
-    model = load_model(config.model_name_or_path, **keys)
+    how: dict[str, Any] = {"device": job.device, "attn_implementation": config.attn_implementation}
+    model = load_model(job.files, job.run.storage, dtype=job.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(job.device)
     set_seed(config.seed)
     if job.plan.activation_checkpointing and not job.plan.levels:
         _recompute_activations(model)
-    return add_adapter(model, config) if config.use_peft else model.requires_grad_(True)
+    return add_adapter(model, job.run.adapter) if job.run.adapter else model.requires_grad_(True)
 
 
 def _recompute_activations(model: Any) -> None:
@@ -194,19 +196,20 @@ def _recompute_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _trainer(job: Job, model: Any, collate: Collator) -> HalfbyteTrainer:
-    evaluate = job.data.eval is not None
-    rows = len(job.data.train)
-    return HalfbyteTrainer(
+def _loop(job: Job, model: Any, collate: Collate) -> TrainingLoop:
+    data, evaluate = job.data, job.data.eval is not None
+    return TrainingLoop(
         config=job.config,
         data=job.size,
         metrics=job.metrics,
         compute_dtype=job.compute_dtype,
         model=model,
-        args=training_arguments(job.config, job.device, job.compute_dtype, rows=rows, evaluate=evaluate),
-        train_dataset=job.data.train,
-        eval_dataset=job.data.eval,
-        data_collator=collate,
+        args=training_arguments(job.config, job.device, job.compute_dtype, rows=len(data.train), evaluate=evaluate),
+        device=job.device,
+        rows=data.train,
+        held_out=data.eval,
+        collate=collate,
+        mesh=job.mesh,
     )
 
 
@@ -216,21 +219,21 @@ def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:
         job.tokenizer,
         prompts,
         max_new_tokens=job.config.sample_max_new_tokens,
-        stops=samples.stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
-        dtype=job.compute_dtype,
+        stops=stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
     )
 
 
-def _train(job: Job, trainer: HalfbyteTrainer, console: Console) -> None:
+def _train(job: Job, loop: TrainingLoop, console: Console) -> None:
     """Evaluate, train, evaluate; a resumed run repeats none of it."""
-    with LiveMetrics(console, job.total_steps, capacity_bytes=job.plan.capacity_bytes) as live:
+    numbers = job.method.numbers
+    with LiveMetrics(console, job.total_steps, numbers, capacity_bytes=job.plan.capacity_bytes) as live:
         job.metrics.listeners.append(live.update)
         if job.data.eval is not None and not job.metrics.records():
-            trainer.evaluate()
-        trainer.train_from(job.checkpoint)
+            loop.evaluate()
+        loop.train(job.checkpoint)
         evaluated = [record["step"] for record in job.metrics.records() if record["kind"] == "eval"]
-        if job.data.eval is not None and trainer.state.global_step not in evaluated:
-            trainer.evaluate()
+        if job.data.eval is not None and loop.state.global_step not in evaluated:
+            loop.evaluate()
 
 
 def _save(job: Job, model: Any, ids: torch.Tensor) -> dict[str, Any]:
@@ -240,8 +243,8 @@ def _save(job: Job, model: Any, ids: torch.Tensor) -> dict[str, Any]:
             save_adapter(model, aside)
             job.tokenizer.save_pretrained(aside)
         return {"adapter_reload": checks.adapter_reload(model, job.output / "adapter", ids, job.compute_dtype)}
-    if job.config.qat_scheme is None:  # else `halfbyte merge` rounds what was trained, and once
-        model.to(job.model_config.dtype or torch.float32)  # as the base was stored
+    if job.run.storage.qat_scheme is None:  # else `halfbyte merge` rounds what was trained, and once
+        model.to(job.files.config.dtype or torch.float32)  # as the base was stored
     with new_directory(job.output / "model") as aside:
         model.save_pretrained(aside)
         job.tokenizer.save_pretrained(aside)
@@ -266,6 +269,7 @@ def _summary(job: Job, measured: dict[str, int]) -> dict[str, Any]:
     seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
     summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
     if evaluated:
-        summary |= {"eval_loss": evaluated[-1]["loss"], "perplexity": evaluated[-1]["perplexity"]}
-        summary["eval_loss_before"] = evaluated[0]["loss"]
+        summary |= {"eval_loss": evaluated[-1]["loss"], "eval_loss_before": evaluated[0]["loss"]}
+        others = [metric.name for metric in job.method.numbers.evaluated[1:]]
+        summary |= {name: evaluated[-1][name] for name in others if name in evaluated[-1]}
     return summary

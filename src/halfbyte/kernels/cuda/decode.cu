@@ -1,7 +1,7 @@
 /* One token of each row through all decoder layers, in one launch (ops.decode_layers is the specification).
 
 The blocks stay, one on each multiprocessor. Between launches the memory would idle; here each warp's ring of copies
-(product.cuh) runs ahead over the ends of tiles and of products, since weights wait for nothing.
+(split_k.cuh) runs ahead over the ends of tiles and of products, since weights wait for nothing.
 
 Where one product needs what another wrote, five times a layer, blocks meet at a barrier of the whole grid. If FLOW they
 wait for the numbers instead, which saves most of a barrier's time: a layer's numbers have a place of their own, where all

@@ -6,12 +6,7 @@ Constants: BITS (4), GROUP (weights that share HQQ's scale and zero; 0: E4M4 sca
 #include "planes.cuh"
 #include "gemm.cuh"
 
-struct Planes {
-    const u8 *packed;         /* [N, K/32, 4] words */
-    const u8 *scales, *zeros; /* [N, K/32] E4M4, or [N, K/GROUP] bf16 and fp16 */
-    const float *codebook;    /* [16], not with GROUP */
-    u32 rows, columns;        /* N, K */
-
+struct Weight : Planes {
     static constexpr u32 SHARED_BY = GROUP ? GROUP : 32;
     /* Of a slot: a row's words of scales, behind which are as many of zeros. */
     static constexpr u32 WORDS = GROUP == 32 ? 2 : 1, SCALES = GROUP ? 8 * WORDS : 4;
@@ -101,8 +96,8 @@ struct Planes {
     }
 };
 
-LAYOUT(SHARED<Planes>, 0, sizeof(Planes), sizeof(Term));
+LAYOUT(SHARED<Weight>, 0, sizeof(Planes), sizeof(Term));
 
-extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm_planes(Planes w, const u16 *x, float4 *parts, u32 batch) {
+extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm_planes(Weight w, const u16 *x, float4 *parts, u32 batch) {
     product(w, x, parts, batch);
 }

@@ -1,13 +1,13 @@
-/* NF4 and FP4 weights as products of few rows take them; see product.cuh and table4.cuh.
+/* NF4 and FP4 weights as mma.m16n8k16 takes them with several rows of x; see split_k.cuh and table4.cuh.
 
 Of a block, which has one scale for a row, a lane has the 16 columns that begin at 16 t: 8 bytes of W and 32 of x, in
 their order in memory. fp32 sums of a block are scaled and added up in fp32.
 
-Constants: NESTED, and those of product.cuh. */
+Constants: NESTED, and those of split_k.cuh. */
 
 #pragma once
 
-#include "product.cuh"
+#include "split_k.cuh"
 #include "table4.cuh"
 
 struct Sixteen { /* a lane's columns of a block of x */
@@ -24,31 +24,11 @@ __device__ __forceinline__ Sixteen sixteen_of(const u16 *x, u32 columns, int b, 
 struct Weight : Table4 {
     float shift[2]; /* what is added to nested scales, of rows g and of rows g + 8 */
 
-    static constexpr u32 CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16, NEIGHBOURS = 16;
+    static constexpr u32 CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16;
     static constexpr u32 SLOT = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
 
     /* Where a row's 16-byte pieces lie in a slot: reading 8 bytes of each of 4 rows takes every bank once. */
     static __device__ __forceinline__ u32 piece_of(u32 row, u32 piece) { return piece ^ (row & 3) << 1; }
-
-    /* Begin to copy one step of a tile's rows `row` ... into a slot. */
-    __device__ __forceinline__ void fetch(u8 *slot, u32 row, u32 step, u32 lane) const {
-        u32 at = lane / 8, piece = lane % 8;
-#pragma unroll
-        for (u32 i = 0; i < ROWS; i += 4) {
-            u32 r = row + i + at;
-            const u8 *from = packed + (u64)r * (columns / 2) + step * 128 + piece * 16;
-            copy<16>(slot + (i + at) * 128 + piece_of(at, piece) * 16, r < rows ? from : packed, r < rows);
-        }
-#pragma unroll
-        for (u32 i = lane; i < ROWS; i += 32) {
-            u64 block = (u64)(row + i) * (columns / 64) + step * 4;
-            bool inside = row + i < rows;
-            block = inside ? block : 0;
-            copy<SCALE>(slot + CODES + i * SCALE, absmax + block * (SCALE / 4), inside);
-            if (NESTED)
-                copy<4>(slot + CODES + ROWS * 4 + i * 4, second + block / 256, inside);
-        }
-    }
 
     /* The scale of block b of row `row` of the slot. */
     __device__ __forceinline__ float scale_of(const u8 *slot, u32 row, int b, u32 lane4, float shift) const {

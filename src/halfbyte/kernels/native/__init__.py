@@ -21,24 +21,23 @@ from pathlib import Path
 
 import torch
 
+from ... import files
 from ...dispatch import Unavailable
+from ...errors import ConfigError
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept: $HALFBYTE_CACHE, else the user's cache folder.
+    """As `files.cache_folder`.
 
     Raises:
-        Unavailable: there is neither. What is loaded from a folder for everybody's temporary files could be anybody's.
+        Unavailable: there is none.
     """
-    chosen = os.environ.get("HALFBYTE_CACHE")
-    if chosen:
-        return Path(chosen)
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfbyte"
-    except RuntimeError as error:  # as in containers that run under a number alone
-        raise Unavailable("this user has no home folder: set HALFBYTE_CACHE to one for built kernels") from error
+        return files.cache_folder()
+    except ConfigError as error:
+        raise Unavailable(f"{error.message}: {error.fix}") from error
 
 
 def _cpu() -> str:

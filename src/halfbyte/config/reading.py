@@ -1,0 +1,204 @@
+"""Reading a run's configuration: a YAML file, overrides, other tools' names; and saying what is wrong with it.
+
+Names are those of PEFT, TRL and transformers. Other tools' names are accepted where they mean the same thing and are
+mapped with a notice; anything else unknown is an error that names the nearest key.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from ..errors import ConfigError
+from ..notices import notice
+from .aliases import HINTS
+from .foreign import Ignored, Mapped, Refused, foreign_names, overruled, translate
+from .schema import RunConfig, Section, nearest
+from .yaml import Located, dump_value, parse_scalar, read_mapping
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def load_config(
+    path: Path | str | None,
+    overrides: Iterable[str] | dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> RunConfig:
+    """Read a YAML file, apply overrides, map foreign names, and validate.
+
+    Args:
+        path: the YAML file, or None for overrides only.
+        overrides: `["learning_rate=1e-4", "--r", "8"]`, values in YAML's spelling; or a dictionary of values.
+        defaults: values for keys that neither gives, in place of the schema's defaults.
+
+    Raises:
+        ConfigError: every problem found, each with its key, its place (`run.yaml:4`) and what is allowed.
+    """
+    given = read_mapping(path, TEXT_KEYS) if path else {}
+    if isinstance(overrides, dict):
+        written = {key: Located(value, "argument") for key, value in overrides.items()}
+    else:
+        written = _parse_overrides(list(overrides or ()))
+    config = _validated(RunConfig, (given, written), defaults or {})
+    if config.eval_steps is not None and not (config.eval_dataset or config.eval_split_size):
+        notice(
+            "eval_steps", "eval_steps has no effect: there is no held-out data (set eval_split_size or eval_dataset)"
+        )
+    return config
+
+
+def given_section(section: type[AnySection], keys: Mapping[str, Any]) -> AnySection:
+    """One section from keys given in Python, without a whole run's.
+
+    Raises:
+        ConfigError: as in `load_config`; and a key that is not of this section.
+    """
+    return _validated(section, [{key: Located(value, "argument") for key, value in keys.items()}])
+
+
+def _validated(
+    section: type[AnySection], layers: Iterable[dict[str, Located]], defaults: Mapping[str, Any] | None = None
+) -> AnySection:
+    """The section whose keys the layers give, later ones over earlier ones."""
+    problems: list[ConfigError] = []
+    given: dict[str, Located] = {}
+    for written in layers:
+        given |= _own_names(written, problems)
+    keys = section.model_fields
+    problems += [_unknown(key, given[key].where, keys) for key in given if key not in keys]
+    if problems:
+        raise _together(problems)
+    try:
+        return section(**{**(defaults or {}), **{key: setting.value for key, setting in given.items()}})
+    except ValidationError as error:
+        raise _together([explain(detail, given) for detail in error.errors()]) from None
+
+
+def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
+    """`key=value`, `--key=value` and `--key value`, in order; the last of a repeated key counts."""
+    found: dict[str, Located] = {}
+    while tokens:
+        token = tokens.pop(0)
+        key, equals, text = token.removeprefix("--").partition("=")
+        if not equals:
+            if not token.startswith("--"):
+                raise ConfigError(f"command line: {token!r} is not an override", "write key=value")
+            if not tokens or tokens[0].startswith("--"):
+                raise ConfigError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
+            text = tokens.pop(0)
+        key = key.replace("-", "_")
+        found[key] = Located(parse_scalar(text, key in TEXT_KEYS), "command line")
+    return found
+
+
+def _own_names(written: dict[str, Located], problems: list[ConfigError]) -> dict[str, Located]:
+    """Foreign names replaced by ours, each said once; what cannot be replaced is added to `problems`."""
+    values = {key: setting.value for key, setting in written.items()}
+    beside = overruled(values)
+    own = {key: setting for key, setting in written.items() if key in RunConfig.model_fields and key not in beside}
+    for key, setting in written.items():
+        if key in RunConfig.model_fields:
+            continue
+        match translate(key, values):
+            case None:
+                problems.append(_unknown(key, setting.where, RunConfig.model_fields))
+            case Refused(why, fix):
+                problems.append(ConfigError(f"{setting.where}: {why}", fix))
+            case Ignored(why):
+                if why:
+                    notice(f"ignored {key}", f"{setting.where}: {key} is ignored: {why}")
+            case Mapped(keys):
+                as_ours = ", ".join(dump_value(ours, value) for ours, value in keys.items())
+                notice(f"alias {key}", f"{setting.where}: {key} is read as {as_ours}")
+                for ours, value in keys.items():
+                    if ours in own and own[ours].value != value:
+                        message = f"{setting.where}: {key} is read as {as_ours}, but {own[ours].where} says otherwise"
+                        problems.append(ConfigError(message, f"keep one of {key} and {ours}"))
+                    own.setdefault(ours, Located(value, f"{setting.where}: {key}"))
+    return own
+
+
+def _unknown(key: str, where: str, keys: Collection[str]) -> ConfigError:
+    hint = HINTS.get(key, "")
+    near = hint if hint in keys else nearest(key, keys if key in RunConfig.model_fields else [*keys, *foreign_names()])
+    return ConfigError(
+        f"{where}: unknown key {key!r}", f"did you mean {near}?" if near else "`halfbyte init` lists the keys"
+    )
+
+
+def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
+    """One pydantic error as a sentence with key, place and what is allowed."""
+    context = detail.get("ctx", {})
+    key = str(context.get("key") or detail["loc"][0])
+    if detail["type"] == "missing":
+        return ConfigError(f"{key} is missing", f"add a line `{key}: ...` ({RunConfig.model_fields[key].description})")
+    where = f"{given[key].where}: " if key in given else ""
+    if detail["type"] == "contradiction":
+        return ConfigError(where + context["message"], context["fix"])
+    if "near" in context or detail["type"] in ("empty", "steps", "whole"):
+        message, near = f"{where}{key} {detail['msg']}", context.get("near")
+    else:
+        value = given[key].value
+        message = f"{where}{key} must be {allowed(key)}, not {value!r}"
+        near = nearest(value, _choices(RunConfig.model_fields[key].annotation)) if isinstance(value, str) else ""
+    return ConfigError(message, f"did you mean {near}?" if near else "")
+
+
+def _together(problems: list[ConfigError]) -> ConfigError:
+    unique = list({str(problem): problem for problem in problems}.values())
+    if len(unique) == 1:
+        return unique[0]
+    return ConfigError("\n".join([f"{len(unique)} problems:", *(f"- {problem}" for problem in unique)]))
+
+
+def allowed(key: str) -> str:
+    """The values a key takes, in words: `nf4 or fp4`, `a whole number above 0`, `text or null`."""
+    field = RunConfig.model_fields[key]
+    return " or ".join(dict.fromkeys(_in_words(field.annotation, field.metadata)))
+
+
+def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _in_words(arguments[0], [*getattr(arguments[1], "metadata", ()), *arguments[1:]])
+    elif origin in (Union, types.UnionType):
+        for argument in arguments:
+            yield from _in_words(argument, metadata)
+    elif origin is Literal:
+        yield from map(str, arguments)
+    elif origin is list:
+        yield "a list of text"
+    elif origin is dict:
+        yield f"a mapping from text to {' or '.join(_in_words(arguments[1]))}"
+    else:
+        plain = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+        yield plain[annotation] + (_bounds(metadata) if annotation in (int, float) else "")
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    words = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
+    limits = [
+        f" {word} {limit:g}"
+        for rule in metadata
+        for name, word in words.items()
+        if (limit := getattr(rule, name, None)) is not None
+    ]
+    return " and".join(limits)
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return [choice for argument in get_args(annotation) for choice in _choices(argument)]
+
+
+def _takes_text_only(annotation: Any) -> bool:
+    kinds = set(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else {annotation}
+    return str in kinds and not kinds & {bool, int, float}
+
+
+TEXT_KEYS = frozenset(key for key, field in RunConfig.model_fields.items() if _takes_text_only(field.annotation))

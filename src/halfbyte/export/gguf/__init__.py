@@ -1,1 +1,0 @@
-"""GGUF files, as llama.cpp and Ollama read them."""

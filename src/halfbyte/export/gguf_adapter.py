@@ -1,0 +1,86 @@
+"""An adapter alone as GGUF, for llama.cpp's --lora over a base in GGUF.
+
+llama.cpp scales a product by alpha/rank, one alpha for the file. PEFT's scaling (rsLoRA, patterns of ranks and alphas)
+is brought to that form by scaling B.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFWriter, Keys
+
+from halfbyte.config import RunConfig
+from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.files import new_file
+from halfbyte.gguf.graph import checked_family
+from halfbyte.gguf.tensors import Layout
+from halfbyte.gguf.types import FLOATS, Type, quantize
+from halfbyte.runs.saved import find, saved_config
+
+from .adapter import AdapterLayers
+from .gguf_model import output_path
+from .gguf_source import text_config
+
+
+def export_adapter(
+    run: Path | str, mix: str = "f16", out: Path | str | None = None, *, trust_remote_code: bool = False
+) -> Path:
+    """Write the adapter of `run` as GGUF.
+
+    Args:
+        run: a run's output_dir or an adapter that PEFT saved.
+        mix: f32, f16 or bf16.
+        out: the file; default: adapter-MIX.gguf in the run's folder.
+        trust_remote_code: as in `export_gguf`.
+
+    Raises:
+        ConfigError: another type, or the file exists.
+        CheckpointError: no adapter, or one that --lora cannot apply (DoRA, embeddings, whole layers).
+    """
+    type_ = Type.__members__.get(mix.upper())
+    if type_ not in FLOATS:
+        raise ConfigError(f"--gguf {mix}: an adapter is written as f32, f16 or bf16", "use f16")
+    place = find(str(run))
+    if place.adapter is None:
+        raise CheckpointError(f"{run} has no adapter", "export it without --adapter-only")
+    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
+    path = output_path(run, out, f"adapter-{mix.lower()}.gguf")
+    with new_file(path) as aside:
+        writer = GGUFWriter(aside, checked_family(text_config(config)).gguf.arch)
+        writer.add_type("adapter")
+        writer.add_string(Keys.Adapter.TYPE, "lora")
+        alpha, tensors = _tensors(config, place.adapter)
+        writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
+        for name, tensor in tensors.items():
+            stored = quantize(tensor, type_).numpy()
+            writer.add_tensor(name, stored, raw_dtype=type_)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return path
+
+
+@torch.no_grad()
+def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Alpha, and name → A [rank, in] and B [out, rank] in fp32, in the order and with the rows of the base's file."""
+    model_config = text_config(config)
+    layout = Layout(model_config, checked_family(model_config))
+    adapter = AdapterLayers(config, folder, torch.device("cpu"))
+    if adapter.whole:
+        raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
+    alpha, found = float(config.lora_alpha), {}
+    layer: Any
+    for parameter, layer in adapter.layers.items():
+        if not layer.lora_A or layer.use_dora.get("default"):
+            what = "DoRA" if layer.lora_A else "an adapter of the embedding"
+            raise CheckpointError(f"{folder}: {parameter}: --lora cannot apply {what}", "export the merged model")
+        name = layout.name(parameter)
+        a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
+        found[f"{name}.lora_a"] = a
+        scaled = b * (layer.scaling["default"] * a.shape[0] / alpha)
+        found[f"{name}.lora_b"] = layout.in_file(name, scaled)
+    return alpha, found

@@ -1,0 +1,101 @@
+"""What is exported: a model folder, a hub id, or a run, whose adapter is merged weight by weight while it is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.config import RunConfig, resolve
+from halfbyte.families import Family
+from halfbyte.gguf.graph import checked_family
+from halfbyte.gguf.tensors import Weight
+from halfbyte.gguf.vision import Vision, vision_of
+from halfbyte.hardware import chosen_device
+from halfbyte.models.find import read_model_config
+from halfbyte.runs.saved import find, saved_config, trained_tokenizer
+
+from .adapter import AdapterLayers
+from .base import BaseCheckpoint
+from .weights import MergedWeights, Target
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model ready to be written.
+
+    Attributes:
+        name: what the model is called in the file.
+        weights: by their names in the checkpoint, adapter merged.
+        config: (text) config of transformers, as the weights are.
+        family: its row.
+        tokenizer: the one trained with.
+        end_ids: tokens that end an answer.
+        device: where to compute.
+        merged: onto which base the adapter was merged; empty without one.
+        vision: what the model has beside its language model.
+        trusted: whether Python code that comes with the model may be run.
+    """
+
+    name: str
+    weights: dict[str, Weight]
+    config: Any
+    family: Family
+    tokenizer: Any
+    end_ids: list[int]
+    device: torch.device
+    merged: str = ""
+    vision: Vision | None = None
+    trusted: bool = False
+
+
+def open_source(run_or_model: str, device: str | None = None, trust_remote_code: bool = False) -> Source:
+    """Recognise and look over a run, an adapter, a merged model or any other; reads no weights.
+
+    Raises:
+        CheckpointError, ConfigError, ModelError: nothing that can be exported.
+    """
+    place = find(run_or_model)
+    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
+    whole = whole_config(config)
+    model_config = text_config(config)
+    family = checked_family(model_config)
+    base = BaseCheckpoint(config)
+    name = config.model_name_or_path.rstrip("/").split("/")[-1]
+    target = chosen_device(device or config.device)
+    weights, merged = {each.name: Weight(each.shape, partial(base.read, each)) for each in base.weights}, ""
+    if place.adapter:
+        both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
+        goal: Target = "dequantized" if config.quantized or base.quantized else "original"
+        outputs = [output for shard in both.shards.values() for output in shard]
+        weights = {each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal)) for each in outputs}
+        model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
+        merged, name = goal, Path(run_or_model).resolve().name
+    end_ids, vision = _end_ids(base.folder), vision_of(whole, base.folder, list(weights))
+    tokenizer = trained_tokenizer(place.adapter, config)
+    return Source(
+        name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, config.trust_remote_code
+    )
+
+
+def text_config(config: RunConfig) -> Any:
+    """The language model's config of transformers, which says in every model whether the head is tied."""
+    whole = whole_config(config)
+    text = whole.get_text_config()
+    text.tie_word_embeddings = whole.tie_word_embeddings
+    return text
+
+
+def whole_config(config: RunConfig) -> Any:
+    """The model's config of transformers."""
+    return read_model_config(resolve(config).origin)
+
+
+def _end_ids(folder: Path) -> list[int]:
+    path = folder / "generation_config.json"
+    stored = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    return stored if isinstance(stored, list) else [] if stored is None else [stored]

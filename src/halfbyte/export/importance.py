@@ -1,0 +1,106 @@
+"""Importance matrices from calibration text: the model, its adapter applied, is run over it (`gguf.imatrix`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfbyte.config import load_config
+from halfbyte.data.calibration import ROW, calibration_rows
+from halfbyte.families import Family
+from halfbyte.gguf.imatrix import Seen, write_importances
+from halfbyte.gguf.tensors import BESIDE_TEXT, STACKED_EXPERTS, Layout, experts_name, layer_of
+from halfbyte.models.head import backbone_inputs
+from halfbyte.runs.saved import load_saved
+
+TOKENS = 16384  # of the calibration text
+
+
+def collect(
+    run_or_model: str, text: str, out: Path, names: Collection[str], family: Family, device: torch.device,
+    trust_remote_code: bool, progress: Callable[[int, int], None],
+) -> None:  # fmt: skip
+    """Run a model, its adapter applied, over calibration text and write what its matrices meet.
+
+    Args:
+        run_or_model: as `export_gguf` takes it.
+        text: a dataset's file, folder or hub id, read as for training.
+        out: the file.
+        names: of the file's matrices; others are left out.
+        trust_remote_code: as in `export_gguf`.
+        progress: called with the rows of text done, and how many there are.
+
+    Raises:
+        HalfbyteError: the model or the text cannot be used.
+    """
+    saved = load_saved(run_or_model, [f"device={device}", f"trust_remote_code={trust_remote_code}"])
+    keys = {"model_name_or_path": saved.config.model_name_or_path, "dataset": text}
+    config = load_config(None, [], keys | {"max_length": ROW, "packing": True, "device": str(device)})
+    rows = list(calibration_rows(config, saved.tokenizer, TOKENS, torch.device("cpu")))
+    model_config: Any = saved.model.config
+    layout = Layout(model_config.get_text_config(), family)
+
+    def batches() -> Iterable[dict[str, Tensor]]:
+        for index, row in enumerate(rows):
+            progress(index, len(rows))
+            yield {key: value.to(device) for key, value in row.items()}
+        progress(len(rows), len(rows))
+
+    seen = watch(saved.model, batches(), names, layout)
+    write_importances(out, seen, text, len(rows), ROW)
+
+
+@torch.inference_mode()
+def watch(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Collection[str], layout: Layout
+) -> dict[str, Seen]:
+    """Name of a matrix in the file → what met it, from the batches (arguments of the model's forward)."""
+    seen: dict[str, Seen] = {}
+    handles = []
+    for key, module in model.named_modules():
+        plain = key.removeprefix("base_model.model.").removesuffix(".base_layer")
+        if BESIDE_TEXT.search(plain) or ".lora_" in plain:
+            continue
+        if isinstance(module, nn.Linear) and not plain.endswith("lm_head"):  # which llama-imatrix leaves out, too
+            name = layout.name(f"{plain}.weight")
+            if name in names:
+                handles.append(module.register_forward_pre_hook(partial(_linear, seen, name)))
+        elif hasattr(module, "gate_up_proj") and STACKED_EXPERTS.fullmatch(f"{plain}.gate_up_proj"):
+            handles.append(module.register_forward_pre_hook(partial(_experts, seen, layer_of(f"{plain}."))))
+    try:
+        for batch in batches:
+            model(**backbone_inputs(model, batch), use_cache=False)  # with a cache packed documents see each other
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _linear(seen: dict[str, Seen], name: str, module: nn.Linear, args: tuple[Tensor]) -> None:
+    """Hook of a linear layer."""
+    x = args[0].reshape(-1, module.in_features)
+    _entry(seen, name, 1, x).add(0, x)
+
+
+def _experts(seen: dict[str, Seen], layer: int, module: Any, args: tuple[Tensor, ...]) -> None:
+    """Hook of a layer's experts, called with the tokens [tokens, columns] and the experts of each [tokens, chosen]."""
+    x, chosen = args[0], args[1]
+    for expert in chosen.unique().tolist():
+        own = x[(chosen == expert).any(-1)]
+        gate, up = functional.linear(own, module.gate_up_proj[expert]).chunk(2, -1)
+        for part, inputs in (("gate", own), ("up", own), ("down", module.act_fn(gate) * up)):
+            name = experts_name(layer, part)
+            _entry(seen, name, len(module.gate_up_proj), inputs).add(expert, inputs)
+
+
+def _entry(seen: dict[str, Seen], name: str, experts: int, x: Tensor) -> Seen:
+    """What `seen` has of a matrix, zeros at first."""
+    if name not in seen:
+        seen[name] = Seen(*(torch.zeros(shape, device=x.device) for shape in ((experts, x.shape[-1]), (experts,))))
+    return seen[name]

@@ -1,0 +1,289 @@
+"""What tells the model families apart: one row each, no code. Everything else asks the row.
+
+Families share one decoder block: norm, attention, norm, gated MLP (or experts), with the residual stream around both
+halves. A row says where a family departs from Llama. The names of submodules are Hugging Face's. Of models that also
+take images, the row is that of their text part, and `tower` describes what stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .ops.glu import Activation
+
+# transformers' names of activations, and those of `halfbyte.ops.glu`.
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+SILU = ("silu", "swish")
+GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # Gemma 1's config says gelu and means the tanh form
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP.
+
+    Args:
+        count: the config's key for how many a layer has.
+        block: what checkpoints call the mixture.
+        gate, up, down: what they call the linears of an expert.
+    """
+
+    count: str = "num_experts"
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """llama.cpp's graph of a family (src/models/*.cpp there), and what that takes for granted.
+
+    Args:
+        arch: its name; "": there is none that computes the same.
+        text_alone: transformers has a causal LM of the text part alone, which a file can be read as.
+        permute: RoPE turns neighbouring pairs, where transformers turns halves: rows of q and k are reordered.
+        bias: linears may have biases.
+        bias_keys: the config's key that says so → the linear of a layer which shows it.
+        activations: of the MLP, in transformers' names.
+        window_every: layers with a sliding window: all but every n-th; 0: the graph has no window.
+        wide_layers: with this many layers attention is scaled by hidden size over heads, with others by the head's size
+            (`query_pre_attn_scalar`); 0: always by the head's size.
+        keys: the file's keys that only some families have → the config's.
+        optional: those of `keys` that a file may lack.
+        fixed: the config's keys that have one value in the graph.
+        partial_rope: RoPE may turn a part of a head (`partial_rotary_factor`), and the config holds the context before
+            its scaling (`original_max_position_embeddings`).
+    """
+
+    arch: str = ""
+    text_alone: bool = True
+    permute: bool = False
+    bias: bool = False
+    bias_keys: Mapping[str, str] = field(default_factory=dict)
+    activations: tuple[str, ...] = SILU
+    window_every: int = 0
+    wide_layers: int = 0
+    keys: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    partial_rope: bool = False
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A vision tower and its projector, as llama.cpp's graph reads them (tools/mtmd): no tensor fewer and no other.
+
+    Args:
+        projector: what llama.cpp calls it.
+        model_types: of the vision config.
+        activations: of the tower's MLP, in transformers' names → the flag in the file, if it has one.
+        outside: tensors beside the layers.
+        biased, plain: parts of a layer with a bias, and those without.
+        unused: regular expression of names in the checkpoint of tensors that the language model gets nothing from.
+        names: of tensors in the checkpoint that the gguf library does not know, or as another family's → in the file.
+        layers, heads: the vision config's keys.
+        epsilon: of the norms, where the model's code fixes it; None: the config has it.
+        image_size: the side of the images that llama.cpp plans memory for, where any size goes; None: the config's.
+        projected: the vision config's key for the width that comes out; "": the language model's.
+        required: key of the config → the values that the graph computes.
+        unwindowed: the vision config's key of the layers whose attention has no window, every n-th; "": all.
+        pooled: the config's key for the tokens that an image is pooled to; "": it is not.
+        feature_layers: the config's key for the layers that features are taken after; "": the last.
+        notice: what users of llama.cpp should know.
+    """
+
+    projector: str
+    model_types: tuple[str, ...]
+    activations: Mapping[str, str]
+    outside: frozenset[str]
+    biased: tuple[str, ...]
+    plain: tuple[str, ...] = ()
+    unused: str = r"$^"
+    names: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "num_hidden_layers"
+    heads: str = "num_attention_heads"
+    epsilon: float | None = None
+    image_size: int | None = None
+    projected: str = ""
+    required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    unwindowed: str = ""
+    pooled: str = ""
+    feature_layers: str = ""
+    notice: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One row.
+
+    Args:
+        name: prefix of the class names, as in LlamaDecoderLayer.
+        package: folder under `transformers.models`, and the model_type of whole models.
+        model_type: of the text part's config; "": `package`.
+        module: that the classes are in; "": transformers' of `package`.
+        patched: `halfbyte.patch` binds the fused forwards.
+        norm_offset: RMSNorm multiplies by 1 + weight.
+        sandwich: norms follow attention and MLP too, before their results join the residual stream.
+        qk_norm: q and k are normalised over each head before RoPE.
+        fused: q, k and v are one linear (qkv_proj), and gate and up another (gate_up_proj).
+        residual_dropout: dropout on what joins the residual stream.
+        residual_scale: the config's key for what the results of attention and MLP are multiplied by; "": none.
+        embedding_scale: the config's key for what embeddings are multiplied by outside of their module; "": none.
+        window: where an attention layer's sliding window is written: in the config, or in the module, by layer.
+        softcap: attention scores are capped (attn_logit_softcapping).
+        rope_by_layer: RoPE has parameters for each type of layer.
+        activation: the config's key for the MLP's activation.
+        mlp: the MLP's class, where its name does not begin with the family's.
+        images_see_themselves: tokens of one image attend to each other both ways (token_type_ids), not causally.
+        experts: a mixture in place of the MLP.
+        tower: what stands before the text part in models of `package` that take images.
+        gguf: llama.cpp's graph.
+    """
+
+    name: str
+    package: str
+    model_type: str = ""
+    module: str = ""
+    patched: bool = True
+    norm_offset: bool = False
+    sandwich: bool = False
+    qk_norm: bool = False
+    fused: bool = False
+    residual_dropout: bool = False
+    residual_scale: str = ""
+    embedding_scale: str = ""
+    window: Literal["config", "module"] | None = None
+    softcap: bool = False
+    rope_by_layer: bool = False
+    activation: str = "hidden_act"
+    mlp: str | None = None
+    images_see_themselves: bool = False
+    experts: Experts | None = None
+    tower: Tower | None = None
+    gguf: Gguf = Gguf()
+
+    def __post_init__(self) -> None:
+        filled = {"model_type": self.package,
+                  "module": f"transformers.models.{self.package}.modeling_{self.package}"}  # fmt: skip
+        for key, value in filled.items():
+            object.__setattr__(self, key, getattr(self, key) or value)
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """What of the block changes how many bytes it keeps for backward, as attributes of this row."""
+        return tuple(name for name in ("sandwich", "qk_norm", "fused") if getattr(self, name))
+
+
+CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+MOE = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # has experts
+BLOCK = ("ln1", "ln2", "attn_q", "attn_k", "attn_v", "attn_out", "ffn_up", "ffn_down")
+PROJECTOR = ("mm.0.weight", "mm.0.bias", "mm.2.weight", "mm.2.bias")
+TANH = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu"}  # llama.cpp has the tanh form alone
+
+SIGLIP = Tower(
+    "gemma3", ("siglip_vision_model",), TANH,
+    frozenset({"v.patch_embd.weight", "v.patch_embd.bias", "v.position_embd.weight", "v.post_ln.weight",
+               "v.post_ln.bias", "mm.input_projection.weight", "mm.soft_emb_norm.weight"}),
+    BLOCK,
+    unused=r"vision_model\.head\.|\.position_ids$",
+    names={"multi_modal_projector.mm_input_projection_weight": "mm.input_projection.weight"},
+    pooled="mm_tokens_per_image",
+)  # fmt: skip
+QWEN_VISION = Tower(
+    "qwen2.5vl_merger", ("qwen2_5_vl", "qwen2_5_vl_vision"), {"silu": "use_silu"},
+    frozenset({"v.patch_embd.weight", "v.patch_embd.weight.1", "v.post_ln.weight", *PROJECTOR}),
+    (*BLOCK[2:], "ffn_gate"), BLOCK[:2],
+    layers="depth", heads="num_heads", epsilon=1e-6, image_size=560, projected="out_hidden_size",
+    required={"vision_config.window_size": (112,), "vision_config.spatial_merge_size": (2,),
+              "vision_config.temporal_patch_size": (2,)},
+    unwindowed="fullatt_block_indexes",
+)  # fmt: skip
+# model_type → the tower of models whose text part is of any family.
+TOWERS = {
+    "llava": Tower(
+        "mlp", ("clip_vision_model",), TANH | {"quick_gelu": ""},
+        frozenset({"v.class_embd", "v.patch_embd.weight", "v.position_embd.weight", "v.pre_ln.weight", "v.pre_ln.bias",
+                   *PROJECTOR}),
+        BLOCK,
+        unused=r"vision_model\.post_layernorm\.|\.position_ids$",  # features come from before it
+        names={"multi_modal_projector.linear_1": "mm.0", "multi_modal_projector.linear_2": "mm.2"},
+        required={"projector_hidden_act": ("gelu", "gelu_pytorch_tanh"),
+                  "vision_feature_select_strategy": ("default",)},
+        feature_layers="vision_feature_layer",
+        notice="llama.cpp of 2025 and 2026 moves the patches of LLaVA's images by one and loses the first (its issue"
+        " 25814); the file is as it should be",
+    ),
+}  # fmt: skip
+
+# A GGUF file is read as the first row of its architecture, of those with experts where it has them.
+FAMILIES = [
+    Family("Llama", "llama", gguf=Gguf(
+        "llama", permute=True, bias=True, bias_keys={"attention_bias": "attn_q", "mlp_bias": "ffn_down"})),
+    Family("Mistral", "mistral", window="config", gguf=Gguf("llama", permute=True)),
+    Family("Mixtral", "mixtral", window="config",
+           experts=Experts("num_local_experts", "block_sparse_moe", gate="w1", up="w3", down="w2"),
+           gguf=Gguf("llama", permute=True, keys={"expert_count": "num_local_experts",
+                                                  "expert_used_count": "num_experts_per_tok"})),
+    Family("Qwen2", "qwen2", window="module", gguf=Gguf("qwen2", bias=True)),
+    Family("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text", window="module", mlp="Qwen2MLP", tower=QWEN_VISION,
+           gguf=Gguf("qwen2vl", text_alone=False, bias=True)),
+    Family("Qwen3", "qwen3", window="module", qk_norm=True, gguf=Gguf("qwen3")),
+    Family("Qwen2Moe", "qwen2_moe", patched=False, window="module", experts=Experts(), gguf=Gguf(
+        "qwen2moe", bias=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
+        keys={**MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"})),
+    Family("Qwen3Moe", "qwen3_moe", window="module", qk_norm=True, experts=Experts(),
+           gguf=Gguf("qwen3moe", keys=MOE, fixed={"norm_topk_prob": True, **EVERY_LAYER})),
+    Family("Gemma", "gemma", norm_offset=True, gguf=Gguf("gemma", activations=GELU)),
+    Family("Gemma2", "gemma2", norm_offset=True, sandwich=True, window="module", softcap=True,
+           activation="hidden_activation", gguf=Gguf(
+               "gemma2", activations=GELU, window_every=2, wide_layers=46, keys=WINDOW | CAPS, optional=tuple(CAPS))),
+    Family("Gemma3", "gemma3", "gemma3_text", norm_offset=True, sandwich=True, window="module", qk_norm=True,
+           rope_by_layer=True, activation="hidden_activation", images_see_themselves=True, tower=SIGLIP, gguf=Gguf(
+               "gemma3", activations=GELU, window_every=6, wide_layers=62, keys=WINDOW | CAPS, optional=tuple(CAPS))),
+    Family("Phi3", "phi3", fused=True, residual_dropout=True, window="config",
+           gguf=Gguf("phi3", keys=WINDOW, optional=tuple(WINDOW), partial_rope=True)),
+]  # fmt: skip
+
+
+def register(family: Family) -> None:
+    """Make a family known, like those of the table."""
+    FAMILIES.append(family)
+
+
+def family_of(cls: type) -> tuple[Family, str] | None:
+    """The family a module's class belongs to, and the rest of its name: LlamaRMSNorm → (Llama's row, "RMSNorm").
+
+    Only classes of the family's own module count: one derived from them may compute something else.
+    """
+    for family in FAMILIES:
+        if family.patched and cls.__module__ == family.module:
+            return family, "MLP" if cls.__name__ == family.mlp else cls.__name__.removeprefix(family.name)
+    return None
+
+
+def of_config(text_config: Any) -> Family | None:
+    """The family of a transformers config, of the text part of models that take images."""
+    return next((family for family in FAMILIES if family.model_type == text_config.model_type), None)
+
+
+def towers() -> dict[str, Tower]:
+    """model_type of whole models → their vision tower."""
+    return {family.package: family.tower for family in FAMILIES if family.tower} | TOWERS
+
+
+def tower_of(config: Any) -> Tower | None:
+    """The vision tower of a whole model's config; None: it has none, or one that the table does not know."""
+    return towers().get(config.model_type)
+
+
+def scale_of(key: str, config: Any) -> float:
+    """The value of a row's `residual_scale` or `embedding_scale`."""
+    return float(getattr(config, key)) if key else 1.0

@@ -1,0 +1,113 @@
+"""Tokens into text as they come, up to a stop sequence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from .run import ACTIVE, stream
+from .sampling import Sampling
+
+UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+
+
+class Piece(NamedTuple):
+    """What one new token adds to a row: text (often none), and on the last one why the row ended."""
+
+    row: int
+    text: str
+    finish: Literal["stop", "length"] | None
+
+
+class Text:
+    """The text of one row, token by token, cut before the first stop sequence.
+
+    Text that may be the beginning of a stop sequence, or of a character, is held back until it is known. Only the last
+    few tokens are decoded again for a new one, as in text-generation-inference: the ones before them make a decoder
+    keep the space that it drops at the start of a text.
+
+    Args:
+        decode: token ids to text.
+        stops: stop sequences; none of them empty.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+        self.decode, self.stops = decode, stops
+        self.tokens: list[int] = []
+        self.begin = self.end = 0  # tokens[begin:end] are decoded again, before the new ones
+        self.held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that is certain now; `stopped` tells whether a stop sequence has ended it."""
+        self.tokens.append(token)
+        new = self._new()
+        if not new or new.endswith(UNFINISHED):
+            return ""
+        self.begin, self.end = self.end, len(self.tokens)
+        return self._release(new)
+
+    def rest(self) -> str:
+        """What was held back, once no token follows."""
+        text = self._release(self._new())
+        return text if self.stopped else text + self.held
+
+    def _new(self) -> str:
+        known = self.decode(self.tokens[self.begin : self.end])
+        return self.decode(self.tokens[self.begin :])[len(known) :]
+
+    def _release(self, new: str) -> str:
+        text = self.held + new
+        found = [at for at in map(text.find, self.stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return text[: min(found)]
+        kept = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self.held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def continue_texts(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    ends: Sequence[int],
+    stops: Sequence[str] = (),
+    adapter: str | None = ACTIVE,
+) -> Generator[Piece]:
+    """Continue a batch of prompts; a piece for every new token, until each row has ended.
+
+    Args:
+        prompts: token ids.
+        ends: tokens that end a row.
+        stops: texts that end a row; they are not part of it.
+        adapter: as in `generation.stream`.
+    """
+    texts = [Text(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), stops) for _ in prompts]
+    going = set(range(len(prompts)))
+    steps = stream(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stops=list(ends), adapter=adapter)
+    with contextlib.closing(steps):
+        for count, tokens in enumerate(steps, 1):
+            for row in sorted(going):
+                token, text = tokens[row], texts[row]
+                assert token is not None, "rows that end are not asked for again"
+                piece = text.add(token)
+                ended = token in ends or count == max_new_tokens
+                if ended and not text.stopped:
+                    piece += text.rest()
+                if text.stopped or ended:
+                    going.discard(row)
+                    yield Piece(row, piece, "stop" if text.stopped or token in ends else "length")
+                else:
+                    yield Piece(row, piece, None)
+            if not going:
+                return

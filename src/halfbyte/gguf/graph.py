@@ -1,0 +1,70 @@
+"""What llama.cpp's graph of a family takes for granted, and what a model must be for the graph to compute the same.
+
+A model that asks for something else is refused by the name of its key, because the file would load and compute
+something else. A file that is read gets the keys, as the graph has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ModelError
+from ..families import FAMILIES, Family, of_config
+from ..notices import notice
+
+
+def head_dim(config: Any) -> int:
+    """Size of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def experts_of(config: Any, family: Family) -> int:
+    """How many experts a layer has; 0 for a dense model."""
+    return int(getattr(config, family.experts.count)) if family.experts else 0
+
+
+def taken_for_granted(family: Family, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """The config's keys that have one value in the graph of a model of these sizes."""
+    graph = family.gguf
+    found = dict(graph.fixed)
+    if graph.wide_layers:
+        found["query_pre_attn_scalar"] = hidden // heads if layers == graph.wide_layers else head_dim
+    if graph.window_every:
+        kinds = ("sliding" if (layer + 1) % graph.window_every else "full" for layer in range(layers))
+        found["layer_types"] = [f"{kind}_attention" for kind in kinds]
+    return found
+
+
+def checked_family(config: Any) -> Family:
+    """The row of a (text) config of transformers, whose graph computes what the config says.
+
+    Raises:
+        ModelError: a family, or a key of the config, that the file could not stand for.
+    """
+    family = of_config(config)
+    if family is None or not family.gguf.arch:
+        known = ", ".join(sorted(each.model_type for each in FAMILIES if each.gguf.arch))
+        raise ModelError(f"GGUF export does not know {config.model_type} models", f"it knows {known}")
+    activation = getattr(config, family.activation)
+    if activation not in family.gguf.activations:
+        raise _unlike("hidden_act", activation, family)
+    sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, head_dim(config)
+    for key, wanted in taken_for_granted(family, *sizes).items():
+        value = getattr(config, key)
+        if (value or None) != (wanted or None):
+            raise _unlike(key, value, family)
+    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    if windowed and not family.gguf.window_every:
+        notice(
+            "gguf-window",
+            f"llama.cpp attends to everything in this family: beyond {config.sliding_window} tokens (sliding_window)"
+            " its answers differ from those of transformers",
+        )
+    return family
+
+
+def _unlike(key: str, value: object, family: Family) -> ModelError:
+    return ModelError(
+        f"config.json: {key}: {value}: llama.cpp's {family.gguf.arch} graph has no such thing",
+        "serve this model with transformers or vLLM",
+    )

@@ -1,0 +1,281 @@
+"""A model's config as a GGUF file's keys, and back; and the tensors that stand for the scaling of RoPE.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md ("Standardized key-value pairs"). What a file leaves
+unsaid is what llama.cpp's graph of the architecture takes for granted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFWriter, RopeScalingType
+from torch import Tensor
+
+from ..errors import ModelError
+from ..families import FAMILIES, Family
+from ..notices import notice
+from .file import GgufFile
+from .graph import head_dim, taken_for_granted
+
+# The file's keys of all families → the config's; of some families: `families.Gguf.keys`.
+KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+EPSILON = "attention.layer_norm_rms_epsilon"
+WINDOW = "attention.sliding_window"  # 0 where a model has none
+SCALES = ("scale", "softcapping")  # how keys end whose values are fp32
+OTHERS_READ = {
+    "vocab_size", "attention.key_length", "attention.value_length", EPSILON, "rope.dimension_count", "rope.freq_base",
+    "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+}  # fmt: skip
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # made from the config
+ORIGINAL = "use the original checkpoint"
+
+
+def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None:
+    """Everything llama.cpp needs to build the graph, from a (text) config of transformers."""
+    arch, size = family.gguf.arch, head_dim(config)
+    writer.add_vocab_size(config.vocab_size)
+    for key, name in KEYS.items():
+        writer.add_uint32(f"{arch}.{key}", getattr(config, name))
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_rope(writer, config)
+    for key, name in family.gguf.keys.items():
+        value = getattr(config, name)
+        if value or key == WINDOW:
+            add = writer.add_float32 if key.endswith(SCALES) else writer.add_uint32
+            add(f"{arch}.{key}", value or 0)
+
+
+def written_keys(config: Any, family: Family) -> dict[str, object]:
+    """Keys of a language model's file to look at again."""
+    arch = family.gguf.arch
+    return {"general.architecture": arch} | {f"{arch}.{key}": getattr(config, name) for key, name in KEYS.items()}
+
+
+def read_config(file: GgufFile) -> Any:
+    """The config of the model in `file`; `dtype` is what most weights are stored in, bf16 for quantized ones.
+
+    Raises:
+        ModelError: an architecture, or a scaling of RoPE, that is not known here.
+        CheckpointError: a key is missing.
+    """
+    from transformers import AutoConfig
+
+    family = _family_in(file)
+    for key in ("attention.head_count_kv", "attention.head_count", "feed_forward_length"):
+        if isinstance(file.of_arch(key), list):
+            raise ModelError(f"{file.path}: {file.arch}.{key} differs between layers", ORIGINAL)
+    prefix = f"{file.arch}."
+    read = OTHERS_READ.union(KEYS, *(each.gguf.keys for each in FAMILIES))
+    others = sorted(key for key in file.keys if key.startswith(prefix) and key.removeprefix(prefix) not in read)
+    if others:
+        notice(f"gguf-keys-{file.path}", f"{file.path}: keys that the model's config does not take over: {others}")
+    heads, hidden = file.of_arch("attention.head_count"), file.of_arch("embedding_length")
+    size = file.of_arch("attention.key_length", hidden // heads)
+    keys: dict[str, Any] = {
+        name: file.of_arch(key, heads if key == "attention.head_count_kv" else None) for key, name in KEYS.items()
+    }
+    keys |= {
+        "vocab_size": file.shape("token_embd.weight")[0],
+        "head_dim": size,
+        "rms_norm_eps": file.of_arch(EPSILON),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        "rope_parameters": _read_rope(file, family, size),
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        keys[f"{name}_token_id"] = file.get(f"tokenizer.ggml.{key}_token_id")
+    keys |= taken_for_granted(family, keys["num_hidden_layers"], hidden, heads, size) | _of_family(file, family)
+    return AutoConfig.for_model(family.model_type, **keys)
+
+
+def _family_in(file: GgufFile) -> Family:
+    """The row of the model in `file`: files of Mistral say llama; so do those of Mixtral, with experts."""
+    known = [family for family in FAMILIES if family.gguf.arch and family.gguf.text_alone]
+    found = [family for family in known if family.gguf.arch == file.arch]
+    if not found:
+        archs = ", ".join(dict.fromkeys(family.gguf.arch for family in known))
+        raise ModelError(
+            f"{file.path} holds a model of architecture {file.arch!r}, which halfbyte does not import",
+            f"it imports {archs}; take the Hugging Face checkpoint",
+        )
+    experts = bool(file.of_arch("expert_count", 0))
+    return next((family for family in found if bool(family.experts) == experts), found[0])
+
+
+def _dtype(file: GgufFile) -> torch.dtype:
+    largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
+    return {"F32": torch.float32, "F16": torch.float16}.get(largest.tensor_type.name, torch.bfloat16)
+
+
+def _of_family(file: GgufFile, family: Family) -> dict[str, Any]:
+    """What only some families have."""
+    graph, found = family.gguf, {}
+    for key, name in graph.keys.items():
+        found[name] = (file.get(f"{graph.arch}.{key}") if key in graph.optional else file.of_arch(key)) or None
+    for name, linear in graph.bias_keys.items():
+        found[name] = f"blk.0.{linear}.bias" in file.tensors
+    if graph.partial_rope:
+        context = file.of_arch("rope.scaling.original_context_length", file.of_arch("context_length"))
+        found["original_max_position_embeddings"] = context
+    return found
+
+
+# --- RoPE -------------------------------------------------------------------------------------------------------------
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """RoPE parameters of the layers with full attention."""
+    parameters = config.rope_parameters
+    return dict(parameters.get("full_attention", parameters))
+
+
+def _add_rope(writer: GGUFWriter, config: Any) -> None:
+    rope = _rope(config)
+    writer.add_rope_dimension_count(int(head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if local := config.rope_parameters.get("sliding_attention"):
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if sections := rope.get("mrope_section"):  # pairs that turn with time, height and width
+        writer.add_rope_dimension_sections([*sections, 0])
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif kind == "yarn":
+        if rope.get("attention_factor") or rope.get("mscale"):
+            raise ModelError("config.json: rope_parameters: yarn with an attention factor of its own is not exported")
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind == "longrope":
+        original = _original_context(config, rope)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        usual = _longrope_factor(config.max_position_embeddings, original)
+        writer.add_rope_scaling_attn_factors(float(rope.get("attention_factor") or usual))
+    elif kind not in ("default", "llama3"):
+        raise ModelError(
+            f"config.json: rope_parameters: rope_type {kind} has no counterpart in llama.cpp",
+            "default, linear, llama3, yarn and longrope have",
+        )
+
+
+def _original_context(config: Any, rope: dict[str, Any]) -> int:
+    given = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return int(given or config.max_position_embeddings)
+
+
+def _longrope_factor(context: int, original: int) -> float:
+    """What cos and sin are multiplied by (Phi-3; LongRoPE, https://arxiv.org/abs/2402.13753, section 3.2)."""
+    return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
+
+
+def rope_tensors(config: Any) -> dict[str, Tensor]:
+    """Tensors of the file that are made from the config: by what each frequency is divided, fp32 [head's half]."""
+    rope = _rope(config)
+    kind = rope.get("rope_type", "default")
+    if kind == "llama3":
+        return {"rope_freqs.weight": llama3_factors(rope, head_dim(config))}
+    if kind == "longrope":
+        return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("long", "short")}
+    return {}
+
+
+def llama3_factors(rope: dict[str, Any], size: int) -> Tensor:
+    """Llama 3.1: low frequencies are divided by `factor`, high ones stay, those between are interpolated.
+
+    Args:
+        rope: parameters as in a config.
+        size: of a head.
+    """
+    frequency = rope["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # within the original context
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    share = ((turns - low) / (high - low)).clamp(0, 1)  # 1: kept as it is
+    return (1 / ((1 - share) / rope["factor"] + share)).float()
+
+
+def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
+    """The parameters of Llama 3.1's scaling from what it divides each frequency by.
+
+    Between the bounds 1/factor is linear in the frequency, which gives two of the three numbers behind the line: the
+    context before scaling and its two bounds in turns. The lower one is taken as 1, as all known models have it.
+
+    Args:
+        factors: [head_dim / 2].
+        theta: the base of the frequencies.
+
+    Raises:
+        ModelError: no parameters give these factors.
+    """
+    frequency = theta ** -(np.arange(len(factors)) / len(factors))
+    factor = float(factors.max())
+    share = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.ones_like(factors)
+    between = (share > 1e-4) & (share < 1 - 1e-4)
+    if between.sum() >= 2:
+        slope, offset = np.polyfit(frequency[between], share[between], 1)
+        high = round(1 - 1 / offset, 3)
+        found = {
+            "rope_type": "llama3", "factor": round(factor, 5), "low_freq_factor": 1.0, "high_freq_factor": high,
+            "original_max_position_embeddings": round(2 * math.pi * slope * (high - 1)),
+        }  # fmt: skip
+        if np.allclose(llama3_factors(found | {"rope_theta": theta}, 2 * len(factors)), factors, rtol=1e-4):
+            return found
+    raise ModelError("rope_freqs.weight: these factors are not those of Llama 3.1", ORIGINAL)
+
+
+def _read_rope(file: GgufFile, family: Family, size: int) -> dict[str, Any]:
+    parameters = {"rope_type": "default", "rope_theta": file.of_arch("rope.freq_base", 10000.0)} | _scaling(file)
+    turned = file.of_arch("rope.dimension_count", size)
+    if family.gguf.partial_rope:
+        parameters["partial_rotary_factor"] = turned / size
+    elif turned != size:
+        raise ModelError(
+            f"{file.path}: RoPE turns {turned} of {size} dimensions, which transformers' {file.arch} does not do",
+            ORIGINAL,
+        )
+    if not family.rope_by_layer:
+        return parameters
+    local = file.of_arch("rope.freq_base_swa", 10000.0)
+    return {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+
+
+def _scaling(file: GgufFile) -> dict[str, Any]:
+    kind = file.of_arch("rope.scaling.type", "none")
+    if "rope_factors_short.weight" in file.tensors:
+        return _longrope(file)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": file.of_arch("rope.scaling.factor")}
+    if kind == "yarn":
+        original = file.of_arch("rope.scaling.original_context_length")
+        factor = file.of_arch("rope.scaling.factor")
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    if kind != "none":
+        raise ModelError(f"{file.path}: RoPE scaling {kind!r} is not imported", ORIGINAL)
+    if "rope_freqs.weight" in file.tensors:
+        factors = file.values("rope_freqs.weight", torch.float32).double().numpy()
+        return llama3_parameters(factors, file.of_arch("rope.freq_base", 10000.0))
+    return {}
+
+
+def _longrope(file: GgufFile) -> dict[str, Any]:
+    short, long = (file.values(f"rope_factors_{each}.weight", torch.float32).tolist() for each in ("short", "long"))
+    original = file.of_arch("rope.scaling.original_context_length")
+    factors = [[float(str(np.float32(each))) for each in values] for values in (short, long)]
+    found = {"short_factor": factors[0], "long_factor": factors[1], "original_max_position_embeddings": original}
+    usual = _longrope_factor(file.of_arch("context_length"), original)
+    stored = file.of_arch("rope.scaling.attn_factor", usual)
+    own = {} if math.isclose(stored, usual, rel_tol=1e-5) else {"attention_factor": stored}
+    return {"rope_type": "longrope"} | found | own

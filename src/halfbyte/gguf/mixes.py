@@ -1,0 +1,148 @@
+"""Which type each tensor gets: the mixes that llama.cpp's names stand for (q4_k_m, …), tensor by tensor.
+
+The rules follow llama.cpp's quantize tool: value and down projections, the output and the first and last layers get
+more bits, where errors cost most. tests/export/test_gguf_llamacpp.py compares them with that tool.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from gguf import GGML_QUANT_SIZES, LlamaFileType
+
+from ..errors import ConfigError
+from .tensors import Planned
+from .types import FLOATS, Type
+
+# name → type of most tensors, llama.cpp's number for the mix
+MIXES = {
+    "f32": (Type.F32, LlamaFileType.ALL_F32),
+    "f16": (Type.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (Type.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": (Type.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (Type.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "q4_1": (Type.Q4_1, LlamaFileType.MOSTLY_Q4_1),
+    "q5_0": (Type.Q5_0, LlamaFileType.MOSTLY_Q5_0),
+    "q5_1": (Type.Q5_1, LlamaFileType.MOSTLY_Q5_1),
+    "q2_k": (Type.Q2_K, LlamaFileType.MOSTLY_Q2_K),
+    "q3_k_s": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_S),
+    "q3_k_m": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
+    "q3_k_l": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_L),
+    "q4_k_s": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_S),
+    "q4_k_m": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
+    "q5_k_s": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_S),
+    "q5_k_m": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
+    "q6_k": (Type.Q6_K, LlamaFileType.MOSTLY_Q6_K),
+}
+# For rows that are no multiple of 256
+SHORT_ROWS = {
+    Type.Q2_K: Type.Q4_0,
+    Type.Q3_K: Type.Q4_0,
+    Type.Q4_K: Type.Q5_0,
+    Type.Q5_K: Type.Q5_1,
+    Type.Q6_K: Type.Q8_0,
+}
+ATTENTION_OUTPUT = {"q2_k": Type.Q3_K, "q3_k_m": Type.Q4_K, "q3_k_l": Type.Q5_K}
+LAYERS_OF_70B = 80
+
+
+def check_mix(name: str) -> str:
+    """The name of a mix as `MIXES` spells it.
+
+    Raises:
+        ConfigError: there is no such mix.
+    """
+    spelled = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}.get(name.lower(), name.lower())
+    if spelled not in MIXES:
+        raise ConfigError(f"--gguf {name}: no such type", f"one of {', '.join(MIXES)}")
+    return spelled
+
+
+def choose(
+    planned: Sequence[Planned], mix: str, *, layers: int, heads_per_kv: int, experts: int, important: bool
+) -> dict[str, Type]:
+    """Name → type of every tensor.
+
+    Args:
+        mix: a key of `MIXES`.
+        heads_per_kv: query heads that share a key head.
+        experts: of a layer; 0 for a dense model.
+        important: there are importances.
+    """
+    names = {each.name for each in planned}
+    rules = _Rules(mix, layers, heads_per_kv, experts, important, "output.weight" in names)
+    return {each.name: rules.type_of(each) for each in planned}
+
+
+class _Rules:
+    """The rules for one model and one mix."""
+
+    def __init__(self, mix: str, layers: int, heads_per_kv: int, experts: int, important: bool, headed: bool):
+        self.mix, self.layers, self.shared, self.experts = mix, layers, heads_per_kv, experts
+        self.important, self.headed = important, headed
+        self.base = MIXES[mix][0]
+
+    def type_of(self, tensor: Planned) -> Type:
+        if not tensor.is_matrix:
+            return Type.F32
+        if self.base in FLOATS:
+            return self.base
+        chosen, columns = self._wanted(tensor.name, tensor.shape[-1]), tensor.shape[-1]
+        if columns % GGML_QUANT_SIZES[chosen][0]:
+            chosen = SHORT_ROWS.get(chosen, Type.F16)
+        return chosen if columns % GGML_QUANT_SIZES[chosen][0] == 0 else Type.F16
+
+    def _wanted(self, name: str, columns: int) -> Type:
+        if name == "output.weight" or (name == "token_embd.weight" and not self.headed):
+            if columns % GGML_QUANT_SIZES[self.base][0]:
+                return Type.Q8_0
+            return self.base if self.base == Type.Q8_0 else Type.Q6_K
+        found = re.match(r"blk\.(\d+)\.(\w+)\.weight", name)
+        if found is None:
+            return self.base
+        layer, kind = int(found[1]), found[2].removesuffix("_exps").removesuffix("_shexp")
+        if kind in ("attn_v", "attn_qkv"):  # a fused projection gets what its values need
+            return self._value(layer)
+        if kind == "attn_k" and self.experts == 8:
+            return Type.Q8_0
+        if kind == "attn_output":
+            return self._attention_output()
+        return self._down(layer) if kind == "ffn_down" else self.base
+
+    def _more_bits(self, layer: int) -> bool:
+        eighth = self.layers // 8
+        return layer < eighth or layer >= 7 * self.layers // 8 or (layer - eighth) % 3 == 2
+
+    def _value(self, layer: int) -> Type:
+        chosen = self.base
+        if self.mix == "q2_k":
+            chosen = Type.Q4_K if self.shared >= 4 else Type.Q3_K
+        elif self.mix == "q3_k_m":
+            chosen = Type.Q5_K if layer < 2 else Type.Q4_K
+        elif self.mix == "q3_k_l" or (self.mix == "q4_k_s" and layer < 4):
+            chosen = Type.Q5_K
+        elif self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(layer):
+            chosen = Type.Q6_K
+        if self.layers == LAYERS_OF_70B and self.shared == 8 and chosen in (Type.Q3_K, Type.Q4_K):
+            chosen = Type.Q5_K  # shared by eight heads, it is small
+        return Type.Q8_0 if self.experts == 8 else chosen
+
+    def _attention_output(self) -> Type:
+        if self.experts == 8:
+            return Type.Q5_K if self.mix in ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m") else self.base
+        return ATTENTION_OUTPUT.get(self.mix, self.base)
+
+    def _down(self, layer: int) -> Type:
+        first_eighth = layer < self.layers // 8
+        if self.mix == "q2_k":
+            return Type.Q3_K
+        if self.mix == "q3_k_m":
+            return Type.Q5_K if layer < self.layers // 16 else Type.Q4_K
+        if self.mix == "q3_k_l" or (self.mix == "q4_k_s" and first_eighth):
+            return Type.Q5_K
+        if self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(layer):
+            return Type.Q6_K
+        if self.mix in ("q4_0", "q5_0") and self.important and first_eighth:
+            return Type.Q4_1 if self.mix == "q4_0" else Type.Q5_1
+        return self.base

@@ -1,0 +1,329 @@
+"""Tokenizers as GGUF's keys, and back.
+
+Written from the tokenizer.json that every fast tokenizer of transformers can give, and read into one. llama.cpp has two
+tokenizers that the families here need. "llama": SentencePiece's BPE, which merges the pair whose piece has the highest
+score, falls back to bytes and writes spaces as ▁. "gpt2": byte-level BPE with merges by rank, after splitting the text
+by one of the patterns that llama.cpp knows by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter, TokenType
+
+from ..errors import ModelError
+from ..notices import notice
+from .file import GgufFile
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MIXED_CASE = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
+)
+SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# tokenizer.json's pattern → llama.cpp's name of it
+PATTERNS = {
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST: "llama-bpe",
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST: "qwen2",
+    MIXED_CASE % ("", "") + r"\p{N}|" + SLASHES: "tekken",
+    MIXED_CASE % (CONTRACTIONS + "?", CONTRACTIONS + "?") + r"\p{N}{1,3}|" + SLASHES: "gpt-4o",
+}
+WHOLE_PIECES = ("llama-bpe", "tekken")  # a piece between two splits that is a token is taken, whatever the merges
+NEVER_MERGED = -1e6  # the score of pieces that no merge makes, in files that halfbyte writes
+SPECIAL = (TokenType.CONTROL, TokenType.USER_DEFINED)
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+GENERATION_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: list[int] | None = None) -> None:
+    """Everything llama.cpp needs to turn texts into the tokenizer's ids.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: rows of the embedding; ids beyond the tokenizer's are filled with unused tokens.
+        end_ids: tokens that end an answer (generation_config.json's eos_token_id).
+
+    Raises:
+        ModelError: a tokenizer of another kind, or one with more tokens than the embedding has rows.
+    """
+    described = _described(tokenizer)
+    model = described["model"]
+    if model["type"] != "BPE":
+        raise ModelError(
+            f"the tokenizer's model is {model['type']}, which GGUF export does not know", "export a BPE tokenizer"
+        )
+    tokens, types = _tokens(described, vocab_size)
+    if model.get("byte_fallback"):
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        scores = _scores(model, tokens)
+        types = [TokenType.BYTE if BYTE.fullmatch(token) else type_ for token, type_ in zip(tokens, types, strict=True)]
+        writer.add_add_space_prefix(_prepends_space(described))
+        if not _marks_spaces(described):  # llama.cpp does in any case
+            tokens = [
+                token if type_ in SPECIAL else token.replace(" ", "▁")
+                for token, type_ in zip(tokens, types, strict=True)
+            ]
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre_tokenizer(described))
+        writer.add_token_merges([" ".join(_pair(merge)) for merge in model["merges"]])
+        scores = None
+        if described["normalizer"]:
+            notice("gguf-normalizer", f"llama.cpp does not normalize texts ({described['normalizer']['type']})")
+    writer.add_token_list(tokens)
+    if scores:
+        writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    _add_special(writer, tokenizer, end_ids or [])
+    if tokenizer.chat_template:
+        writer.add_chat_template(plain_template(tokenizer.chat_template))
+
+
+def _described(tokenizer: Any) -> dict[str, Any]:
+    """tokenizer.json."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError(
+            f"{type(tokenizer).__name__} has no tokenizer.json", "convert it to a fast tokenizer and save that"
+        )
+    described: dict[str, Any] = json.loads(backend.to_str())
+    return described
+
+
+def _pair(merge: Any) -> list[str]:
+    return merge.split(" ") if isinstance(merge, str) else merge
+
+
+def _tokens(described: dict[str, Any], vocab_size: int) -> tuple[list[str], list[TokenType]]:
+    by_id = {index: token for token, index in described["model"]["vocab"].items()}
+    types = dict.fromkeys(by_id, TokenType.NORMAL)
+    for added in described["added_tokens"]:
+        by_id[added["id"]] = added["content"]
+        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    unknown = described["model"].get("unk_token")
+    if unknown in described["model"]["vocab"]:
+        types[described["model"]["vocab"][unknown]] = TokenType.UNKNOWN
+    if max(by_id) >= vocab_size:
+        raise ModelError(
+            f"the tokenizer has the id {max(by_id)} ({by_id[max(by_id)]!r}), the embedding {vocab_size} rows",
+            "train the embedding along, or use the base model's tokenizer",
+        )
+    tokens = [by_id.get(index, f"[PAD{index}]") for index in range(vocab_size)]
+    return tokens, [types.get(index, TokenType.UNUSED) for index in range(vocab_size)]
+
+
+def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
+    """Scores that make SentencePiece choose as merges by rank do: the earlier a piece is merged, the higher."""
+    rank: dict[str, int] = {}
+    for merge in model["merges"]:
+        rank.setdefault("".join(_pair(merge)), len(rank))
+    return [-float(rank[token]) if token in rank else NEVER_MERGED for token in tokens]
+
+
+def _marks_spaces(described: dict[str, Any]) -> bool:
+    """Whether spaces are written as ▁ before pieces are looked up."""
+    return "▁" in json.dumps([described["normalizer"], described["pre_tokenizer"]], ensure_ascii=False)
+
+
+def _prepends_space(described: dict[str, Any]) -> bool:
+    text = json.dumps([described["normalizer"], described["pre_tokenizer"]])
+    return '"Prepend"' in text or '"prepend_scheme": "first"' in text or '"prepend_scheme": "always"' in text
+
+
+def pre_tokenizer(described: dict[str, Any]) -> str:
+    """llama.cpp's name for how a tokenizer.json splits texts.
+
+    Raises:
+        ModelError: it has none that is known here.
+    """
+    steps = described["pre_tokenizer"] or {}
+    steps = steps.get("pretokenizers", [steps])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]:
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1].get("use_regex", True):
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"]:
+        pattern = steps[0]["pattern"].get("Regex")
+        if pattern in PATTERNS:
+            return PATTERNS[pattern]
+    raise ModelError(
+        f"the tokenizer splits texts in a way that llama.cpp has no name for here: {json.dumps(steps)[:300]}",
+        f"known are {', '.join(['gpt-2', 'smollm', *PATTERNS.values()])}",
+    )
+
+
+def _add_special(writer: GGUFWriter, tokenizer: Any, end_ids: list[int]) -> None:
+    for name in ("bos", "eos", "unk", "pad"):
+        index = getattr(tokenizer, f"{name}_token_id")
+        if index is not None:
+            getattr(writer, f"add_{name}_token_id")(index)
+    others = [index for index in end_ids if index != tokenizer.eos_token_id]
+    if others:
+        writer.add_eot_token_id(others[0])
+    plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and full[0] == tokenizer.bos_token_id != plain[0])
+    writer.add_add_eos_token(len(full) > len(plain) and full[-1] == tokenizer.eos_token_id)
+
+
+def plain_template(template: str) -> str:
+    """A chat template without transformers' `{% generation %}` marks, which other programs do not know; what they do to
+    the whitespace around them stays."""
+    return GENERATION_MARK.sub(lambda mark: f"{{%{mark[1]} {'endif' if mark[2] else 'if true'} {mark[3]}%}}", template)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_tokenizer(file: GgufFile) -> Any:
+    """The tokenizer in `file`, or that of a tokenizer.json beside it where the file's cannot be built again.
+
+    Raises:
+        ModelError: neither.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = file.get("tokenizer.ggml.tokens")
+    try:
+        if not tokens:
+            raise ModelError(f"{file.path} holds no tokenizer")
+        kinds = file.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+        kinds = [TokenType.UNUSED if is_padding(at, tokens[at]) else kind for at, kind in enumerate(kinds)]
+        backend = _backend(file, tokens, kinds)
+    except ModelError as error:
+        return _beside(file, tokens or [], error)
+    special = {f"{name}_token": tokens[index] for name, index in _special_ids(file).items()}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=False)
+    if template := file.get("tokenizer.chat_template"):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def is_padding(index: int, token: str) -> bool:
+    """Whether a token only fills a row of the embedding; older files call these user-defined."""
+    return token == f"[PAD{index}]"
+
+
+def _special_ids(file: GgufFile) -> dict[str, int]:
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    found = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _backend(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+    """The tokenizers library's object."""
+    from tokenizers import AddedToken
+
+    model = file.get("tokenizer.ggml.model")
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
+    if build is None:
+        raise ModelError(f"{file.path}: its tokenizer is of the kind {model!r}, which halfbyte does not build")
+    tokenizer = build(file, tokens, kinds)
+    for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)])
+            if tokenizer.token_to_id(token) != index:
+                raise ModelError(f"{file.path}: {token!r} is a token twice")
+    _add_template(tokenizer, file, tokens)
+    return tokenizer
+
+
+def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models
+
+    known = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenType.UNUSED}
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", [])]
+    name = file.get("tokenizer.ggml.pre", "")
+    tokenizer = Tokenizer(models.BPE(known, merges, ignore_merges=name in WHOLE_PIECES))
+    tokenizer.pre_tokenizer = _splitter(file, name)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _splitter(file: GgufFile, name: str) -> Any:
+    """What llama.cpp does to texts before merging, under its name for it."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if name == "gpt-2":
+        return ByteLevel(add_prefix_space=False)
+    if name == "smollm":
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    for pattern, known in PATTERNS.items():
+        if known == name:
+            split = Split(Regex(pattern), behavior="isolated")
+            return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    raise ModelError(f"{file.path}: its tokenizer splits texts as {name!r}, which halfbyte does not know")
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    known = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenType.UNUSED}
+    scores = file.get("tokenizer.ggml.scores")
+    if scores is None:
+        raise ModelError(f"{file.path}: the pieces of its tokenizer have no scores")
+    pieces = {token: scores[index] for token, index in known.items() if kinds[index] == TokenType.NORMAL}
+    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    merges = _merges(pieces)
+    tokenizer = Tokenizer(models.BPE(known, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True))
+    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = [normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Pairs of pieces whose union is a piece, the best score first."""
+    made = [piece for piece, score in scores.items() if len(piece) > 1 and score != NEVER_MERGED]
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(made, key=lambda piece: -scores[piece])
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+
+
+def _add_template(tokenizer: Any, file: GgufFile, tokens: list[str]) -> None:
+    """BOS and EOS around each text, where the file asks for them; where it is silent, as llama.cpp does."""
+    from tokenizers.processors import TemplateProcessing
+
+    spoken = file.get("tokenizer.ggml.model") == "llama" or file.get("tokenizer.ggml.pre") == "llama-bpe"
+    ids, special = _special_ids(file), {}
+    bos = "bos" in ids and file.get("tokenizer.ggml.add_bos_token", spoken)
+    eos = "eos" in ids and file.get("tokenizer.ggml.add_eos_token", False)
+    if bos or eos:
+        special = {tokens[ids[name]]: ids[name] for name, asked in (("bos", bos), ("eos", eos)) if asked}
+        around = [tokens[ids["bos"]]] if bos else [], [tokens[ids["eos"]]] if eos else []
+        single = [*around[0], "$A", *around[1]]
+        pair = [*single, *(f"{part}:1" for part in (*around[0], "$B", *around[1]))]
+        tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=list(special.items()))
+
+
+def _beside(file: GgufFile, tokens: list[str], reason: ModelError) -> Any:
+    """The tokenizer in the file's folder, whose tokens must be the file's."""
+    from transformers import AutoTokenizer
+
+    folder = Path(file.path).parent
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(reason.message, f"put the model's tokenizer.json and tokenizer_config.json into {folder}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if index < len(tokens) and tokens[index] != token and not is_padding(index, tokens[index]):
+            raise ModelError(
+                f"{folder}/tokenizer.json calls {index} {token!r}, {file.path} calls it {tokens[index]!r}",
+                "put the tokenizer of this model there",
+            )
+    notice(f"gguf-tokenizer-{folder}", f"{reason.message}: the tokenizer is {folder}/tokenizer.json")
+    return tokenizer

@@ -1,0 +1,116 @@
+"""A GGUF file as a Hugging Face checkpoint: config, tokenizer and safetensors in 16 bits (32 where the file has 32).
+
+Kept linear layers are stored in the formats that hold their values, as a checkpoint that was quantized before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..checkpoint_files import INDEX
+from ..errors import ConfigError
+from ..files import check_space, new_directory, write_json
+from ..formats.base import QUANT_METHOD
+from ..notices import notice
+from .cache import in_words
+from .file import GgufFile
+from .hyperparameters import read_config
+from .tensors import Entry, entries
+from .to_formats import KEPT
+from .tokenizer import read_tokenizer
+
+SHARD_BYTES = 1 << 30
+KEPT_NAMES = tuple(type_.name for type_ in KEPT)
+HEADROOM = 64 << 20  # bytes for tokenizer and config
+
+
+def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> Path:
+    """Write the model in a GGUF file as a Hugging Face checkpoint: config, tokenizer, safetensors.
+
+    Host memory holds one shard (1 GiB, or the largest tensor). Quantized weights are decoded and rounded to bf16.
+
+    Args:
+        folder: replaced when it is there.
+        keep: linear layers whose type a format holds (`keep`) are not decoded; the checkpoint is then a quantized one.
+
+    Raises:
+        ModelError: an architecture, a tensor or a tokenizer that transformers has no place for.
+        CheckpointError: a truncated file, a tensor that is missing, misshapen or cannot be decoded.
+        ConfigError: there is nothing to keep.
+        TrainingError: no space. In every case nothing is left under `folder`.
+    """
+    folder = Path(folder)
+    file = GgufFile(Path(path))
+    config = read_config(file)
+    found = entries(file, config, keep)
+    if keep:
+        config.quantization_config = _kept(file, found)
+    nbytes = sum(entry.nbytes(config.dtype) for entry in found)
+    check_space(folder, nbytes + HEADROOM, "free some space, or set HALFBYTE_CACHE to a folder on another disk")
+    tokenizer = read_tokenizer(file)
+    said = f"{path} is unpacked once into {folder} ({nbytes / 2**30:.2f} GiB)"
+    could = Counter(entry.type for entry in found if entry.type in KEPT_NAMES)
+    if could and not keep:
+        said += f"; `quantization: keep` would hold linear layers as they are: {in_words(could)}"
+    notice(f"gguf-{folder}", said)
+    with new_directory(folder) as aside:
+        tokenizer.save_pretrained(aside)
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        config.architectures = [architecture.__name__]
+        config.save_pretrained(aside)
+        ends = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")} - {None}
+        write_json(aside / "generation_config.json", {"eos_token_id": sorted(ends)})
+        _write_shards(aside, found, config.dtype)
+    return folder
+
+
+def _kept(file: GgufFile, found: list[Entry]) -> dict[str, Any]:
+    """What config.json says of a checkpoint with kept layers: see `models.quantizer.HalfbyteConfig`."""
+    linears = [entry for entry in found if entry.type]
+    kept = Counter(entry.type for entry in linears if entry.format)
+    others = Counter(entry.type for entry in linears if not entry.format)
+    if not kept:
+        raise ConfigError(
+            f"quantization: keep: no format holds what the linear layers of {file.path} are stored as:"
+            f" {in_words(others)} (kept are {', '.join(KEPT_NAMES)})",
+            "remove `quantization: keep`: they are then decoded and quantized as usual",
+        )
+    formats: dict[str, list[str]] = {}
+    for entry in linears:
+        if entry.format:
+            formats.setdefault(entry.format.spec, []).append(entry.name.removesuffix(".weight"))
+    return {"quant_method": QUANT_METHOD, "formats": formats, "kept": kept, "others": others}
+
+
+def _shards(found: list[Entry], dtype: torch.dtype) -> Iterator[list[Entry]]:
+    shard: list[Entry] = []
+    size = 0
+    for entry in found:
+        if shard and size + entry.nbytes(dtype) > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += entry.nbytes(dtype)
+    yield shard
+
+
+def _write_shards(folder: Path, found: list[Entry], dtype: torch.dtype) -> None:
+    shards = list(_shards(found, dtype))
+    names = [f"model-{index:05}-of-{len(shards):05}.safetensors" for index in range(1, len(shards) + 1)]
+    where: dict[str, str] = {}
+    total = 0
+    for name, shard in zip(names, shards, strict=True):
+        values = {key: value for entry in shard for key, value in entry.state().items()}
+        save_file(values, folder / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(values, name)
+        total += sum(value.nbytes for value in values.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+    (folder / INDEX).write_text(text, encoding="utf-8")

@@ -1,0 +1,238 @@
+"""The vision part of a model as llama.cpp's mmproj file: tower and projector, architecture "clip".
+
+What tells one kind from another is its `families.Tower`. Names are those of the gguf library where it has them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFType, GGUFWriter, TensorNameMap, get_tensor_name_map
+from torch import Tensor
+
+from ..errors import CheckpointError, ModelError
+from ..families import Tower, tower_of, towers
+from ..notices import notice
+from .tensors import BESIDE_TEXT, KINDS, Planned, Weight
+from .types import Type
+
+CLIP = MODEL_ARCH_NAMES[MODEL_ARCH.MMPROJ]
+SERVE_OTHERWISE = "serve the model with transformers or vLLM"
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The vision part of a model.
+
+    Attributes:
+        config: of the whole model, of transformers.
+        processor: preprocessor_config.json.
+        tower: its row.
+    """
+
+    config: Any
+    processor: Mapping[str, Any]
+    tower: Tower
+
+    @property
+    def layers(self) -> int:
+        """How many the tower has."""
+        return int(getattr(self.config.vision_config, self.tower.layers))
+
+    @property
+    def tensors(self) -> set[str]:
+        """Names of all tensors of the file."""
+        parts = [part + kind for part in self.tower.biased for kind in KINDS]
+        parts += [f"{part}.weight" for part in self.tower.plain]
+        return {*self.tower.outside} | {f"v.blk.{layer}.{part}" for layer in range(self.layers) for part in parts}
+
+
+def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
+    """The vision part of the model in `folder`; None if it has none.
+
+    Args:
+        config: of the whole model, of transformers.
+        names: of its tensors.
+
+    Raises:
+        ModelError: one that the file could not stand for: the first tensor, or the key of the config.
+        CheckpointError: no preprocessor_config.json.
+    """
+    beside = [name for name in names if BESIDE_TEXT.search(name)]
+    if not beside:
+        return None
+    tower = tower_of(config)
+    if tower is None:
+        known = ", ".join(towers())
+        raise ModelError(
+            f"{min(beside)} is beside the language model, and GGUF export knows no such part of {config.model_type}"
+            f" models (it knows those of {known})",
+            SERVE_OTHERWISE,
+        )
+    _check_config(config, tower)
+    if tower.notice:
+        notice(f"gguf-{config.model_type}", tower.notice)
+    return Vision(config, _processor(folder), tower)
+
+
+def _processor(folder: Path) -> dict[str, Any]:
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).is_file():
+            stored: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+            stored = stored.get("image_processor", stored)
+            if "image_mean" in stored and "image_std" in stored:
+                return stored
+    raise CheckpointError(
+        f"{folder} has no preprocessor_config.json with image_mean and image_std",
+        "copy it from the model that this one was made from",
+    )
+
+
+def _check_config(config: Any, tower: Tower) -> None:
+    """Refuse what llama.cpp's graph would compute otherwise."""
+    vision, expected = config.vision_config, {}
+    if vision.model_type not in tower.model_types:
+        expected["vision_config.model_type"] = (vision.model_type, " or ".join(tower.model_types))
+    if vision.hidden_act not in tower.activations:
+        expected["vision_config.hidden_act"] = (vision.hidden_act, " or ".join(tower.activations))
+    if vision.intermediate_size == vision.hidden_size:  # the reader takes up for down then
+        expected["vision_config.intermediate_size"] = (vision.intermediate_size, "any but hidden_size")
+    for key, values in tower.required.items():
+        value = attrgetter(key)(config)
+        if value not in values:
+            expected[key] = (value, " or ".join(map(str, values)))
+    if tower.unwindowed:
+        full = list(getattr(vision, tower.unwindowed))
+        period = full[0] + 1 if full else 0
+        if not full or full != list(range(period - 1, getattr(vision, tower.layers), period)):
+            expected[f"vision_config.{tower.unwindowed}"] = (full, "every n-th layer")
+    for key, (value, wanted) in expected.items():
+        raise ModelError(f"config.json: {key}: {value}: llama.cpp's graph has {wanted}", SERVE_OTHERWISE)
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+def add_vision(writer: GGUFWriter, vision: Vision) -> None:
+    """Everything llama.cpp needs to build the graph and to prepare images."""
+    config, part, tower = vision.config, vision.config.vision_config, vision.tower
+    writer.add_type(GGUFType.MMPROJ)
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(tower.projector)
+    writer.add_vision_block_count(vision.layers)
+    writer.add_vision_embedding_length(part.hidden_size)
+    writer.add_vision_feed_forward_length(part.intermediate_size)
+    writer.add_vision_head_count(getattr(part, tower.heads))
+    writer.add_vision_attention_layernorm_eps(tower.epsilon or part.layer_norm_eps)
+    writer.add_vision_patch_size(part.patch_size)
+    writer.add_vision_image_size(tower.image_size or part.image_size)
+    width = getattr(part, tower.projected) if tower.projected else config.get_text_config().hidden_size
+    writer.add_vision_projection_dim(width)
+    writer.add_vision_image_mean(vision.processor["image_mean"])
+    writer.add_vision_image_std(vision.processor["image_std"])
+    if flag := tower.activations[part.hidden_act]:
+        getattr(writer, f"add_vision_{flag}")(True)
+    if tower.unwindowed:
+        writer.add_vision_spatial_merge_size(part.spatial_merge_size)
+        writer.add_vision_n_wa_pattern(getattr(part, tower.unwindowed)[0] + 1)
+    if tower.pooled:
+        side = part.image_size // part.patch_size
+        writer.add_vision_projector_scale_factor(side // int(getattr(config, tower.pooled) ** 0.5))
+    if tower.feature_layers:
+        given, layers = getattr(config, tower.feature_layers), vision.layers
+        writer.add_bool("clip.has_llava_projector", True)
+        taken = [each % (layers + 1) for each in (given if isinstance(given, list) else [given])]
+        writer.add_array("clip.vision.feature_layer", taken)
+
+
+def vision_keys(vision: Vision) -> dict[str, object]:
+    """Keys of the file to look at again."""
+    return {"general.architecture": CLIP, "clip.vision.block_count": vision.layers}
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
+    """The tensors of the file, in the order of the weights.
+
+    Raises:
+        ModelError: a weight that the graph has no place for.
+        CheckpointError: one that it needs is missing.
+    """
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision.layers)
+    wanted, unused = vision.tensors, re.compile(vision.tower.unused)
+    planned = {}
+    for key, weight in weights.items():
+        if not BESIDE_TEXT.search(key):
+            continue
+        plain = re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", key.removeprefix("model."))
+        if unused.search(plain):
+            continue
+        for part in _placed(_name(plain, names, vision.tower), weight):
+            if part.name not in wanted:
+                raise ModelError(
+                    f"{key} has no place in llama.cpp's graph of {vision.config.model_type}", SERVE_OTHERWISE
+                )
+            planned[part.name] = part
+    if missing := wanted - planned.keys():
+        raise CheckpointError(
+            f"the checkpoint lacks the tensor that becomes {min(missing)} in the file", "re-download the checkpoint"
+        )
+    return list(planned.values())
+
+
+def _name(plain: str, names: TensorNameMap, tower: Tower) -> str:
+    """The name in the file; empty if there is none."""
+    stem, kind = next(((plain.removesuffix(each), each) for each in KINDS if plain.endswith(each)), (plain, ""))
+    if stem in tower.names:
+        return tower.names[stem] + kind
+    return names.get_name(plain, try_suffixes=KINDS) or ""
+
+
+def _placed(name: str, weight: Weight) -> Iterator[Planned]:
+    """What of the file a weight of the checkpoint becomes."""
+    if ".attn_qkv." in name:
+        shape = (weight.shape[0] // 3, *weight.shape[1:])
+        for index, part in enumerate("qkv"):
+            yield Planned(name.replace("attn_qkv", f"attn_{part}"), shape, [partial(_third, weight, index)])
+    elif name == "v.patch_embd.weight" and len(weight.shape) == 5:
+        shape = (*weight.shape[:2], *weight.shape[3:])
+        for index, suffix in enumerate(["", ".1"]):
+            yield Planned(name + suffix, shape, [partial(_frame, weight, index)])
+    elif name == "mm.soft_emb_norm.weight":  # RMSNorm multiplies by 1 + weight; the file holds the sum
+        yield Planned(name, weight.shape, [lambda: weight.read().float() + 1])
+    else:
+        yield Planned(name, weight.shape, [weight.read])
+
+
+def _third(weight: Weight, index: int) -> Tensor:
+    return weight.read().chunk(3)[index]
+
+
+def _frame(weight: Weight, index: int) -> Tensor:
+    """Of a convolution over pairs of frames [out, colours, frames, side, side], what one frame meets."""
+    return weight.read()[:, :, index].contiguous()
+
+
+def vision_types(planned: list[Planned], mix: Type) -> dict[str, Type]:
+    """Name → type. Matrices get F16, or BF16 or F32 where the language model has it; what is added stays F32.
+
+    Args:
+        mix: type of most of the language model's tensors.
+    """
+    base = mix if mix in (Type.F32, Type.BF16) else Type.F16
+
+    def type_of(each: Planned) -> Type:
+        if len(each.shape) == 1 or "position_embd" in each.name:
+            return Type.F32
+        return Type.F32 if base == Type.BF16 and "patch_embd" in each.name else base  # no convolution in BF16
+
+    return {each.name: type_of(each) for each in planned}

@@ -1,0 +1,129 @@
+"""Where a model's files are and what its config says: looked up once, before any weight is read."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint_files import check_checkpoint
+from ..config import Origin
+from ..errors import ModelError
+from ..families import FAMILIES
+from ..gguf.cache import checkpoint_folder
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that was found, its files whole.
+
+    Attributes:
+        name: what it was asked for by.
+        place: its folder or hub id; of a GGUF file, the folder that it is unpacked in.
+        config: transformers' config of it.
+    """
+
+    name: str
+    place: Origin
+    config: Any
+
+
+def find_model(origin: Origin) -> ModelFiles:
+    """Unpack a GGUF file, read the config, look over the files.
+
+    Raises:
+        ModelError: no such model, or none that can be trained.
+        CheckpointError: a file is missing or damaged.
+        ConfigError: there is nothing to keep, or a library is missing.
+    """
+    place = place_of(origin)
+    config = load_model_config(place)
+    check_checkpoint(Path(place.name))
+    return ModelFiles(origin.name, place, config)
+
+
+def place_of(model: str | Origin) -> Origin:
+    """Where the files of a model are: a folder or a hub id; a GGUF file is unpacked, which may take minutes once.
+
+    Raises:
+        ModelError: there is no such folder or file, or no config in it.
+    """
+    origin = Origin(model) if isinstance(model, str) else model
+    place = replace(origin, name=checkpoint_folder(origin.name, origin.keep), keep=False)
+    _check_folder(place.name)
+    return place
+
+
+def read_model_config(model: str | Origin) -> Any:
+    """The transformers config of a model of any kind. That of a GGUF file whose types are kept says what they are.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    place = place_of(model)
+    name = place.name
+    try:
+        return AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        if refused := untrusted(error, name):
+            raise refused from error
+        raise ModelError(
+            f"cannot read the model config of {name!r}: {error}",
+            "give a folder with config.json, or a hub id you can reach",
+        ) from error
+
+
+def untrusted(error: Exception, name: str) -> ModelError | None:
+    """What to say where transformers will not run the Python code in `name`; None for any other error."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return ModelError(
+        f"{name} brings Python code of its own, which is run only where you say so",
+        "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the command"
+        " (trust_remote_code=True in Python)",
+    )
+
+
+def load_model_config(model: str | Origin) -> Any:
+    """The transformers config of a model.
+
+    Raises:
+        ModelError: there is no such model, or it is neither a causal language model nor one that takes images and
+            whose text part is of a family in `families`.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    config, name = read_model_config(model), model if isinstance(model, str) else model.name
+    own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code:
+        return config
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ModelError(
+            f"{name} is a {config.model_type} model, which is not a causal language model",
+            "give a decoder-only language model",
+        )
+    known = [family.package for family in FAMILIES if family.tower]
+    if config.model_type not in known:
+        raise ModelError(
+            f"{name} is a {config.model_type} model; of models that take images, halfbyte knows the text parts"
+            f" of {' and '.join(known)}",
+            "give one of those, or a decoder-only language model",
+        )
+    return config
+
+
+def _check_folder(name_or_path: str) -> None:
+    """A path that does not exist is told apart from a hub id, with the nearest existing folder."""
+    path = Path(name_or_path)
+    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ModelError(f"{path} has no config.json", "give a folder with a Hugging Face checkpoint")
+    elif looks_local:
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, 1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "give a folder with a Hugging Face checkpoint"
+        raise ModelError(f"there is no folder {path}", hint)

@@ -1,1 +1,0 @@
-"""Reading GGUF files: the weights, configuration and tokenizer of a model as transformers knows them."""

@@ -1,0 +1,366 @@
+"""The training loop: the story of a step, and of the run around it.
+
+A step takes its rows; a stepper gives gradients and sums; then gradients are clipped, a broken step is caught, the
+optimizer moves, and the step's numbers are read and recorded when the next one is queued. What holds throughout:
+
+- The loss of a step is its sum over the whole accumulation window divided by the count over that window (for
+  supervised fine-tuning: of trained tokens), so accumulating equals the large batch.
+- NaN or Inf in loss or gradient, and windows with nothing to train on, stop the run before a weight moves (`stops`).
+- The host does not wait for the step it launches (`readback`, `records`) but where something depends on its numbers: a
+  checkpoint, an evaluation, the end. An optimizer that cannot be told on the device to leave the weights alone waits
+  for them, too.
+- Checkpoints hold adapters, optimizer, schedule and random states, written aside and renamed.
+- Order of rows, schedule, parameter groups and checkpoints are those of transformers' Trainer (5.17 to 5.23), with
+  which runs of earlier versions were made.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
+from transformers.trainer_utils import speed_metrics
+
+from halfbyte.adapters import compute
+from halfbyte.config import RunConfig
+from halfbyte.errors import TrainingError
+from halfbyte.files import new_directory
+from halfbyte.hardware import is_out_of_memory
+from halfbyte.methods import method_of
+from halfbyte.methods.base import Batch, Collate, Rows
+from halfbyte.ops.fp8_scaling import DelayedScaling
+from halfbyte.optim import OPTIMIZERS
+from halfbyte.parallel import ALONE, Mesh
+
+from ..runs.manifest import write_manifest
+from . import checkpoint as checkpoints
+from .arguments import steps_per_epoch, total_steps
+from .callbacks import Callbacks, noisy_embeddings
+from .metrics import TOKENS, MetricsFile, Window
+from .readback import StepNumbers, guard
+from .records import Records
+from .rows import Counting, batches, counts_of
+from .snapshot import load_optimizer, load_random, load_weights, save_optimizer, save_random, save_weights
+from .stepper import GraphedStepper, Stepper
+from .stops import Stops
+
+
+class TrainingLoop:
+    """Trains a causal LM on rows by the method of its configuration, and evaluates it on others.
+
+    Args:
+        config: the run's configuration; part of every checkpoint.
+        data: rows, tokens and trained tokens of the training set; part of every checkpoint.
+        metrics: where records go.
+        compute_dtype: dtype of matrix products, whatever dtype the trained weights are kept in.
+        model: a PeftModel, or a transformers model in full fine-tuning, on `device`.
+        args: `config` for transformers' callbacks.
+        rows: of the training set.
+        held_out: rows to evaluate on.
+        collate: rows → a batch, the method's own.
+        mesh: the processes that train.
+
+    Attributes:
+        stepper: gives a step's gradients; `use_graphs` changes it.
+        scaling: of the recipe, where it has a state.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        data: dict[str, int],
+        metrics: MetricsFile,
+        compute_dtype: torch.dtype,
+        model: Any,
+        args: TrainingArguments,
+        device: torch.device,
+        rows: Rows,
+        held_out: Rows | None = None,
+        collate: Collate,
+        mesh: Mesh = ALONE,
+    ):
+        self.config, self.data, self.metrics, self.compute_dtype = config, data, metrics, compute_dtype
+        self.model, self.args, self.device, self.mesh = model, args, device, mesh
+        self.rows, self.held_out, self.method = rows, held_out, method_of(config)
+        self.collate = Counting(self.method, collate)
+        self.loss_count = self.method.numbers.trained[0].over
+        self.output, self.row = Path(config.output_dir), OPTIMIZERS[config.optim]
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.scaler = torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
+        self.stepper = Stepper(self._sums, self.scaler)
+        self.scaling: DelayedScaling | None = None
+        self.callbacks = Callbacks(args, model)
+        self.optimizer: Any = None
+        self.schedule: Any = None
+        self.stops = Stops(config, self.loss_count)
+        scaled = self.scaler is not None
+        self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled)
+        set_seed(config.seed)
+
+    @property
+    def state(self) -> TrainerState:
+        return self.callbacks.state
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        self.callbacks.handler.add_callback(callback)
+
+    def use_graphs(self) -> None:
+        """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
+        self.stepper = GraphedStepper(self._sums, self.trained, self._settled)
+
+    def _settled(self) -> bool:
+        """A graph captured before the recipe's scales are there would look for them in every replay; before the first
+        step's end, the optimizer's state would have to find room beside the graphs."""
+        return self.state.global_step > 0 and (self.scaling is None or any(self.scaling.settled))
+
+    # --- a run -------------------------------------------------------------------------------------------------------
+
+    def train(self, checkpoint: Path | None = None) -> None:
+        """Train to the end from `checkpoint`, or from the start; a checkpoint of the end is only loaded.
+
+        A run that raises has written the records of all steps before.
+
+        Raises:
+            TrainingError: a step is broken, or has nothing to train on; see `Stops`.
+            CheckpointError: `checkpoint` cannot be read.
+        """
+        steps = total_steps(self.config, len(self.rows))
+        self._begin(checkpoint, steps)
+        if self.state.global_step >= steps:
+            return
+        try:
+            with noisy_embeddings(self.model, self.config.neftune_noise_alpha):
+                self._run(checkpoint)
+        except BaseException:
+            self.records.read_all()
+            raise
+        finally:
+            self.stepper.close()
+
+    def _begin(self, checkpoint: Path | None, steps: int) -> None:
+        """Weights, optimizer, schedule and state, new or as `checkpoint` has them."""
+        if checkpoint is not None:
+            load_weights(self.model, checkpoint)
+            if self.scaling is not None:
+                checkpoints.load_scaling(checkpoint, self.scaling)
+            self.records.window = Window.of_dict(checkpoints.read_state(checkpoint)["window"])
+        self.optimizer = self.row.make(self.model, self.config)
+        warmup = self.args.get_warmup_steps(steps)
+        self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
+        if checkpoint is not None:
+            load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler)
+        by_steps = self.config.max_steps > 0
+        epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
+        saved = None if checkpoint is None else checkpoint / checkpoints.TRAINER_STATE
+        self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.config, len(self.rows))
+
+    def _run(self, checkpoint: Path | None) -> None:
+        """Epoch after epoch until a callback says stop, as the first one does at the last step."""
+        began, first = time.time(), self.state.global_step
+        self._drop_gradients()
+        self.model.train()
+        self.callbacks("on_train_begin")
+        epoch, done = divmod(first, self._steps_per_epoch)
+        while not self.callbacks.control.should_training_stop:
+            self.callbacks("on_epoch_begin")
+            self._epoch(epoch, done, checkpoint)
+            self.callbacks("on_epoch_end")
+            self._evaluate_and_save()
+            epoch, done, checkpoint = epoch + 1, 0, None
+        steps = self.state.global_step - first
+        rows = steps * self.config.gradient_accumulation_steps * self.config.per_device_train_batch_size
+        summary = {"total_flos": 0, "train_loss": self.records.mean_losses / max(steps, 1)}
+        self.callbacks.log(speed_metrics("train", began, rows, steps) | summary)
+        self.callbacks("on_train_end")
+
+    def _epoch(self, epoch: int, done: int, checkpoint: Path | None) -> None:
+        """The steps of an epoch after the first `done`.
+
+        A loader draws a random number when it begins, so the checkpoint's numbers come back after that in the middle
+        of an epoch, and before it where the checkpoint was at an epoch's end.
+        """
+        if checkpoint is not None and not done:
+            load_random(checkpoint)
+        config = self.config
+        size, skip = config.per_device_train_batch_size, done * config.gradient_accumulation_steps
+        pinned = self.device.type != "cpu"
+        loader = batches(self.rows, size, self.collate, shuffled=config.seed + epoch, skip=skip, pinned=pinned)
+        micro_batches, seen = skip + len(loader), skip
+        iterator = iter(loader)
+        while taken := self._take(iterator):
+            if checkpoint is not None and done:
+                load_random(checkpoint)
+                checkpoint = None
+            seen += len(taken)
+            self._step(taken, epoch + seen / micro_batches)
+            control = self.callbacks.control
+            if control.should_epoch_stop or control.should_training_stop:
+                return
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def _take(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
+        self.records.begin()
+        return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
+
+    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Without waiting for the copy."""
+        return {
+            key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for key, value in batch.items()
+        }
+
+    def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
+        """One optimizer step; `epoch` is how far the run is after it."""
+        self.callbacks("on_step_begin")
+        number, counts = self.state.global_step + 1, counts_of(taken)
+        counts = {name: self.mesh.sum(count) for name, count in counts.items()}
+        self.stops.check_count(number, counts[self.loss_count], len(taken))
+        if not self.model.training:  # after an evaluation; it walks all modules
+            self.model.train()
+        count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
+        sums = self.mesh.sum(self.stepper(taken, count))
+        norm = self._clip()
+        numbers = torch.cat([sums, norm.to(sums).reshape(1)])
+        if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
+            guard(self.optimizer, numbers)
+        step = StepNumbers(number, counts, numbers)
+        self.records.launch(step)
+        if not guarded or number == 1:
+            self.records.check(step)
+        if self.scaler is not None:
+            self.stops.check_scale(number, self.records.norm, self.scaler.get_scale())
+        self.callbacks("on_pre_optimizer_step")
+        self._finish_step(self._move(), epoch)
+
+    def _clip(self) -> torch.Tensor:
+        """The norm of the gradients, before they are clipped to `max_grad_norm`."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        return torch.nn.utils.clip_grad_norm_(self.trained, self.config.max_grad_norm or math.inf)
+
+    def _move(self) -> float:
+        """The optimizer's step, and the schedule's; the learning rate that it was made with."""
+        rate = self.schedule.get_last_lr()[0]
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.callbacks("on_optimizer_step")
+        # a step that the scaler leaves out is none of the schedule's; a fused optimizer leaves it out itself
+        if self.scaler is None or math.isfinite(self.records.norm) or self.row.guarded:
+            self.schedule.step()
+        self._drop_gradients()
+        return rate
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.trained:  # nn.Module.zero_grad walks every frozen module: milliseconds a step
+            parameter.grad = None
+
+    def _finish_step(self, rate: float, epoch: float) -> None:
+        """The end of a step: what it says is recorded once its numbers are there, then evaluate and save."""
+        state = self.state
+        state.global_step, state.epoch = state.global_step + 1, epoch
+        self.callbacks("on_step_end")
+        control = self.callbacks.control
+        last = state.global_step >= state.max_steps  # whose record may span fewer than logging_steps
+        self.records.finish(rate if control.should_log or last else None)
+        if self.scaling is not None:
+            self.scaling.roll()
+        if last or control.should_training_stop or control.should_evaluate or control.should_save:
+            self.records.read()
+        self._evaluate_and_save()
+
+    def _evaluate_and_save(self) -> None:
+        """What the callbacks ask for."""
+        if self.callbacks.control.should_evaluate:
+            self.evaluate()
+        if self.callbacks.control.should_save:
+            self._save()
+            self.callbacks("on_save")
+
+    def _sums(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The sums of a micro-batch."""
+        with compute(self.model, self.compute_dtype):
+            return self.method.sums(self.model, batch)
+
+    # --- evaluation and checkpoints ----------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """The method's numbers over the held-out rows, recorded.
+
+        Raises:
+            TrainingError: the loss is NaN or Inf, or there is nothing to take it over.
+        """
+        assert self.held_out is not None
+        self.records.read()
+        began, found = time.time(), Window.of(self.method.numbers.trained)
+        self.model.eval()
+        size = self.args.per_device_eval_batch_size
+        for batch in batches(self.held_out, size, self.collate, pinned=self.device.type != "cpu"):
+            counts = counts_of([batch])
+            with torch.no_grad():
+                sums = self._held_out_sums(self._on_device(batch))
+            found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
+        counts = {name: self.mesh.sum(count) for name, count in found.counts.items() if name != TOKENS}
+        self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
+        numbers = self.method.evaluation(found.means(self.method.numbers.trained), counts)
+        numbers["seconds"] = time.time() - began
+        self.records.write("eval", numbers)
+        named = {f"eval_{name}": value for name, value in numbers.items()}
+        named |= speed_metrics("eval", began, len(self.held_out), math.ceil(len(self.held_out) / size))
+        self.callbacks.log(named)
+        self.callbacks("on_evaluate", metrics=named)
+        return numbers
+
+    def _held_out_sums(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The sums of a batch; where there is no room beside CUDA graphs, the graphs go."""
+        try:
+            return self._sums(batch)
+        except RuntimeError as error:
+            if not self.stepper.holds_graphs or not is_out_of_memory(error):
+                raise
+        self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
+        return self._held_out_sums(batch)
+
+    def _save(self) -> None:
+        """Write checkpoint-N aside, rename it, and only then remove older ones.
+
+        Raises:
+            TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
+        """
+        if not self.mesh.is_main:
+            return
+        place = self.output / f"checkpoint-{self.state.global_step}"
+        try:
+            with new_directory(place) as aside:
+                save_weights(self.model, aside)
+                save_optimizer(aside, self.optimizer, self.schedule, self.scaler)
+                save_random(aside)
+                if self.scaling is not None:
+                    save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
+                self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
+                checkpoints.write_state(aside, self.config, self.data, self.records.window)
+                write_manifest(aside, self.state.global_step)
+        # safetensors and torch.save have errors of their own for a disk that is full
+        except (OSError, RuntimeError, SafetensorError, TrainingError) as error:
+            reason = getattr(error, "message", str(error))
+            raise TrainingError(
+                f"{place} could not be saved: {reason}", f"free some space and resume; {self.stops.last_checkpoint()}"
+            ) from error
+        checkpoints.keep_newest(self.output, self.config.save_total_limit)

@@ -1,0 +1,92 @@
+"""The files of a checkpoint that continuing needs: weights, optimizer, schedule, loss scale and random states.
+
+Names and contents are those of transformers' Trainer, except that weights keep their own dtype (PEFT's loader would
+turn bfloat16 adapters into float32).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers.trainer_pt_utils import safe_globals
+
+from halfbyte.adapters import load_adapter_weights, save_adapter
+
+from . import checkpoint as checkpoints
+from .checks import saved_weights
+
+OPTIMIZER, SCHEDULE, RANDOM = checkpoints.PICKLED
+SCALER = "scaler.pt"
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """Adapters only; all weights in full fine-tuning."""
+    if isinstance(model, PeftModel):
+        save_adapter(model, folder)
+    else:
+        model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def load_weights(model: Any, folder: Path) -> None:
+    """What `save_weights` wrote.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another model.
+    """
+    if isinstance(model, PeftModel):
+        return load_adapter_weights(model, folder)
+    with checkpoints.reading(folder):
+        own = model.state_dict()
+        for name, tensor in saved_weights(model, folder):
+            own[name].copy_(tensor)
+
+
+def save_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
+    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
+    torch.save(schedule.state_dict(), folder / SCHEDULE)
+    if scaler is not None:
+        torch.save(scaler.state_dict(), folder / SCALER)
+
+
+def load_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
+    """What `save_optimizer` wrote.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another model.
+    """
+    with checkpoints.reading(folder):
+        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+        schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+        if scaler is not None and (folder / SCALER).is_file():
+            scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
+
+
+def save_random(folder: Path) -> None:
+    """The random states of Python, NumPy and torch; of a GPU, the current one's."""
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    states["cpu"] = torch.random.get_rng_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    torch.save(states, folder / RANDOM)
+
+
+def load_random(folder: Path) -> None:
+    """Go on with the random numbers that `save_random` found.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    with checkpoints.reading(folder):
+        with safe_globals():
+            states = torch.load(folder / RANDOM, weights_only=True)
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.random.set_rng_state(states["cpu"])
+        if torch.cuda.is_available() and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])

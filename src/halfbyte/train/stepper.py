@@ -1,0 +1,86 @@
+"""The forwards and backwards of one optimizer step: launched from Python, or replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graph import GraphedBackward
+
+Batch = Mapping[str, Any]
+COUNT = "loss_count"  # in a micro-batch: what the step's summed loss is divided by, a number on the device
+
+
+class Stepper:
+    """Runs the micro-batches of a step, launched from Python.
+
+    Args:
+        sums: micro-batch → named sums, 0-d; the one called "loss" is differentiated.
+        scaler: of the loss, in float16.
+
+    Call with the micro-batches and the count (0-d, on their device) that the step's summed loss is divided by.
+    Gradients of that mean are added to `.grad`. Returns the sums over all micro-batches [n], in their order.
+    """
+
+    holds_graphs = False
+    most_graph_bytes = 0  # of device memory that graphs held
+
+    def __init__(self, sums: Callable[[Batch], Mapping[str, Tensor]], scaler: torch.amp.GradScaler | None = None):
+        self.sums, self.scaler = sums, scaler
+
+    def __call__(self, batches: Sequence[Batch], count: Tensor) -> Tensor:
+        first, *others = (self.micro_batch({**batch, COUNT: count}) for batch in batches)
+        for sums in others:
+            first = first + sums
+        return first
+
+    def micro_batch(self, batch: Batch) -> Tensor:
+        return self.backward(batch)
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Forward and backward of a micro-batch, which a graph can capture: its sums [n]."""
+        sums = self.sums({key: value for key, value in batch.items() if key != COUNT})
+        loss = sums["loss"] / batch[COUNT]
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return torch.stack([value.detach() for value in sums.values()])
+
+    def give_up(self) -> None:
+        """Free what can be freed: memory ran out."""
+
+    def close(self) -> None:
+        """The training is over."""
+
+
+class GraphedStepper(Stepper):
+    """The same as CUDA graphs, for a model whose forward and backward can be captured; without loss scaling.
+
+    Args:
+        parameters: those that get gradients.
+        ready: whether the next step may be captured.
+    """
+
+    def __init__(
+        self,
+        sums: Callable[[Batch], Mapping[str, Tensor]],
+        parameters: Sequence[Tensor],
+        ready: Callable[[], bool],
+    ):
+        super().__init__(sums)
+        self.graphs, self.ready = GraphedBackward(self.backward, parameters), ready
+
+    def micro_batch(self, batch: Batch) -> Tensor:
+        return self.graphs(batch) if self.ready() else self.backward(batch)
+
+    @property
+    def holds_graphs(self) -> bool:  # type: ignore[override]
+        return self.graphs.holds_graphs
+
+    def give_up(self) -> None:
+        self.graphs.give_up()
+
+    def close(self) -> None:
+        self.most_graph_bytes = self.graphs.most_pool_bytes
+        self.graphs.close()

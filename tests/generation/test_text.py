@@ -1,0 +1,62 @@
+"""Text of a stream: the whole text in the end, characters never in halves, stop sequences never shown."""
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from serve_tiny import byte_tokenizer
+
+from halfbyte.generation.text import UNFINISHED, Text
+
+TOKENIZER = byte_tokenizer()
+
+
+def decode(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+def pieces_of(text: Text, ids) -> list[str]:
+    pieces = []
+    for token in ids:
+        pieces.append(text.add(token))
+        if text.stopped:
+            return pieces
+    return [*pieces, text.rest()]
+
+
+@given(st.text(max_size=20))
+def test_pieces_are_whole_characters_and_add_up(words):
+    pieces = pieces_of(Text(decode), TOKENIZER(words)["input_ids"])
+    assert "".join(pieces) == words
+    assert all(UNFINISHED not in piece for piece in pieces) or UNFINISHED in words
+
+
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_text_ends_before_the_first_stop_sequence(words, stops):
+    text = Text(decode, stops)
+    said = "".join(pieces_of(text, TOKENIZER(words)["input_ids"]))
+    ends = [words.find(stop) for stop in stops if stop in words]
+    assert text.stopped == bool(ends)
+    # Of two stop sequences in one place, the one that is complete first ends the text.
+    finished = min((words.find(stop) + len(stop) for stop in stops if stop in words), default=len(words))
+    expected = min((words[:finished].find(stop) for stop in stops if stop in words[:finished]), default=len(words))
+    assert said == words[:expected]
+
+
+def test_bytes_that_are_no_text_come_out_in_the_end():
+    ids = TOKENIZER("é")["input_ids"]
+    assert pieces_of(Text(decode), [ids[0]]) == ["", UNFINISHED]
+
+
+def test_special_tokens_are_silent():
+    ids = [*TOKENIZER("a")["input_ids"], TOKENIZER.eos_token_id, *TOKENIZER(" b")["input_ids"]]
+    assert "".join(pieces_of(Text(decode), ids)) == "a b"
+
+
+@pytest.mark.parametrize("folder", ["models/llama-40m"])
+def test_a_real_tokenizer(shared, folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(shared / folder)
+    words = "Hello, wörld 🙂 –  two spaces\n\n\tand 日本語."
+    ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+    text = Text(lambda some: tokenizer.decode(some, skip_special_tokens=True))
+    assert "".join(pieces_of(text, ids)) == tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,136 @@
+"""Views of decoder layers, the list of them, and the one reader of linears with adapters."""
+
+import pytest
+import torch
+import transformers
+from patch_models import FAMILIES as CONFIGS
+from patch_models import MULTIMODAL, SHAPE, assert_same, batch, loss_and_gradients, quantize, tiny
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import halfbyte
+from halfbyte import families, generation
+from halfbyte.errors import ModelError
+from halfbyte.families import Family
+from halfbyte.layers.plain import read_linear
+from halfbyte.models.layer import LayerView, decoder_layers, layer_view
+
+ROLES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_view_shows_every_linear_and_norm_of_a_layer(family):
+    name, layers = decoder_layers(tiny(family))
+    assert (name, len(layers)) == ("model.layers", 2)
+    view = layer_view(layers[0])
+    assert isinstance(view, LayerView)
+    assert (view.mlp is None) == (family in ("Mixtral", "Qwen3Moe"))
+    blocks = [block for block in (view.attention, view.mlp) if block is not None]
+    seen = {id(linear): role for block in blocks for role, linear in block.linears.items()}
+    if view.mlp is not None:
+        named = layers[0].named_modules()
+        assert seen == {id(m): name.rpartition(".")[2] for name, m in named if name.endswith("_proj")}
+        assert family == "Phi3" or set(seen.values()) == ROLES
+    halves = view.attention_half, view.mlp_half
+    norms = [norm for half in halves for norm in (half.norm, half.leave) if norm is not None]
+    own = {id(module) for module in layers[0].modules() if type(module).__name__.endswith("RMSNorm")}
+    assert {id(norm) for norm in (*norms, *(view.attention.norms or ()))} == own
+    x = torch.randn(3, 32)
+    queries, keys, values = view.attention.split([linear(x) for linear in view.attention.inputs])
+    assert (queries.shape, keys.shape, values.shape) == ((3, 32), (3, 16), (3, 16))
+
+
+def test_windows_and_rotations_are_each_layers_own():
+    views = [layer_view(layer) for layer in decoder_layers(tiny("Gemma3Text"))[1]]
+    assert [view.attention.window for view in views] == [8, None]
+    assert [view.attention.rope for view in views] == ["sliding_attention", "full_attention"]
+    (gemma2, _) = (layer_view(layer) for layer in decoder_layers(tiny("Gemma2"))[1])
+    assert (gemma2.attention.softcap, gemma2.attention.window) == (2.0, 8)
+    assert layer_view(decoder_layers(tiny("Mistral"))[1][1]).attention.window == 8
+    assert layer_view(decoder_layers(tiny("Llama"))[1][1]).attention.rope is None
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_the_layers_of_a_tower_are_not_the_models(family):
+    """Not even where the tower has as many."""
+    model = tiny(family).get_base_model()
+    model.config.get_text_config().num_hidden_layers = 1
+    layers = model.model.language_model.layers
+    del layers[1]
+    name, found = decoder_layers(model)
+    assert (name, found) == ("model.language_model.layers", layers)
+
+
+def test_layers_of_other_models():
+    config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=3, n_head=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    name, layers = decoder_layers(model)
+    assert name == "transformer.h"
+    assert layer_view(layers[0]) == "GPT2Block is of no family that halfbyte knows"
+    model.config.n_layer = 4
+    with pytest.raises(ModelError, match="GPT2LMHeadModel has no list of 4 decoder layers"):
+        decoder_layers(model)
+
+
+@pytest.fixture
+def granite(monkeypatch):
+    """A family that scales its residuals, its embeddings and its logits."""
+    row = Family("Granite", "granite", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier")
+    monkeypatch.setattr(families, "FAMILIES", [*families.FAMILIES, row])
+    scales = {"residual_multiplier": 0.3, "embedding_multiplier": 5.0, "logits_scaling": 3.0}
+    keys = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+    config = transformers.GraniteConfig(**keys, **scales, attention_multiplier=0.2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=sorted(ROLES)))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+@pytest.mark.parametrize("level", ["keep", "recompute", "checkpoint"])
+def test_scaled_residuals_are_trained_as_the_stock_model_does(granite, level):
+    inputs = batch()
+    expected = loss_and_gradients(granite, inputs)
+    report = halfbyte.patch(granite, level)
+    assert_same(loss_and_gradients(granite, inputs), expected)
+    assert (report.family, report.fused["gated activation"], report.unfused) == ("Granite", 2, {})
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_scaled_residuals_are_generated_as_the_stock_model_does(granite, quantized):
+    model = (quantize(granite) if quantized else granite).eval()
+    prompt = torch.tensor([[5, 9, 17, 33, 2, 71]])
+    keys = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **keys)[0, 6:].tolist()
+    assert generation.generate(model, prompt.tolist(), max_new_tokens=12, stops=[]) == [expected]
+    assert not [key for key in halfbyte.notices.said() if key.startswith("generation")]
+
+
+def test_adapters_by_name_or_those_that_are_active():
+    model = tiny("Llama")
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    q = layer_view(decoder_layers(model)[1][0]).attention.inputs[0]
+
+    def adapters(names=None):
+        return [each.name for each in read_linear(q, names).adapters]
+
+    assert (adapters(), adapters(["other", "default", "missing"]), adapters([])) == (
+        ["default"],
+        ["other", "default"],
+        [],
+    )
+    with model.disable_adapter():
+        assert (adapters(), adapters(["other"])) == ([], ["other"])
+    base, (adapter, *_) = read_linear(q)
+    assert (base, adapter.a) == (q.base_layer, q.lora_A["default"].weight)
+    q.lora_A["default"].register_forward_hook(lambda *_: None)
+    assert read_linear(q) == "it has hooks"
+    assert read_linear(q, ["other"]).base is q.base_layer
+    q.base_layer.register_forward_hook(lambda *_: None)
+    assert read_linear(q, []) == "it has hooks"
+    model.merge_adapter(["default"])
+    assert read_linear(q) == "its adapter is merged"

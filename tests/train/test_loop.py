@@ -1,0 +1,305 @@
+"""The loop's arithmetic: accumulation, evaluation, records, and the stops."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from tiny_runs import collate, losses, make_loop, rows, run_config, tiny_llama
+from transformers import Trainer, set_seed
+
+from halfbyte.adapters import add_adapter
+from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.train import stepper
+from halfbyte.train.arguments import total_steps, training_arguments
+from halfbyte.train.rows import batches
+
+
+def trained_weights(loop):
+    return {name: p.detach().clone() for name, p in loop.model.named_parameters() if p.requires_grad}
+
+
+def test_accumulation_equals_the_large_batch(tmp_path):
+    """12 rows with uneven token counts, 5 per large batch: the last window of the epoch is incomplete in both."""
+    runs = {}
+    for name, batch, accumulation in (("large", 5, 1), ("small", 1, 5)):
+        config = run_config(
+            tmp_path / name,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            num_train_epochs=2,
+            lora_dropout=0.0,
+            optim="sgd",
+            learning_rate=0.5,
+        )
+        runs[name] = make_loop(config, train=rows(12).select(range(12)))
+        runs[name].train()
+    large, small = runs["large"], runs["small"]
+    assert len(losses(large)) == total_steps(large.config, 12) == 6
+    counts = [record["trained_tokens"] for record in large.metrics.records()]
+    assert len(set(counts)) > 1
+    assert counts == [record["trained_tokens"] for record in small.metrics.records()]
+    torch.testing.assert_close(losses(small), losses(large), rtol=1e-6, atol=1e-6)
+    for name, weight in trained_weights(large).items():
+        torch.testing.assert_close(trained_weights(small)[name], weight, rtol=1e-6, atol=1e-6)
+
+
+def test_the_recorded_loss_is_the_mean_over_trained_tokens(tmp_path):
+    config = run_config(tmp_path, per_device_train_batch_size=4, max_steps=1, lora_dropout=0.0)
+    loop = make_loop(config)
+    order = next(iter(batches(loop.rows, 4, collate, shuffled=config.seed)))
+    with torch.no_grad():
+        logits = loop.model.eval()(input_ids=order["input_ids"], attention_mask=order["attention_mask"]).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), order["labels"][:, 1:].flatten(), ignore_index=-100)
+    loop.train()
+    (record,) = loop.metrics.records()
+    assert record["loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert record["tokens"] == int(order["attention_mask"].sum())
+    assert record["trained_tokens"] == int((order["labels"][:, 1:] != -100).sum())
+    assert record["learning_rate"] == config.learning_rate
+    assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["step_seconds"])
+    assert record["memory_bytes"] > 0
+
+
+def test_logging_every_few_steps_averages_over_tokens(tmp_path):
+    keys = {"num_train_epochs": 1, "lora_dropout": 0.0}
+    each = make_loop(run_config(tmp_path / "each", **keys))
+    each.train()
+    some = make_loop(run_config(tmp_path / "some", logging_steps=5, **keys))
+    some.train()
+    records = each.metrics.records()
+    first = records[:5]
+    expected = sum(r["loss"] * r["trained_tokens"] for r in first) / sum(r["trained_tokens"] for r in first)
+    assert [record["step"] for record in some.metrics.records()] == [5, 10, 12]
+    assert losses(some)[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_evaluation_weighs_every_token_alike(tmp_path):
+    held_out = rows(5, seed=9)
+    loop = make_loop(run_config(tmp_path, per_device_eval_batch_size=2), held_out=held_out)
+    metrics = loop.evaluate()
+    batch = collate(list(held_out))
+    with torch.no_grad():
+        logits = loop.model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+    assert metrics["loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-5)
+    (record,) = loop.metrics.records()
+    assert (record["kind"], record["step"]) == ("eval", 0)
+    assert record["tokens"] == int((batch["labels"][:, 1:] != -100).sum())
+
+
+def test_it_trains_what_transformers_own_trainer_trains(tmp_path):
+    """A model as `load_model` gives it goes through both: order of rows, warm-up, schedule, clipping, decay."""
+    keys = {"num_train_epochs": 2, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+    keys |= {"warmup_steps": 0.3, "weight_decay": 0.1, "lora_dropout": 0.0, "max_grad_norm": 0.5}
+    config, train = run_config(tmp_path / "ours", **keys), rows(20)
+    ours = make_loop(config, train=train)
+    ours.train()
+    set_seed(config.seed)
+    model = add_adapter(tiny_llama(), config)
+    args = training_arguments(config, torch.device("cpu"), torch.float32, rows=20, evaluate=False)
+    args.remove_unused_columns, args.save_strategy, args.output_dir = False, "no", str(tmp_path / "theirs")
+    theirs = Trainer(model, args, train_dataset=train, data_collator=collate)
+    theirs.train()
+    logged = [entry for entry in theirs.state.log_history if "learning_rate" in entry]
+    assert [entry["learning_rate"] for entry in logged] == [r["learning_rate"] for r in ours.metrics.records()]
+    assert [entry["loss"] for entry in logged] == pytest.approx(losses(ours), rel=1e-5)
+    for name, weight in trained_weights(ours).items():
+        torch.testing.assert_close(model.get_parameter(name), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluations_and_checkpoints_fall_on_epochs_unless_told(tmp_path):
+    loop = make_loop(run_config(tmp_path, num_train_epochs=2, gradient_accumulation_steps=5), held_out=rows(3, 9))
+    loop.train()
+    assert [r["step"] for r in loop.metrics.records() if r["kind"] == "eval"] == [3, 6]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_data_order_follows_the_seed(tmp_path):
+    def order(name, **keys):
+        loop = make_loop(run_config(tmp_path / name, num_train_epochs=1, save_total_limit=1, **keys))
+        loop.train()
+        return [record["tokens"] for record in loop.metrics.records()]
+
+    assert order("a") == order("b") != order("c", seed=8)
+
+
+def test_activation_checkpointing_gives_the_same_gradients(tmp_path):
+    runs = []
+    for name in ("plain", "checkpointed"):
+        loop = make_loop(run_config(tmp_path / name, max_steps=2))
+        if name == "checkpointed":
+            loop.model.gradient_checkpointing_enable({"use_reentrant": False})
+        loop.train()
+        runs.append(losses(loop))
+    assert runs[0] == runs[1]
+
+
+def test_nan_stops_before_any_weight_moves(tmp_path):
+    loop = make_loop(run_config(tmp_path, max_steps=6, save_steps=2))
+
+    def poison(module, inputs, output):
+        return output * float("nan") if loop.state.global_step == 3 and module.training else output
+
+    loop.model.get_base_model().model.layers[0].register_forward_hook(poison)
+    with pytest.raises(TrainingError, match=r"step 4: loss nan.*") as stopped:
+        loop.train()
+    assert "checkpoint-2" in stopped.value.fix
+    assert all(weight.isfinite().all() for weight in trained_weights(loop).values())
+    assert len(losses(loop)) == 3
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_nan_gradient_under_a_finite_loss_stops_too(tmp_path):
+    loop = make_loop(run_config(tmp_path, max_steps=2))
+    weight = next(p for p in loop.model.parameters() if p.requires_grad)
+    weight.register_hook(lambda gradient: gradient * float("inf") if loop.state.global_step == 1 else gradient)
+    with pytest.raises(TrainingError, match=r"step 2.*gradient norm"):
+        loop.train()
+
+
+@pytest.fixture
+def scaled(tmp_path, monkeypatch):
+    """Makes loops with float16's loss scaling, which runs have on GPUs only, and a gradient that is spoilt."""
+    return functools.partial(scaled_loop, tmp_path, monkeypatch)
+
+
+def scaled_loop(tmp_path, monkeypatch, broken, scale=2.0**16):
+    loop = make_loop(run_config(tmp_path, max_steps=40, save_steps=1000))
+    loop.scaler = loop.stepper.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    factor = next(p for p in loop.model.parameters() if p.requires_grad)
+    factor.register_hook(lambda grad: grad * broken(loop.state.global_step + 1))
+    return loop
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_float16_gradients_that_never_become_finite_stop(scaled, broken):
+    loop = scaled(lambda step: broken if step > 3 else 1.0)
+    weights = []
+    loop.trained[0].register_hook(lambda _: weights.append(loop.trained[1].detach().clone()))
+    with pytest.raises(TrainingError, match=r"step 21: .* last 18 steps .* scale down to 0\.5") as stopped:
+        loop.train()
+    assert "dtype: bfloat16" in stopped.value.fix
+    assert not torch.equal(weights[0], weights[3])
+    assert torch.equal(weights[3], weights[-1])
+
+
+def test_float16_stops_after_twenty_steps_whatever_the_scale(scaled):
+    with pytest.raises(TrainingError, match=r"step 20: .* last 20 steps"):
+        scaled(lambda step: math.inf, scale=2.0**60).train()
+
+
+def test_float16_overflows_that_end_are_skipped(scaled):
+    loop = scaled(lambda step: math.inf if step % 20 else 1.0, scale=2.0**60)
+    loop.train()
+    assert len(losses(loop)) == 40
+
+
+def test_a_window_without_trained_tokens_stops(tmp_path):
+    def masked(row):
+        return {"labels": [-100] * len(row["labels"])}
+
+    loop = make_loop(run_config(tmp_path, gradient_accumulation_steps=4), train=rows(8).map(masked))
+    with pytest.raises(TrainingError, match="step 1 has no trained token"):
+        loop.train()
+    one_masked = Dataset.from_list([*rows(3), *rows(1).map(masked)])
+    make_loop(run_config(tmp_path / "mixed", gradient_accumulation_steps=4), train=one_masked).train()
+
+
+def test_a_label_on_the_first_position_alone_counts_as_nothing(tmp_path):
+    first = [{"input_ids": [3, 4, 5], "labels": [3, -100, -100]}] * 2
+    with pytest.raises(TrainingError, match="no trained token"):
+        make_loop(run_config(tmp_path), train=Dataset.from_list(first)).train()
+
+
+def test_adapters_that_no_gradient_reaches_stop(tmp_path):
+    loop = make_loop(run_config(tmp_path, max_steps=1))
+    for parameter in loop.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(torch.zeros_like)
+    with pytest.raises(TrainingError, match="no gradient"):
+        loop.train()
+
+
+def test_full_fine_tuning_saves_all_weights(tmp_path):
+    loop = make_loop(run_config(tmp_path, use_peft=False, load_in_4bit=False, max_steps=2, learning_rate=1e-3))
+    before = tiny_llama().state_dict()
+    loop.train()
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+    assert any(not torch.equal(weight, before[name]) for name, weight in loop.model.state_dict().items())
+
+
+class Graphs:
+    """Stands for captured micro-batches: notes the steps that run as them, and holds memory until it gives up."""
+
+    def __init__(self, backward, parameters):
+        self.backward, self.steps, self.holds_graphs, self.most_pool_bytes = backward, [], True, 5
+        self.begun = lambda: 0  # steps that the loop has finished
+
+    def __call__(self, batch):
+        self.steps.append(self.begun() + 1)
+        return self.backward(batch)
+
+    def give_up(self):
+        self.holds_graphs = False
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def graphed(monkeypatch):
+    """Gives a loop such graphs."""
+    monkeypatch.setattr(stepper, "GraphedBackward", Graphs)
+
+    def give(loop):
+        loop.use_graphs()
+        loop.stepper.graphs.begun = lambda: loop.state.global_step
+        return loop.stepper.graphs
+
+    return give
+
+
+def test_graphs_begin_with_the_second_step_and_end_with_the_training(tmp_path, graphed):
+    """The optimizer's state is made by the first, and must find room."""
+    plain = make_loop(run_config(tmp_path / "plain", max_steps=3))
+    plain.train()
+    loop = make_loop(run_config(tmp_path / "graphs", max_steps=3))
+    graphs = graphed(loop)
+    loop.train()
+    assert graphs.steps == [2, 3]
+    assert graphs.closed
+    assert loop.stepper.most_graph_bytes == 5
+    assert losses(loop) == losses(plain)
+
+
+def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monkeypatch, graphed):
+    loop = make_loop(run_config(tmp_path, per_device_eval_batch_size=2), held_out=rows(5, seed=9))
+    expected, eager = loop.evaluate(), loop.stepper
+    graphs = graphed(loop)
+
+    def sums(model, batch, whole=loop.method.sums):
+        if graphs.holds_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(model, batch)
+
+    monkeypatch.setattr(loop.method, "sums", sums)
+    assert loop.evaluate()["loss"] == expected["loss"]
+    loop.stepper = eager
+    graphs.holds_graphs = True
+    with pytest.raises(torch.OutOfMemoryError):
+        loop.evaluate()
+
+
+def test_a_schedule_transformers_does_not_know_is_a_config_error(tmp_path):
+    config = run_config(tmp_path).model_copy(update={"lr_scheduler_type": "cosign"})  # past the config's own check
+    with pytest.raises(ConfigError, match="cosign"):
+        training_arguments(config, torch.device("cpu"), torch.float32, rows=4, evaluate=False)
+
+
+def test_float16_is_refused_where_it_cannot_train(tmp_path):
+    with pytest.raises(ConfigError, match="float16"):
+        training_arguments(run_config(tmp_path), torch.device("cpu"), torch.float16, rows=4, evaluate=False)
