@@ -1,4 +1,4 @@
-"""Products of a few rows with 8-bit weights: on a GPU at real sizes, and in Triton's interpreter at small ones."""
+"""GEMV and small-batch GEMM with 8-bit weights: on a GPU at real sizes, and in Triton's interpreter at small ones."""
 
 import functools
 import itertools
