@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.autograd.attention import WIDEST
+from halfbyte.autograd.attention import HOPPER, WIDEST
 from halfbyte.dispatch import Op
 from halfbyte.kernels.device import device_of
-from halfbyte.models.attention import HOPPER
+from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
-from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
 
@@ -69,10 +68,6 @@ class Case:
     everyday: bool = False
 
 
-def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def apart(first: Iterable, *others: Iterable) -> list[tuple]:
     """Each value of `first` with the first ones of the others; and, for its last, each other value by itself.
 
@@ -84,10 +79,6 @@ def apart(first: Iterable, *others: Iterable) -> list[tuple]:
     for i, rest in enumerate(rests):
         found += [(firsts[-1], *heads[:i], value, *heads[i + 1 :]) for value in rest[1:]]
     return list(dict.fromkeys(found))
-
-
-def slot(dtype: torch.dtype) -> Slot:
-    return Slot(DelayedScaling([dtype], ScalingOptions(), device="meta"), 0)
 
 
 def norm_cases() -> Iterator[Case]:
@@ -205,7 +196,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def attention_backward_cases() -> Iterator[Case]:
-    """`models.attention` takes them on Hopper alone, where they were measured."""
+    """`autograd.attention` takes them on Hopper alone, where they were measured."""
     for dtype, size, window in itertools.product((FP16, BF16), HEADS, (None, 512)):
         if size > WIDEST:
             continue
@@ -233,16 +224,6 @@ def loss_cases() -> Iterator[Case]:
                 losses.log_probs_backward_(logits, labels, row, entropy, row, entropy, objective)
 
         yield Case(f"cross-entropy of {vocabulary}", entropies, dtype, often)
-
-
-def weight4(rows: int, columns: int, blocksize: int, nested: bool) -> tuple:
-    """packed, absmax, nested, blocksize, quant_type."""
-    blocks = rows * columns // blocksize
-    packed = empty(rows * columns // 2, 1, dtype=torch.uint8)
-    if not nested:
-        return packed, empty(blocks), None, blocksize, "nf4"
-    second = (empty(blocks // 256), empty(256), empty())
-    return packed, empty(blocks, dtype=torch.uint8), second, blocksize, "nf4"
 
 
 def format_cases() -> Iterator[Case]:

@@ -1,6 +1,6 @@
 """Which kernel compiles for which GPU, without one: `python -m benchmarks.kernel_matrix` writes docs/kernels.md.
 
-What dispatch would launch on a device is asked of the twins themselves: they are called on tensors without data while a
+What dispatch would launch on a device is asked of dispatch itself: ops are called on tensors without data while a
 device is assumed (`kernels.device.assumed`), and what they would have launched is written down. Each launch is compiled
 for that device, by Triton or NVRTC, and what it takes of shared memory and registers is held against what there is.
 """
@@ -38,7 +38,7 @@ from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import cuda
 from halfbyte.kernels import triton as triton_folder
 from halfbyte.kernels.cuda import nvrtc
-from halfbyte.kernels.device import Device, assumed
+from halfbyte.kernels.device import KNOWN, Device, assumed
 from halfbyte.kernels.triton import lora_glu
 from halfbyte.kernels.triton.launch import Launcher
 
@@ -64,27 +64,12 @@ class Target:
         return self.triton.arch if isinstance(self.triton.arch, str) else f"sm_{self.triton.arch}"
 
 
-def _nvidia(arch: int, cards: str, shared_kib: int, multiprocessors: int) -> Target:
-    capability = divmod(arch, 10)
-    device = Device(cards, "cuda", capability, shared_kib * KIB, KIB, multiprocessors)
-    return Target(device, GPUTarget("cuda", arch, 32))
-
-
-def _amd(arch: str, cards: str, multiprocessors: int) -> Target:
-    return Target(Device(cards, "hip", (0, 0), 64 * KIB, None, multiprocessors), GPUTarget("hip", arch, 64))
-
-
 TARGETS = [
-    _nvidia(75, "T4, RTX 20", 64, 40),
-    _nvidia(80, "A100", 163, 108),
-    _nvidia(86, "RTX 30, A10, A6000", 99, 84),
-    _nvidia(89, "RTX 40, L4, L40S", 99, 142),
-    _nvidia(90, "H100, H200", 227, 132),
-    _nvidia(100, "B200", 227, 148),
-    _nvidia(120, "RTX 50, RTX PRO 6000", 99, 188),
-    _amd("gfx90a", "MI200", 110),
-    _amd("gfx942", "MI300", 304),
-]
+    *(Target(KNOWN[name], GPUTarget("cuda", arch, 32))
+      for name, arch in (("t4", 75), ("a100", 80), ("rtx3090", 86), ("rtx4090", 89), ("h100", 90), ("b200", 100),
+                         ("rtx5090", 120))),
+    *(Target(KNOWN[name], GPUTarget("hip", arch, 64)) for name, arch in (("mi200", "gfx90a"), ("mi300", "gfx942"))),
+]  # fmt: skip
 
 
 @dataclass

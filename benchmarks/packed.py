@@ -147,7 +147,7 @@ def flex(bounds: Tensor, tokens: int) -> Attend:
 
 def candidates(lengths: list[int], batch: dict[str, Any]) -> dict[str, Callable[[], Attend]]:
     """Name → what makes it, which may fail."""
-    from halfbyte.models import attention
+    from halfbyte.autograd import attention
 
     bounds, longest, tokens = batch["cu_seq_lens_q"], batch["max_length_q"], sum(lengths)
     ours = partial(attention.varying, bounds=bounds, longest=longest)

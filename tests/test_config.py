@@ -22,6 +22,7 @@ from halfbyte.optim import OPTIMIZERS
 
 NEEDED = {"model_name_or_path": "some/model", "dataset": "data.jsonl"}
 
+IN_8_BITS = {"load_in_4bit": True, "quantization": "int8"}
 AXOLOTL = (Path(__file__).parent / "cli/configs/axolotl_qlora.yml").read_text(encoding="utf-8")
 
 
@@ -205,6 +206,15 @@ class TestForeignNames:
             ("finetuning_type: full", {"load_in_4bit": False, "use_peft": False}),
             ("finetuning_type: lora\nquantization_bit: 4", {"load_in_4bit": True, "use_peft": True}),
             ("finetuning_type: lora", {"load_in_4bit": False}),
+            ("load_in_8bit: true", IN_8_BITS),
+            ("load_in_8bit: true\nload_in_4bit: false", IN_8_BITS),
+            ("adapter: lora\nload_in_8bit: true\nload_in_4bit: false", IN_8_BITS | {"use_peft": True}),
+            ("adapter: lora\ngptq: true\nload_in_4bit: false", {"load_in_4bit": True, "quantization": None}),
+            ("load_in_4bit: false\nload_in_8bit: false", {"load_in_4bit": False, "quantization": None}),
+            ("finetuning_type: lora\nquantization_bit: 8", IN_8_BITS),
+            ("quantization_bit: 3\nquantization_method: hqq", {"load_in_4bit": True, "quantization": "hqq3"}),
+            ("qat: {weight_dtype: int4}", {"qat_scheme": "int4", "load_in_4bit": False}),
+            ("gradient_checkpointing: true\nactivation_offloading: true", {"activation_checkpointing": "offload"}),
             ("lora_target: all", {"target_modules": "all-linear"}),
             ("lora_target: q_proj, v_proj", {"target_modules": ["q_proj", "v_proj"]}),
             ("lora_target_linear: true\nlora_target_modules:", {"target_modules": "all-linear"}),
@@ -235,10 +245,12 @@ class TestForeignNames:
     @pytest.mark.parametrize(
         ("line", "said", "fix"),
         [
-            ("load_in_8bit: true", "load_in_8bit is not built yet", "load_in_4bit: true"),
+            ("load_in_8bit: true\nload_in_4bit: true", "load_in_8bit and load_in_4bit are both true", "keep one"),
             ("fsdp_config: {version: 2}", "fsdp_config is not built yet", "one device"),
             ("deepspeed: zero3.json", "deepspeed is not built yet", "one device"),
-            ("quantization_bit: 8", "quantization_bit: 8 is not built yet", "quantization_bit: 4"),
+            ("quantization_bit: 5", "quantization_bit: 5 of bitsandbytes has no equivalent", "4 or 8"),
+            ("qat: {weight_dtype: int4, group_size: 32}", "qat: group_size has no equivalent", "qat_scheme: int4"),
+            ("activation_offloading: disk", "activation_offloading: disk has no equivalent", "true"),
             ("adapter: llama-adapter", "is not built yet", "qlora or lora"),
             ("stage: dpo", "stage is not built yet", "sft"),
             ("rl: dpo", "rl is not built yet", "supervised"),

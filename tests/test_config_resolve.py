@@ -1,9 +1,11 @@
 """What the flat keys of a run come to: typed sections, and the same from keywords in Python."""
 
+from pathlib import Path
+
 import pytest
 
 from halfbyte import notices
-from halfbyte.config import SIXTEEN, Origin, Precision, RunConfig, Storage, resolve, storage_of
+from halfbyte.config import SIXTEEN, Origin, Precision, RunConfig, Storage, load_config, resolve, storage_of
 from halfbyte.config.schema import AdapterSection, QuantizationSection
 from halfbyte.errors import ConfigError
 
@@ -105,3 +107,13 @@ def test_an_adapter_has_the_keys_of_its_section_and_its_base():
     assert resolved(use_peft=False, **IN_16_BITS).adapter is None
     with pytest.raises(ValueError, match="frozen"):
         adapter.r = 8
+
+
+def test_a_resolved_configuration_of_the_version_before_loads_as_it_was():
+    config = load_config(Path(__file__).parent / "cli/configs/resolved_0.1.yaml")
+    assert not notices.said()
+    run = resolve(config)
+    formats = (("*.down_proj", "kbit5"), ("*", "blockwise4:nf4:128:nested"))
+    assert run.storage == Storage(formats, skip_first=1)
+    assert (run.precision.recipe, run.precision.recipe_options["margin"], run.adapter.r) == ("fp8-hybrid", 2, 8)
+    assert (config.optim, config.activation_checkpointing) == ("adamw_torch", "offload_kept")

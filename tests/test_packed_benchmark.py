@@ -5,6 +5,7 @@ import torch
 from patch_models import loop_over_documents
 
 from benchmarks import packed, step
+from halfbyte.autograd import attention as causal
 from halfbyte.models import attention
 
 LENGTHS = [40, 300, 300]
@@ -30,8 +31,8 @@ def test_the_batch_is_one_row_of_documents():
 def test_a_dense_mask_is_seen(monkeypatch, dense):
     training = step.Training("tiny", 1, 640, "cpu")
     if not dense:
-        monkeypatch.setattr(attention, "DTYPES", (torch.float32, torch.bfloat16))
-        monkeypatch.setattr(attention, "_varlen", lambda: (short_loop, frozenset({"enable_gqa"})))
+        monkeypatch.setattr(causal, "DTYPES", (torch.float32, torch.bfloat16))
+        monkeypatch.setattr(causal, "_varlen", lambda: (short_loop, frozenset({"enable_gqa"})))
         attention.register()
         training.model.config._attn_implementation = attention.NAME
     with packed.MaskWatch(640) as watch:

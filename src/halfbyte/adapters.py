@@ -21,7 +21,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -29,25 +29,23 @@ from peft.helpers import disable_input_dtype_casting
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from halfbyte.architectures import ALL_LINEAR, all_linear, is_linear
-from halfbyte.errors import CheckpointError, ConfigError, ModelError
-from halfbyte.notices import notice
-from halfbyte.qat.model import round_merged
-
-if TYPE_CHECKING:
-    from halfbyte.config import RunConfig
+from .architectures import ALL_LINEAR, all_linear, is_linear
+from .config import Adapter, RunConfig, resolve
+from .errors import CheckpointError, ConfigError, ModelError
+from .notices import notice
+from .qat.model import round_merged
 
 WEIGHTS = "adapter_model.safetensors"
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
-def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
+def add_adapter(model: nn.Module, config: RunConfig | Adapter) -> PeftModel:
     """Freeze `model` and put trainable LoRA adapters on its linear layers.
 
     Args:
         model: any Hugging Face causal LM, 16-bit or with 4-bit linears.
-        config: `r`, `lora_alpha`, `target_modules`, ... and `adapter_path` to continue from a saved adapter, whose own
-            rank, alpha and targets then hold.
+        config: a run's, or its adapter section: `r`, `lora_alpha`, `target_modules`, ... and `adapter_path` to continue
+            from a saved adapter, whose own rank, alpha and targets then hold.
 
     Returns:
         The PeftModel around `model`; trainable weights are `config.adapter_dtype`.
@@ -55,22 +53,25 @@ def add_adapter(model: nn.Module, config: RunConfig) -> PeftModel:
     Raises:
         ModelError: the model has no module that `target_modules`, `modules_to_save`, `rank_pattern` or `alpha_pattern`
             names; or an adapter that quantization-aware training cannot merge.
-        ConfigError: `target_modules` is not a valid regular expression.
+        ConfigError: `target_modules` is not a valid regular expression, or `config` describes no adapter.
         CheckpointError: `adapter_path` is missing, truncated or made for a model of other shapes.
     """
-    if config.adapter_path:
-        peft_model = load_adapter(model, Path(config.adapter_path), config.model_name_or_path, trainable=True)
-        _say_what_differs(peft_model.peft_config["default"], config)
+    adapter = config if isinstance(config, Adapter) else resolve(config).adapter
+    if adapter is None:
+        raise ConfigError("use_peft: false describes no adapter", "set use_peft: true")
+    if adapter.adapter_path:
+        peft_model = load_adapter(model, Path(adapter.adapter_path), adapter.origin.name, trainable=True)
+        _say_what_differs(peft_model.peft_config["default"], adapter)
     else:
         try:
             with quiet_peft():
-                peft_model = get_peft_model(model, _new_config(model, config), autocast_adapter_dtype=False)
+                peft_model = get_peft_model(model, _lora_config(model, adapter), autocast_adapter_dtype=False)
         except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
             raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
     # PEFT takes the name from the model object, which may have been built in memory.
-    peft_model.peft_config["default"].base_model_name_or_path = config.model_name_or_path
+    peft_model.peft_config["default"].base_model_name_or_path = adapter.origin.name
     round_merged(peft_model)
-    dtype = getattr(torch, config.adapter_dtype)
+    dtype = getattr(torch, adapter.adapter_dtype)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -85,29 +86,29 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-def _new_config(model: nn.Module, config: RunConfig) -> LoraConfig:
-    _check_targets(model, config.target_modules)
+def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
+    _check_targets(model, adapter.target_modules)
     names = {name for name, _ in model.named_modules() if name}
-    _check_names("modules_to_save", config.modules_to_save or (), names)
-    _check_whole_modules(model, config.modules_to_save or ())
+    _check_names("modules_to_save", adapter.modules_to_save or (), names)
+    _check_whole_modules(model, adapter.modules_to_save or ())
     for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(config, key):
+        for pattern in getattr(adapter, key):
             _compiled(key, pattern)
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 raise ModelError(*_unknown(key, pattern, names))
     return LoraConfig(
         task_type="CAUSAL_LM",
-        revision=None if config.model_revision == "main" else config.model_revision,
-        r=config.r,
-        lora_alpha=_plain(config.lora_alpha),
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        target_modules=all_linear(model) if config.target_modules == ALL_LINEAR else config.target_modules,
-        modules_to_save=config.modules_to_save,
-        rank_pattern=dict(config.rank_pattern),
-        alpha_pattern={name: _plain(alpha) for name, alpha in config.alpha_pattern.items()},
-        init_lora_weights=config.init_lora_weights,
+        revision=adapter.origin.revision,
+        r=adapter.r,
+        lora_alpha=_plain(adapter.lora_alpha),
+        lora_dropout=adapter.lora_dropout,
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
+        target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
+        modules_to_save=adapter.modules_to_save,
+        rank_pattern=dict(adapter.rank_pattern),
+        alpha_pattern={name: _plain(alpha) for name, alpha in adapter.alpha_pattern.items()},
+        init_lora_weights=adapter.init_lora_weights,
     )
 
 
@@ -116,14 +117,14 @@ def _plain(alpha: float) -> Any:
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
-def _say_what_differs(lora: PeftConfig, config: RunConfig) -> None:
+def _say_what_differs(lora: PeftConfig, adapter: Adapter) -> None:
     differing = [
-        f"{key} {getattr(lora, key)} (not {getattr(config, key)})"
+        f"{key} {getattr(lora, key)} (not {getattr(adapter, key)})"
         for key in ("r", "lora_alpha", "use_rslora", "use_dora")
-        if getattr(lora, key, None) != getattr(config, key)
+        if getattr(lora, key, None) != getattr(adapter, key)
     ]
     if differing:
-        said = f"continuing from {config.adapter_path}, the saved adapter decides: {', '.join(differing)}"
+        said = f"continuing from {adapter.adapter_path}, the saved adapter decides: {', '.join(differing)}"
         notice("adapter_shape", said)
 
 

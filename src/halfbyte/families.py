@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-
     from .ops.glu import Activation
 
 # transformers' names of activations, and those of `halfbyte.ops.glu`.
@@ -171,11 +170,6 @@ class Family:
                   "module": f"transformers.models.{self.package}.modeling_{self.package}"}  # fmt: skip
         for key, value in filled.items():
             object.__setattr__(self, key, getattr(self, key) or value)
-
-    @property
-    def traits(self) -> tuple[str, ...]:
-        """What of the block changes how many bytes it keeps for backward, as attributes of this row."""
-        return tuple(name for name in ("sandwich", "qk_norm", "fused") if getattr(self, name))
 
 
 CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}

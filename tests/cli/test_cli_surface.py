@@ -35,7 +35,7 @@ SURFACE = {
     "merge": ["run", "out", "--base", "--quantize", "--verify --no-verify", "--trust-remote-code"],
     "mix": ["model", "data", "--bits", "--formats", "--tokens"],
     "export": ["source", "--gguf", "--out", "--adapter-only", "--importance --imatrix", "--trust-remote-code"],
-    "env": [],
+    "env": ["--kernels", "--device"],
     "demo": ["output_dir"],
     "import-config": ["file"],
 }

@@ -57,7 +57,7 @@ def test_an_imported_file_loads_and_gives_what_was_said(write):
 
 def test_left_out_keys_stand_in_the_file_with_their_reason(write):
     text = convert(write(AXOLOTL)).as_yaml()
-    assert "# dataset_prepared_path: tokenized data is cached by itself" in text
+    assert "# dataset_prepared_path: each run tokenizes its data, and keeps no cache" in text
     assert "# base_model" in text
 
 
@@ -85,9 +85,8 @@ datasets:
     imported = convert(write(text))
     assert imported.keys["dataset"] == ["a.json", "b.json"]
     assert imported.keys["column_mapping"] == {"messages": "turns"}
-    assert imported.keys["load_in_4bit"] is False
-    assert "not built yet" in imported.left_out["load_in_8bit"]
-    assert set(imported.left_out) == {"load_in_8bit", "chat_template"}
+    assert (imported.keys["load_in_4bit"], imported.keys["quantization"]) == (True, "int8")
+    assert set(imported.left_out) == {"chat_template"}
 
 
 def test_values_our_keys_do_not_take_are_left_out_with_the_reason(write):

@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from gemv4_cases import arguments
+from linear_cases import arguments
 
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4, decode_layers
 

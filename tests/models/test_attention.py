@@ -15,6 +15,7 @@ import transformers
 from patch_models import assert_same, batch, loop_over_documents, loss_and_gradients, tiny
 
 import halfbyte
+from halfbyte.autograd import attention as causal
 from halfbyte.autograd import capped_attention
 from halfbyte.models import attention
 from halfbyte.notices import said
@@ -31,8 +32,8 @@ def on_cpu(monkeypatch):
         calls.append(args[3])
         return loop_over_documents(*args, **options)
 
-    monkeypatch.setattr(attention, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(attention, "_varlen", lambda: (varlen, frozenset({"enable_gqa"})))
+    monkeypatch.setattr(causal, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(causal, "_varlen", lambda: (varlen, frozenset({"enable_gqa"})))
     attention.register()
     return calls
 
@@ -59,9 +60,9 @@ def flash3(on_cpu, monkeypatch):
     module.__spec__ = ModuleSpec("flash_attn_interface", None)
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    attention.flash3.cache_clear()
+    causal.flash3.cache_clear()
     yield calls
-    attention.flash3.cache_clear()
+    causal.flash3.cache_clear()
 
 
 def patched(model, name=attention.NAME):
@@ -150,7 +151,7 @@ def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, 
 
 def test_a_flash_attention_3_that_does_not_load_is_not_used(flash3, monkeypatch):
     monkeypatch.delattr(sys.modules["flash_attn_interface"], "flash_attn_varlen_func")
-    assert attention.flash3() is None
+    assert causal.flash3() is None
     assert "cannot import name" in said()["flash3"]
 
 
@@ -195,7 +196,7 @@ def test_a_cpu_keeps_transformers_attention():
 @pytest.fixture
 def turing(monkeypatch):
     """A T4 in place of the CPU."""
-    monkeypatch.setattr(attention, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(causal, "capability", lambda device: (7, 5))
     attention.register()
 
 
@@ -262,10 +263,9 @@ def hopper(on_cpu, monkeypatch):
         options = {"scale": scale, "is_causal": True, "enable_gqa": True}
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
-    monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention.repeatable, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(attention.repeatable, "varying", varying)
-    monkeypatch.setattr(attention.repeatable, "whole", whole)
+    monkeypatch.setattr(causal, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(causal, "_Varying", SimpleNamespace(apply=varying))
+    monkeypatch.setattr(causal, "_Whole", SimpleNamespace(apply=whole))
     return calls
 
 
@@ -289,14 +289,13 @@ def test_packed_rows_repeat_on_hopper_and_their_spans_are_found_once(hopper, on_
 
 def test_whole_rows_repeat_where_that_is_cheap_or_asked_for(hopper, monkeypatch):
     query = torch.empty(1).expand(4, 32, 2048, 128)
-    repeatable = attention.repeatable
     for installed in (None, object()):
-        monkeypatch.setattr(repeatable, "cudnn", lambda installed=installed: installed)
-        assert repeatable.takes_rows(query) == (installed is not None)
-        assert not repeatable.takes_rows(query[:, :16])  # 34 µs a layer is above 1% of a small model's step
-        assert repeatable.takes_rows(query[:, :16, :512]) == (installed is not None)
-        assert not repeatable.takes_rows(torch.empty(1).expand(1, 32, 8192, 128))
-    monkeypatch.setattr(repeatable, "cudnn", lambda: None)
+        monkeypatch.setattr(causal, "cudnn", lambda installed=installed: installed)
+        assert causal.takes_rows(query) == (installed is not None)
+        assert not causal.takes_rows(query[:, :16])  # 34 µs a layer is above 1% of a small model's step
+        assert causal.takes_rows(query[:, :16, :512]) == (installed is not None)
+        assert not causal.takes_rows(torch.empty(1).expand(1, 32, 8192, 128))
+    monkeypatch.setattr(causal, "cudnn", lambda: None)
     check_same_loss("Llama", batch())
     assert not hopper
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -305,7 +304,7 @@ def test_whole_rows_repeat_where_that_is_cheap_or_asked_for(hopper, monkeypatch)
 
 
 def test_rows_of_varying_lengths_take_the_kernel_without_plans(hopper, monkeypatch):
-    monkeypatch.setattr(attention, "_causal", None)
+    monkeypatch.setattr(causal, "whole", None)
     with attention.lengths_vary():
         check_same_loss("Llama", batch())
     rows, length = batch()["input_ids"].shape
@@ -339,7 +338,7 @@ def test_on_the_gpu_the_repeatable_backward_is_the_stock_models(packed, asked):
 @pytest.mark.parametrize(("dtype", "faked"), [(torch.float16, (7, 5)), (torch.float32, None)])
 def test_on_the_gpu_few_keys_build_no_scores(monkeypatch, dtype, faked):
     if faked:
-        monkeypatch.setattr(attention, "capability", lambda device: faked)
+        monkeypatch.setattr(causal, "capability", lambda device: faked)
     shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 1}
     model = tiny("Llama", shape=shape | {"max_position_embeddings": 4096}).to("cuda", dtype)
     halfbyte.patch(model)

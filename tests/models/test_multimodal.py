@@ -13,6 +13,7 @@ from torch import nn
 import halfbyte
 from halfbyte.adapters import all_linear
 from halfbyte.architectures import beside_text
+from halfbyte.autograd import attention as causal
 from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.layers import QuantizedLinear
@@ -26,8 +27,8 @@ from halfbyte.plan.estimate import estimate
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The path of a CUDA device on a CPU."""
-    monkeypatch.setattr(attention, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(attention, "_varlen", lambda: (loop_over_documents, frozenset({"enable_gqa"})))
+    monkeypatch.setattr(causal, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(causal, "_varlen", lambda: (loop_over_documents, frozenset({"enable_gqa"})))
     attention.register()
 
 

@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig, load_config
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.files import write_json
-from halfbyte.models.attention import DIFFERS
 from halfbyte.models.patch import PatchReport
 from halfbyte.notices import forget, notice
 from halfbyte.train.checkpoint import STATE, check_same_run

@@ -1,24 +1,56 @@
-"""Causal attention with torch's forwards and backwards that repeat their bits.
+"""Causal attention without a mask, and who computes it: of whole rows cuDNN, of documents in flat rows FlashAttention.
 
-torch's own backwards on CUDA, FlashAttention 2's and cuDNN's, add to dq by atomics. `varying` has FlashAttention's
-forward and the two passes of `ops.attention`; `whole` has cuDNN's forward and cuDNN's own repeatable backward, which
-torch does not ask for, by way of the package nvidia-cudnn-frontend.
+FlashAttention is version 3 where its package (`flash_attn_interface`) is installed, else torch's version 2.
+
+torch's own backwards on CUDA, FlashAttention 2's and cuDNN's, add to dq by atomics, so two runs may differ in last
+bits. On Hopper documents have FlashAttention's forward and the two passes of `ops.attention`, and rows cuDNN's forward
+and its own repeatable backward, which torch does not ask for, by way of the package nvidia-cudnn-frontend.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..ops.attention import Spans, attention_backward, cudnn, rows_backward
+from ..dispatch import on_compiler
+from ..notices import notice
+from ..ops.attention import Spans, attention_backward, cudnn, rows_backward, spans
 from .function import OnceFunction
 
-DTYPES = (torch.float16, torch.bfloat16)
+DIFFERS = "reproducible"  # the key of the notice that two runs may differ
+HOPPER = 9
+AMPERE = 8, 0  # the compute capability from which on FlashAttention runs
+DTYPES = (torch.float16, torch.bfloat16)  # that the kernels know
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 WIDEST = 128  # width of a head that was measured
 SHORT, MANY = 1024, 32  # tokens of a row; heads
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """A CUDA device's compute capability, of one that is not here `AMPERE`; None for other devices."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else AMPERE
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the repeatable backwards were measured on such a device: what they cost elsewhere is not known."""
+    found = capability(device)
+    return found is not None and found[0] == HOPPER and torch.version.hip is None
+
+
+def may_differ(query: Tensor, what: str) -> None:
+    """Say once that two runs may not have equal bits, where that is so."""
+    if query.is_cuda and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled():
+        notice(DIFFERS, f"two runs with one seed may differ in last bits: the backward of {what} adds in any order")
 
 
 @functools.cache
@@ -27,7 +59,7 @@ def _has_triton() -> bool:
 
 
 def takes_documents(query: Tensor) -> bool:
-    """Whether `varying` is for these [N, Hq, D], on Hopper: it costs nothing.
+    """Whether the repeatable backward is for these [N, Hq, D], on Hopper: it costs nothing.
 
     H200, heads of 128, µs of backward, beside FlashAttention 2's own: 8,192 tokens of 32/8 heads in documents of 1,024
     906 (919), of 200 to 1,100 781 (794), of 40 to 300 496 (565); 1,024 tokens of 16/8 heads 57 (64).
@@ -36,7 +68,8 @@ def takes_documents(query: Tensor) -> bool:
 
 
 def takes_rows(query: Tensor) -> bool:
-    """Whether `whole` is for these [B, Hq, T, D], on Hopper: where it is asked for, or costs at most 1% of a step.
+    """Whether the repeatable backward is for these [B, Hq, T, D], on Hopper: it is asked for, or costs at most 1% of a
+    step.
 
     What it adds to cuDNN's other backward on an H200, a layer: 65 µs at 4×2048 of 32/8 heads, 0.45% of an 8B's step;
     1.3 at 2×512 of 16/8 heads, 0.2% of a 0.6B's; 34 at 4×2048 of 16/8, above 1% of a 0.6B's; 368 at 1×8192 of 32/8,
@@ -87,34 +120,89 @@ def _dense(grad: Tensor) -> Tensor:
     return grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
 
 
+def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Causal attention in which every row is one document.
+
+    Args:
+        query: [B, Hq, T, D]; key, value: [B, Hk, T, D].
+        scale: of the scores; None: 1/√D.
+
+    Returns:
+        [B, Hq, T, D].
+    """
+    attention = functools.partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
+    grouped = query.shape[1] != key.shape[1]
+    if on_compiler():
+        return attention(query, key, value, enable_gqa=grouped)
+    if is_hopper(query.device) and takes_rows(query):
+        return _Whole.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+    may_differ(query, "cuDNN's attention of whole rows")
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        return attention(query, key, value, enable_gqa=grouped)
+
+
+@functools.cache
+def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+@functools.cache
+def flash3() -> Callable[..., Any] | None:
+    """FlashAttention 3's function for variable lengths; None where its package is not installed, or does not run."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        notice("flash3", "FlashAttention 3 is installed and not used: it is made for Hopper GPUs")
+        return None
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        notice("flash3", f"FlashAttention 3 is installed and not used: {error}")
+        return None
+    return flash_attn_varlen_func
+
+
 def varying(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bounds: Tensor,
     longest: int,
-    documents: Spans,
-    scale: float,
-    window: int | None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    documents: Spans | None = None,
 ) -> Tensor:
-    """Attention within documents of flat rows.
+    """Causal attention within documents.
 
     Args:
-        query: [N, Hq, D], fp16 or bf16; key, value: [N, Hk, D].
-        bounds, longest: as `models.attention.documents` gives them.
-        documents: `ops.attention.spans` of the bounds.
-        scale: of the scores.
-        window: tokens that a token sees, itself among them; None: all.
+        query: [B·T, Hq, D]; key, value: [B·T, Hk, D].
+        bounds: int32 [documents + 1], where each begins, as `models.attention.documents` gives them.
+        longest: at least the tokens of the longest document.
+        scale: of the scores; None: 1/√D.
+        window: tokens that a token sees, itself among them.
+        softcap: scores become softcap · tanh(score / softcap); with FlashAttention 3 only.
+        documents: `ops.attention.spans` of the bounds; None: worked out where it is needed.
 
     Returns:
-        [N, Hq, D].
+        [B·T, Hq, D].
     """
-    return _Varying.apply(query, key, value, bounds, longest, documents, scale, window)
-
-
-def whole(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention in which every row is one document: query [B, Hq, T, D], key and value [B, Hk, T, D] → [B, Hq, T, D].
-
-    Where `takes_rows` says so.
-    """
-    return _Whole.apply(query, key, value, scale)
+    places = bounds, bounds, longest, longest
+    sides = (-1 if window is None else window - 1, 0)
+    flash = flash3()
+    if flash is not None and not on_compiler():
+        may_differ(query, "FlashAttention 3")
+        exact = torch.are_deterministic_algorithms_enabled()
+        options = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0, "deterministic": exact}
+        out = flash(query, key, value, *places, window_size=sides, **options)
+        return out[0] if isinstance(out, tuple) else out  # earlier versions return the normalizers, too
+    if not on_compiler() and is_hopper(query.device) and takes_documents(query):
+        documents = documents or spans(bounds, query.shape[0])
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return _Varying.apply(query, key, value, bounds, longest, documents, scale, window)
+    may_differ(query, "FlashAttention 2")
+    varlen_attn, parameters = _varlen()
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in parameters else {}
+    return varlen_attn(query, key, value, *places, window_size=sides, scale=scale, **grouped)

@@ -13,7 +13,7 @@ from .exits import Commands
 
 app = typer.Typer(
     cls=Commands,
-    help="Fine-tune language models whose frozen weights are stored in 4 bits.",
+    help="Fine-tune language models whose frozen weights are stored in 2 to 8 bits.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -104,10 +104,7 @@ def evaluate(
 
     trusting = ["trust_remote_code=true"] if trust_remote_code else []
     result = measure(model, data, [*(overrides or []), *trusting])
-    typer.echo(
-        f"loss {result.loss:.4f} · perplexity {result.perplexity:.3f} · {result.tokens:,} tokens"
-        f" in {result.rows:,} rows · {result.seconds:.1f} s"
-    )
+    typer.echo(f"{result.shown} · {result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s")
 
 
 @app.command()
@@ -227,11 +224,19 @@ def export(
 
 
 @app.command()
-def env() -> None:
+def env(
+    kernels: Annotated[bool, typer.Option("--kernels", help="Print which kernel computes what, and why no other.")] = (
+        False
+    ),
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="With --kernels: e.g. h100, not this one.")] = None,
+) -> None:
     """Print versions and hardware."""
-    from .env import print_environment
+    from .env import print_environment, print_kernels
 
-    print_environment()
+    if kernels or device:
+        print_kernels(device)
+    else:
+        print_environment()
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`halfbyte env`: the environment as a table."""
+"""`halfbyte env`: the environment, or who computes what, as a table."""
 
 from __future__ import annotations
 
@@ -16,6 +16,33 @@ def print_environment() -> None:
     for key, value in environment().items():
         table.add_row(f"[bold]{key}[/]", _in_words(value))
     Console(soft_wrap=True).print(table)
+
+
+def print_kernels(name: str | None) -> None:
+    """Print dispatch's table for a device, a line for each op and typical call.
+
+    Args:
+        name: of `halfbyte.kernels.device.KNOWN`; None: the device that a run here would take.
+
+    Raises:
+        ConfigError: the name is not known.
+    """
+    import torch
+
+    from ..errors import ConfigError
+    from ..hardware import chosen_device
+    from ..kernels.device import KNOWN, device_of
+    from ..kernels.selection import choices
+
+    if name is not None and name not in KNOWN:
+        raise ConfigError(f"--device {name} is not known", f"choose from {', '.join(KNOWN)}")
+    here = chosen_device(None)
+    found = KNOWN[name or "cpu"] if name or here.type == "cpu" else device_of(torch.empty(0, device=here))
+    table = Table("op", "call", "kernel", "why not others", title=found.name, title_justify="left", box=None)
+    for choice in choices(found):
+        why = "; ".join(f"{kernel}: {reason}" for kernel, reason in choice.others.items())
+        table.add_row(choice.op, choice.shapes, choice.kernel, why)
+    Console(soft_wrap=True, width=None).print(table)
 
 
 def _in_words(value: Any) -> str:

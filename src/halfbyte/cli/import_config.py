@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ..config import SECTIONS, TEXT_KEYS, RunConfig, explain
 from ..config.datasets import llamafactory_datasets
-from ..config.foreign import Ignored, Mapped, Refused, implied, translate, written_for
+from ..config.foreign import Ignored, Mapped, Refused, implied, overruled, translate, written_for
 from ..config.yaml import Located, dump_value, read_mapping
 from ..errors import ConfigError
 
@@ -59,9 +59,10 @@ def convert(file: Path) -> Imported:
     written = read_mapping(file, TEXT_KEYS)
     values = {key: setting.value for key, setting in written.items()}
     imported = Imported(file, written_for(values))
+    beside = overruled(values)
     for key, value in values.items():
         if key in RunConfig.model_fields:
-            _take(imported, key, {key: value} if value is not None else {})
+            _take(imported, key, {key: value} if value is not None and key not in beside else {})
             continue
         match translate(key, values):
             case Mapped(keys):

@@ -52,6 +52,8 @@ RENAMED = {
 _SAME = "halfbyte does this anyway"
 _BY_ITSELF = "the checkpoint says it"
 _SPEED = "it does not change the result"
+_NO_CACHE = "each run tokenizes its data, and keeps no cache"
+_OWN_KERNELS = "halfbyte has fused kernels of its own, see use_kernels"
 HARMLESS = {
     "model_type": _BY_ITSELF,
     "tokenizer_type": _BY_ITSELF,
@@ -69,8 +71,8 @@ HARMLESS = {
     "dataloader_num_workers": _SPEED,
     "dataloader_pin_memory": _SPEED,
     "dataloader_prefetch_factor": _SPEED,
-    "dataset_prepared_path": "tokenized data is cached by itself",
-    "overwrite_cache": "tokenized data is cached by its content",
+    "dataset_prepared_path": _NO_CACHE,
+    "overwrite_cache": _NO_CACHE,
     "shuffle_merged_datasets": _SAME,
     "pad_to_sequence_len": "rows are padded to the longest of their batch",
     "eval_sample_packing": "evaluation rows are laid out as training rows",
@@ -94,12 +96,17 @@ HARMLESS = {
     "eval_max_new_tokens": "see sample_max_new_tokens",
     "dataset_dir": "name the files themselves in dataset",
     "resize_token_embeddings_to_32x": "the vocabulary is left as it is",
+    "use_liger_kernel": _OWN_KERNELS,
+    "enable_liger_kernel": _OWN_KERNELS,
+    "lora_mlp_kernel": _OWN_KERNELS,
+    "lora_qkv_kernel": _OWN_KERNELS,
+    "lora_o_kernel": _OWN_KERNELS,
+    "use_unsloth": _OWN_KERNELS,
+    "unsloth_lora_mlp": _OWN_KERNELS,
 }
 
-_FOUR_BIT = "set load_in_4bit: true (QLoRA), or load_in_4bit: false to keep 16 bits"
 _ONE_DEVICE = "remove it; halfbyte trains on one device now, and activation_checkpointing: true saves memory"
 NOT_BUILT = {
-    "load_in_8bit": _FOUR_BIT,
     "fsdp": _ONE_DEVICE,
     "fsdp_config": _ONE_DEVICE,
     "fsdp_version": _ONE_DEVICE,
@@ -108,8 +115,6 @@ NOT_BUILT = {
     "context_parallel_size": _ONE_DEVICE,
     "sequence_parallel_degree": _ONE_DEVICE,
     "use_ray": _ONE_DEVICE,
-    "gptq": _FOUR_BIT,
-    "qat": "set qat_scheme: int4, or nf4, int8, fp8, nvfp4, with load_in_4bit: false",
     "rl": "remove it; supervised fine-tuning works now",
     "pref_beta": "remove it; supervised fine-tuning works now",
     "reward_model": "remove it; supervised fine-tuning works now",
@@ -126,14 +131,6 @@ NOT_BUILT = {
     "use_badam": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_muon": "remove it; see optim",
-    "activation_offloading": "set activation_checkpointing: offload",
-    "use_liger_kernel": "remove it; the result is the same",
-    "enable_liger_kernel": "remove it; the result is the same",
-    "lora_mlp_kernel": "remove it; the result is the same",
-    "lora_qkv_kernel": "remove it; the result is the same",
-    "lora_o_kernel": "remove it; the result is the same",
-    "use_unsloth": "remove it; the result is the same",
-    "unsloth_lora_mlp": "remove it; the result is the same",
     "plugins": "remove it; halfbyte has no plugins",
     "push_to_hub": "remove it and run `hf upload` on the finished adapter/",
     "hub_model_id": "remove it and run `hf upload` on the finished adapter/",

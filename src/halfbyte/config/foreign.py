@@ -96,24 +96,57 @@ def _adapter(value: Any, values: Values) -> Outcome:
     if value == "qlora":
         return Mapped({"use_peft": True, "load_in_4bit": True})
     if value == "lora":
-        in_4bit = values.get("load_in_4bit")
-        return Mapped({"use_peft": True, "load_in_4bit": bool(in_4bit)})
+        return Mapped({"use_peft": True, "load_in_4bit": bool(values.get("load_in_4bit")) or _is_stored(values)})
     return Refused(f"adapter: {value} is not built yet", "set adapter: qlora or lora")
 
 
 def _finetuning_type(value: Any, values: Values) -> Outcome:
-    in_4bit = values.get("load_in_4bit") or values.get("quantization_bit") is not None
     if value == "lora":
-        return Mapped({"use_peft": True, "load_in_4bit": bool(in_4bit)})
+        return Mapped({"use_peft": True, "load_in_4bit": bool(values.get("load_in_4bit")) or _is_stored(values)})
     if value == "full":
         return Mapped({"use_peft": False, "load_in_4bit": False})
     return Refused(f"finetuning_type: {value} is not built yet", "set finetuning_type: lora or full")
 
 
 def _quantization_bit(value: Any, values: Values) -> Outcome:
-    if value == 4:
-        return Mapped({"load_in_4bit": True})
-    return Refused(f"quantization_bit: {value} is not built yet", "set quantization_bit: 4")
+    method = "hqq" if values.get("quantization_method") == "hqq" else "bitsandbytes"
+    formats = {bits: f"hqq{bits}" for bits in (2, 3, 4, 8)} if method == "hqq" else {4: "", 8: "int8"}
+    if value not in formats:
+        fix = f"set quantization_bit: {' or '.join(map(str, formats))}, or quantization: with a format's name"
+        return Refused(f"quantization_bit: {value} of {method} has no equivalent", fix)
+    return Mapped({"load_in_4bit": True} | ({"quantization": formats[value]} if formats[value] else {}))
+
+
+def _load_in_8bit(value: Any, values: Values) -> Outcome:
+    if value and values.get("load_in_4bit"):
+        return Refused("load_in_8bit and load_in_4bit are both true", "keep one of them")
+    return Mapped({"load_in_4bit": True, "quantization": "int8"}) if value else Ignored("")
+
+
+def _gptq(value: Any, values: Values) -> Outcome:
+    """The base is a GPTQ checkpoint, which is taken as it is."""
+    return Mapped({"load_in_4bit": True}) if value else Ignored("")
+
+
+def _is_stored(values: Values) -> bool:
+    """Whether a foreign key asks for quantized weights."""
+    return bool(values.get("load_in_8bit") or values.get("gptq")) or values.get("quantization_bit") is not None
+
+
+def overruled(values: Values) -> set[str]:
+    """Our keys that mean something else beside a foreign one: with load_in_8bit or gptq, `load_in_4bit: false` says
+    only that the weights are not in 4 bits."""
+    return {"load_in_4bit"} if _is_stored(values) and values.get("load_in_4bit") is False else set()
+
+
+def _qat(value: Any, values: Values) -> Outcome:
+    """Axolotl: options of torchao's fake quantization."""
+    given = {key: option for key, option in value.items() if not _is_off(option)} if isinstance(value, dict) else {}
+    scheme = given.pop("weight_dtype", None)
+    if given or scheme not in ("int4", "int8", "fp8", "nvfp4", "mxfp4"):
+        others = ", ".join(given) or f"weight_dtype: {scheme}"
+        return Refused(f"qat: {others} has no equivalent", "set qat_scheme: int4, or nf4, int8, fp8, nvfp4")
+    return Mapped({"qat_scheme": scheme, "load_in_4bit": False})
 
 
 def _one_of(same: tuple[Any, ...], why: str, fix: str) -> Callable[[Any, Values], Outcome]:
@@ -203,11 +236,19 @@ def _checkpointing_off(value: Any, values: Values) -> Outcome:
 
 
 def _checkpointing(value: Any, values: Values) -> Outcome:
+    if value is True and values.get("activation_offloading") is True:
+        value = "offload"
     if isinstance(value, bool):
         return Mapped({"activation_checkpointing": value})
     if value in ("unsloth", "offload"):  # Unsloth's and Axolotl's names for inputs that wait on the host
         return Mapped({"activation_checkpointing": "offload"})
     return Refused(f"gradient_checkpointing: {value} is not known", "set activation_checkpointing: true")
+
+
+def _offloading(value: Any, values: Values) -> Outcome:
+    if value is True:
+        return Mapped({"activation_checkpointing": "offload"})
+    return Refused(f"activation_offloading: {value} has no equivalent", "set it to true") if value else Ignored("")
 
 
 def _warmup_ratio(value: Any, values: Values) -> Outcome:
@@ -281,8 +322,11 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "finetuning_type": _finetuning_type,
     "quantization_bit": _quantization_bit,
     "quantization_method": _one_of(
-        ("bitsandbytes", "bnb", "bitsandbytes (4/8)"), "quantization_method is not built yet", "set bitsandbytes"
+        ("bitsandbytes", "bnb", "bitsandbytes (4/8)", "hqq"), "quantization_method is not built yet", "set bitsandbytes"
     ),
+    "load_in_8bit": _load_in_8bit,
+    "gptq": _gptq,
+    "qat": _qat,
     "stage": _one_of(("sft",), "stage is not built yet", "set stage: sft"),
     "bnb_config_kwargs": _bnb_config,
     "qlora_fp8": _stored("fp8"),
@@ -306,6 +350,7 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "saves_per_epoch": _times_per_epoch("save_steps"),
     "gradient_checkpointing": _checkpointing,
     "disable_gradient_checkpointing": _checkpointing_off,
+    "activation_offloading": _offloading,
     "warmup_ratio": _warmup_ratio,
     "logging_strategy": _one_of(("steps",), "logging_strategy has no equivalent", "set logging_steps"),
     "eval_strategy": _strategy("eval_steps"),

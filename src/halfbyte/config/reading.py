@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ..errors import ConfigError
 from ..notices import notice
 from .aliases import HINTS
-from .foreign import Ignored, Mapped, Refused, foreign_names, translate
+from .foreign import Ignored, Mapped, Refused, foreign_names, overruled, translate
 from .schema import RunConfig, Section, nearest
 from .yaml import Located, dump_value, parse_scalar, read_mapping
 
@@ -98,9 +98,10 @@ def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
 def _own_names(written: dict[str, Located], problems: list[ConfigError]) -> dict[str, Located]:
     """Foreign names replaced by ours, each said once; what cannot be replaced is added to `problems`."""
     values = {key: setting.value for key, setting in written.items()}
-    own = {key: setting for key, setting in written.items() if key in RunConfig.model_fields}
+    beside = overruled(values)
+    own = {key: setting for key, setting in written.items() if key in RunConfig.model_fields and key not in beside}
     for key, setting in written.items():
-        if key in own:
+        if key in RunConfig.model_fields:
             continue
         match translate(key, values):
             case None:

@@ -81,7 +81,9 @@ class ModelSection(Section):
 class QuantizationSection(Section):
     """Storing the frozen weights"""
 
-    load_in_4bit: bool = Field(True, description="store the frozen linear weights in 4 bits (QLoRA)")
+    load_in_4bit: bool = Field(
+        True, description="quantize the frozen linear weights (QLoRA): to 4 bits, or as `quantization` says"
+    )
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type")
     bnb_4bit_use_double_quant: bool = Field(True, description="quantize the block scales too")
     bnb_4bit_blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(64, description="weights per scale")
@@ -227,6 +229,7 @@ class TrainingSection(Section):
         3, description="prompts answered before and after training: a number of held-out rows, or the prompts"
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
+    method: str = Field("sft", description="what is trained for: sft is supervised fine-tuning")
     seed: int = Field(42, description="seeds data order, adapters and dropout")
     deterministic: bool = Field(
         False,

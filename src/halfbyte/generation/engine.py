@@ -26,6 +26,12 @@ from .linears import Linears, Unknown, adapter_names
 FP8 = torch.float8_e4m3fn
 
 
+def context_length(model: Any) -> int | None:
+    """Positions that the model has; None where its config names no bound."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if positions is not None and positions > 0 else None
+
+
 class Engine(Protocol):
     """A batch under way. Prompts are padded on the left to one length."""
 
@@ -41,15 +47,20 @@ class Layer:
 
     Attributes:
         keys, values: [B, Hk, S, D].
+
+    Raises:
+        Unknown: no forward of ours computes it.
     """
 
     def __init__(
         self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, keys: Tensor, values: Tensor
     ):
-        self.family, self.halves, self.attention, self.mlp = view.family, view.halves, view.attention, view.mlp
-        self.norms, self.scaling, self.size = self.attention.norms, self.attention.scaling, self.attention.head_dim
-        self.window, self.softcap, self.rope = self.attention.window, self.attention.softcap, self.attention.rope
-        self.activation = self.mlp.activation
+        if view.mlp is None:
+            raise Unknown(f"{type(view.mlp_half.inner).__name__} has a forward of its own")
+        if view.mlp.obstacle:
+            raise Unknown(view.mlp.obstacle)
+        self.family, self.attention, self.mlp = view.family, view.attention, view.mlp
+        self.halves = view.attention_half, view.mlp_half
         self.qkv = Linears(self.attention.inputs, adapters, dtype)
         self.out = Linears([self.attention.output], adapters, dtype)
         self.gate_up = Linears(self.mlp.inputs, adapters, dtype)
@@ -59,25 +70,27 @@ class Layer:
 
     def queries_keys_values(self, x: Tensor) -> list[Tensor]:
         """[B, H, T, D] each of x [B, T, K]."""
-        return [part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.attention.split(self.qkv(x))]
+        size = self.attention.head_dim
+        return [part.unflatten(-1, (-1, size)).transpose(1, 2) for part in self.attention.split(self.qkv(x))]
 
     def mix(self, x: Tensor) -> Tensor:
         """The gated MLP of x [B, T, K]."""
         gate, up = self.mlp.split(self.gate_up(x))
-        return self.down(glu(gate, up, self.activation))[0]
+        return self.down(glu(gate, up, self.mlp.activation))[0]
 
     def one_launch(self) -> DecoderLayer | None:
         """As `ops.decode_layers` takes it; None unless it is of Llama's kind and its weights are 4-bit."""
-        more = self.softcap is not None or any(half.leave is not None or half.scale != 1 for half in self.halves)
-        if more or self.family.norm_offset or self.family.fused or self.activation != "silu":
+        attention, family = self.attention, self.family
+        more = any(half.leave is not None or half.scale != 1 for half in self.halves) or attention.softcap is not None
+        if more or family.norm_offset or family.fused or self.mlp.activation != "silu":
             return None
         qkv, out, gate_up, down = (each.projections() for each in self.linears)
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         norm, post_norm = (half.norm.weight.detach() for half in self.halves)
-        q_norm, k_norm = (None, None) if self.norms is None else (each.weight.detach() for each in self.norms)
+        q_norm, k_norm = (None, None) if attention.norms is None else (each.weight.detach() for each in attention.norms)
         caches = self.keys, self.values
-        return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, *caches, self.window)
+        return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, *caches, attention.window)
 
 
 class StaticEngine:
@@ -102,9 +115,10 @@ class StaticEngine:
         self.embedding_scale = scale_of(self.family.embedding_scale, backbone.config)
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype)
-        self.to_logits = configured_head(causal)
+        self.to_logits = configured_head(backbone.config)
         self.layers = [self._layer(view, adapters, slots, cache_dtype or self.dtype) for view in views]
-        self.ropes = {layer.rope: self._rope(backbone.rotary_emb, layer.rope, slots) for layer in self.layers}
+        ropes = {layer.attention.rope for layer in self.layers}
+        self.ropes = {rope: self._rope(backbone.rotary_emb, rope, slots) for rope in ropes}
         batch = len(adapters)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -126,11 +140,11 @@ class StaticEngine:
         """A token's way through all layers as one kernel, where there is one and all layers are of Llama's kind."""
         layers = [found for layer in self.layers if (found := layer.one_launch()) is not None]
         epsilons = {epsilon(half.norm) for layer in self.layers for half in layer.halves}
-        epsilons |= {epsilon(norm) for layer in self.layers for norm in layer.norms or ()}
+        epsilons |= {epsilon(norm) for layer in self.layers for norm in layer.attention.norms or ()}
         if len(layers) < len(self.layers) or len(epsilons) > 1 or len(self.ropes) > 1:
             return None
         first = self.layers[0]
-        shared = epsilons.pop(), first.scaling, *self.ropes[first.rope], self.padding, self.slot
+        shared = epsilons.pop(), first.attention.scaling, *self.ropes[first.attention.rope], self.padding, self.slot
         hidden = torch.empty(batch, self.embed.weight.shape[1], dtype=self.dtype, device=self.device)
         return one_launch(hidden, Stack(layers, first.attention.heads, *shared))
 
@@ -154,7 +168,7 @@ class StaticEngine:
         self.slot.fill_(length - 1)
         positions = (slots - padding.unsqueeze(1)).clamp_(min=0)
         masks: dict[int | None, Tensor] = {}
-        for window in {layer.window for layer in self.layers}:
+        for window in {layer.attention.window for layer in self.layers}:
             seen = (slots <= slots.unsqueeze(1)) & (slots >= padding.view(-1, 1, 1))
             if window is not None:
                 seen &= slots > slots.unsqueeze(1) - window
@@ -201,7 +215,7 @@ class StaticEngine:
         for layer in self.layers:
             first, second = layer.halves
             x, residual = self._norm(first.norm, branch, residual)
-            branch = self._leave(first, self._attention(layer, x, *ropes[layer.rope], slots, masks))
+            branch = self._leave(first, self._attention(layer, x, *ropes[layer.attention.rope], slots, masks))
             x, residual = self._norm(second.norm, branch, residual)
             branch = self._leave(second, layer.mix(x))
         return self._norm(self.norm, branch, residual)[0]
@@ -218,19 +232,19 @@ class StaticEngine:
 
     def _attention(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, masks: Any) -> Tensor:
         q, k, v = layer.queries_keys_values(x)
-        if layer.norms is None:
+        window, scaling, softcap = layer.attention.window, layer.attention.scaling, layer.attention.softcap
+        if layer.attention.norms is None:
             rope_(q, k, cos, sin, False)
         else:
-            q_norm, k_norm = layer.norms
+            q_norm, k_norm = layer.attention.norms
             offset = self.family.norm_offset
             q, k = qk_norm_rope(q, k, q_norm.weight, k_norm.weight, cos, sin, epsilon(q_norm), offset)
         store(layer.keys, slots, k)
         store(layer.values, slots, v)
         if masks is None:
-            numbers = layer.scaling, layer.window, layer.softcap
-            out = decode_attention(q, layer.keys, layer.values, self.padding, slots, *numbers)
+            out = decode_attention(q, layer.keys, layer.values, self.padding, slots, scaling, window, softcap)
         else:
-            out = _prompt_attention(q, k, v, masks[layer.window], layer.scaling, layer.softcap)
+            out = _prompt_attention(q, k, v, masks[window], scaling, softcap)
         return layer.out(out.transpose(1, 2).flatten(2))[0]
 
 
@@ -255,11 +269,6 @@ def _views(causal: Any) -> list[LayerView]:
     views = [view for view in found if isinstance(view, LayerView)]
     if backbone is None or not views or len(views) < len(found):
         raise Unknown(f"{type(causal).__name__} is of no family that halfbyte knows")
-    for view in views:
-        if view.mixer != "dense":
-            raise Unknown(f"{type(view.module.mlp).__name__} has a forward of its own")
-        if view.mlp.obstacle:
-            raise Unknown(view.mlp.obstacle)
     config = backbone.config
     if getattr(config, "use_bidirectional_attention", False):
         raise Unknown("its attention looks ahead")
@@ -273,7 +282,8 @@ def _views(causal: Any) -> list[LayerView]:
 
 
 class StockEngine:
-    """transformers' own forward and cache; one adapter, or none, for all rows."""
+    """transformers' own forward and cache, or without a cache where its output has none (Mamba); one adapter, or none,
+    for all rows."""
 
     def __init__(self, model: Any, adapters: Sequence[str | None]):
         if len(set(adapters)) > 1:
@@ -283,23 +293,25 @@ class StockEngine:
             )
         self.model, self.adapter = model, adapters[0]
         self.cache: Any = None
-        self.mask = torch.empty(0)
+        self.tokens = self.mask = torch.empty(0)
 
     def prefill(self, tokens: Tensor, padding: Tensor) -> Tensor:
         self.mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
+        self.tokens = tokens
         return self._forward(tokens)
 
     def step(self, tokens: Tensor) -> Tensor:
         self.mask = F.pad(self.mask, (0, 1), value=1)
-        return self._forward(tokens.unsqueeze(1))
+        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
+        return self._forward(self.tokens if self.cache is None else self.tokens[:, -1:])
 
-    @torch.inference_mode()
+    @torch.no_grad()  # in inference mode, torch hands quantized weights calls that it takes apart elsewhere (DoRA's)
     def _forward(self, tokens: Tensor) -> Tensor:
         model, keys = self.model, {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
         positions = (self.mask.cumsum(-1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=1, **keys)
-        self.cache = result.past_key_values
+        self.cache = getattr(result, "past_key_values", None)
         return result.logits[:, -1].float()
 
     @contextlib.contextmanager

@@ -49,6 +49,22 @@ class Device:
         return self.kind == "cuda" and self.capability >= capability
 
 
+def _nvidia(name: str, capability: tuple[int, int], shared_kib: int, multiprocessors: int) -> Device:
+    return Device(name, "cuda", capability, shared_kib * 1024, 1024, multiprocessors)
+
+
+KNOWN = {
+    "t4": _nvidia("T4, RTX 20", (7, 5), 64, 40),
+    "a100": _nvidia("A100", (8, 0), 163, 108),
+    "rtx3090": _nvidia("RTX 30, A10, A6000", (8, 6), 99, 84),
+    "rtx4090": _nvidia("RTX 40, L4, L40S", (8, 9), 99, 142),
+    "h100": _nvidia("H100, H200", (9, 0), 227, 132),
+    "b200": _nvidia("B200", (10, 0), 227, 148),
+    "rtx5090": _nvidia("RTX 50, RTX PRO 6000", (12, 0), 99, 188),
+    "mi200": Device("MI200", "hip", (0, 0), 65536, None, 110),
+    "mi300": Device("MI300", "hip", (0, 0), 65536, None, 304),
+    "cpu": Device("CPU", "cpu", (0, 0), 0, None, 0),
+}
 _assumed: Device | None = None
 
 

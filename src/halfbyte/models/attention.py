@@ -1,7 +1,7 @@
-"""Causal attention on a CUDA device without a mask: cuDNN for whole rows, variable lengths for packed ones and windows.
+"""transformers' attention on a CUDA device without a mask: `autograd.attention`, by whole rows or by documents.
 
-Variable lengths are FlashAttention 3's where its package (`flash_attn_interface`) is installed, else FlashAttention 2's
-from torch. Capped scores (Gemma 2) are FlashAttention 3's, or made a tile of queries at a time.
+Packed rows and windows take the variable lengths of FlashAttention, capped scores (Gemma 2) FlashAttention 3 or
+`autograd.capped_attention`, a tile of queries at a time.
 
 Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
 a model uses "sdpa", or "eager" because its scores are capped. What the layers need to know is worked out once a batch,
@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +30,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from ..autograd import attention as repeatable
+from ..autograd import attention as causal
 from ..autograd.capped_attention import Scores, capped_attention
 from ..dispatch import on_compiler
 from ..notices import notice
@@ -48,11 +45,6 @@ from .patched import patched, record
 NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
-DIFFERS = "reproducible"  # the key of the notice that two runs may differ
-HOPPER = 9
-AMPERE = 8, 0  # the compute capability from which on FlashAttention runs
-DTYPES = (torch.float16, torch.bfloat16)  # that the kernels know
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -90,10 +82,10 @@ def implementation(
     eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
     obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
     if not obstacle and not padded:
-        if _is_capped(config) and flash3() is None:
+        if _is_capped(config) and causal.flash3() is None:
             return Implementation("tiles of queries", False, False, tiles=True)
         if packed or window or _is_capped(config):
-            return Implementation("FlashAttention 3" if flash3() else "variable lengths", False, False)
+            return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
         return Implementation("cuDNN", False, False)
     obstacle = obstacle or "rows are padded"
     masked = packed or padded or window or eager
@@ -113,17 +105,10 @@ def _is_capped(config: Any) -> bool:
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 
-def capability(device: torch.device) -> tuple[int, int] | None:
-    """A CUDA device's compute capability, of one that is not here `AMPERE`; None for other devices."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else AMPERE
-
-
 def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a kernel that builds no scores takes one head of keys for several of queries; on CUDA, FlashAttention."""
-    found = capability(device)
-    return found is None or (dtype in DTYPES and found >= AMPERE)
+    found = causal.capability(device)
+    return found is None or (dtype in causal.DTYPES and found >= causal.AMPERE)
 
 
 def _unbound(config: Any, device: torch.device) -> str:
@@ -142,9 +127,9 @@ def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: b
     """Why attention of a bound model needs transformers' masks; "" where it does not."""
     if training and getattr(config, "attention_dropout", None):
         return "attention_dropout is set"
-    if dtype not in DTYPES:
+    if dtype not in causal.DTYPES:
         return f"it is computed in {dtype}"
-    if (capability(device) or AMPERE) < AMPERE and not _is_capped(config):
+    if (causal.capability(device) or causal.AMPERE) < causal.AMPERE and not _is_capped(config):
         return "FlashAttention needs a GPU of compute capability 8.0 (Ampere) or later"
     return ""
 
@@ -152,11 +137,11 @@ def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: b
 def bind_attention(backbone: Any) -> str:
     """Choose the attention of `backbone` (the module that holds the layers); says in words what it is now."""
     config, device = backbone.config, next(backbone.parameters()).device
-    flash = "FlashAttention 3" if flash3() else "variable lengths"
+    flash = "FlashAttention 3" if causal.flash3() else "variable lengths"
     if config._attn_implementation == CAPPED:
-        return f"halfbyte: {flash if flash3() else 'tiles of queries'}, its scores capped; no mask"
+        return f"halfbyte: {flash if causal.flash3() else 'tiles of queries'}, its scores capped; no mask"
     if config._attn_implementation == NAME:
-        if (capability(device) or AMPERE) < AMPERE:
+        if (causal.capability(device) or causal.AMPERE) < causal.AMPERE:
             return "halfbyte: PyTorch's memory-efficient attention, with transformers' masks: no FlashAttention here"
         return f"halfbyte: cuDNN for whole rows, {flash} for packed ones and windows; no mask"
     if obstacle := _unbound(config, device):
@@ -164,7 +149,7 @@ def bind_attention(backbone: Any) -> str:
     register()
     record(backbone).implementation = config._attn_implementation
     config._attn_implementation = CAPPED if _is_capped(config) else NAME
-    if flash3():
+    if causal.flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
 
@@ -275,7 +260,7 @@ def documents(position_ids: Tensor) -> dict[str, Any] | None:
 def _spans(places: dict[str, Any], tokens: int) -> dict[str, Any]:
     """What the repeatable backward reads, once a batch and not once a layer."""
     bounds = places["cu_seq_lens_q"]
-    if on_compiler() or not _is_hopper(bounds.device):
+    if on_compiler() or not causal.is_hopper(bounds.device):
         return {}
     return {"document_spans": spans(bounds, tokens)}
 
@@ -318,7 +303,7 @@ def attend(
         return _transformers(module, query, key, value, attention_mask, softcap, options)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if softcap is not None and flash3() is None:
+    if softcap is not None and causal.flash3() is None:
         begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
         reach = min(window or length, max_length_q or length)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -326,9 +311,10 @@ def attend(
     plain = window is None and softcap is None
     whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
     if cu_seq_lens_q is None or (whole and not _varying_lengths):
-        return _causal(query, key, value, scaling).transpose(1, 2), None
+        return causal.whole(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = varying(query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap, document_spans)
+    how = scaling, window, softcap, document_spans
+    out = causal.varying(query, key, value, cu_seq_lens_q, max_length_q or length, *how)
     return out.unflatten(0, (rows, length)), None
 
 
@@ -336,7 +322,7 @@ def _transformers(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None, options: dict
 ) -> tuple[Tensor, None]:
     """What the model was loaded with."""
-    _may_differ(query, "transformers' attention")
+    causal.may_differ(query, "transformers' attention")
     if softcap is not None:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, mask, softcap=softcap, **options)
@@ -357,30 +343,6 @@ def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
     return begins.view(rows, length) - torch.arange(0, rows * length, length, device=bounds.device)[:, None]
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    attention = functools.partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
-    grouped = query.shape[1] != key.shape[1]
-    if on_compiler():
-        return attention(query, key, value, enable_gqa=grouped)
-    if _is_hopper(query.device) and repeatable.takes_rows(query):
-        return repeatable.whole(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
-    _may_differ(query, "cuDNN's attention of whole rows")
-    with sdpa_kernel(BACKENDS, set_priority=True):
-        return attention(query, key, value, enable_gqa=grouped)
-
-
-def _is_hopper(device: torch.device) -> bool:
-    """Whether the repeatable backwards were measured on such a device: what they cost elsewhere is not known."""
-    found = capability(device)
-    return found is not None and found[0] == HOPPER and torch.version.hip is None
-
-
-def _may_differ(query: Tensor, what: str) -> None:
-    """Say once that two runs may not have equal bits, where that is so."""
-    if query.is_cuda and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled():
-        notice(DIFFERS, f"two runs with one seed may differ in last bits: the backward of {what} adds in any order")
-
-
 _varying_lengths = False  # of the process: layers that are computed again are so in autograd's own thread
 
 
@@ -397,70 +359,3 @@ def lengths_vary(they_do: bool = True) -> Iterator[None]:
         yield
     finally:
         _varying_lengths = before
-
-
-@functools.cache
-def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
-
-
-@functools.cache
-def flash3() -> Callable[..., Any] | None:
-    """FlashAttention 3's function for variable lengths; None where its package is not installed, or does not run."""
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return None
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-        notice("flash3", "FlashAttention 3 is installed and not used: it is made for Hopper GPUs")
-        return None
-    try:
-        from flash_attn_interface import flash_attn_varlen_func
-    except (ImportError, OSError) as error:
-        notice("flash3", f"FlashAttention 3 is installed and not used: {error}")
-        return None
-    return flash_attn_varlen_func
-
-
-def varying(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    documents: Spans | None = None,
-) -> Tensor:
-    """Causal attention within documents.
-
-    Args:
-        query: [B·T, Hq, D]; key, value: [B·T, Hk, D].
-        bounds: int32 [documents + 1], where each begins, as `documents` gives them.
-        longest: at least the tokens of the longest document.
-        scale: of the scores; None: 1/√D.
-        window: tokens that a token sees, itself among them.
-        softcap: as in `attend`; with FlashAttention 3 only.
-        documents: `ops.attention.spans` of the bounds; None: worked out where it is needed.
-
-    Returns:
-        [B·T, Hq, D].
-    """
-    places = bounds, bounds, longest, longest
-    sides = (-1 if window is None else window - 1, 0)
-    flash = flash3()
-    if flash is not None and not on_compiler():
-        _may_differ(query, "FlashAttention 3")
-        exact = torch.are_deterministic_algorithms_enabled()
-        options = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0, "deterministic": exact}
-        out = flash(query, key, value, *places, window_size=sides, **options)
-        return out[0] if isinstance(out, tuple) else out  # earlier versions return the normalizers, too
-    if not on_compiler() and _is_hopper(query.device) and repeatable.takes_documents(query):
-        documents = documents or spans(bounds, query.shape[0])
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return repeatable.varying(query, key, value, bounds, longest, documents, scale, window)
-    _may_differ(query, "FlashAttention 2")
-    varlen_attn, parameters = _varlen()
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in parameters else {}
-    return varlen_attn(query, key, value, *places, window_size=sides, scale=scale, **grouped)

@@ -22,7 +22,8 @@ from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
 from ..families import Family
-from .layer import Attention, GatedMLP, Half, LayerView, epsilon
+from . import layer
+from .layer import Attention, GatedMLP, Half, epsilon
 from .patched import NAME, is_bound
 from .projections import dropout_of, project, read_together
 from .recipes import recipes_of
@@ -66,7 +67,7 @@ def _enter(half: Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
 
 def _leave(half: Half, x: Tensor) -> Tensor:
     """What joins the residual stream."""
-    if half.dropout is not None and half.drops:
+    if half.dropout is not None and half.dropout.p:
         x = half.dropout(x)
     x = x if half.leave is None else half.leave(x)
     return x if half.scale == 1 else x * half.scale
@@ -78,7 +79,7 @@ def attention_half(self: Any, hidden_states: Tensor, again: Store | None, **kwar
     Args:
         again: where all that is saved waits but the norm's result, which is computed again in backward; None: kept.
     """
-    half = LayerView(self, _family(self)).attention_half
+    half = layer.attention_half(self, _family(self))
     normed, residual = _enter(half, hidden_states, None)
     with _again(again, half.norm, normed, residual):
         attended, _ = half.inner(hidden_states=normed, **kwargs)
@@ -94,7 +95,7 @@ def mlp_half(
         again: as in `attention_half`.
         output: False where the second is not looked at: its last product is then left out where that can be.
     """
-    half = LayerView(self, _family(self)).mlp_half
+    half = layer.mlp_half(self, _family(self))
     normed, residual = _enter(half, x, residual)
     options = {} if output or not _may_skip(half) else {"output": False}
     with _again(again, half.norm, normed, residual):
@@ -104,7 +105,8 @@ def mlp_half(
 
 def _may_skip(half: Half) -> bool:
     """Whether nothing reads the MLP's result but the residual stream."""
-    untouched = not half.drops and half.leave is None and half.scale == 1
+    dropped = half.dropout is not None and half.dropout.p
+    untouched = not dropped and half.leave is None and half.scale == 1
     return untouched and is_bound(half.inner) and not half.inner._forward_hooks
 
 
@@ -128,16 +130,14 @@ def attention_forward(
     if past_key_values is not None:
         own = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
-    view, recipes = Attention(self, _family(self)), recipes_of(self)
+    view, recipes = Attention.of(self, _family(self)), recipes_of(self)
     query, key, value = (
         part.view(*hidden_states.shape[:-1], -1, view.head_dim).transpose(1, 2)
         for part in view.split(project(hidden_states, *view.inputs, recipe=recipes[0]))
     )
     query, key = _rotate(view, query, key, *position_embeddings)
-    if view.family.window:
-        kwargs["sliding_window"] = view.window
-    if view.family.softcap:
-        kwargs["softcap"] = view.softcap
+    own = {"sliding_window": view.window, "softcap": view.softcap}
+    kwargs |= {name: value for name, value in own.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
     dropout = view.dropout if self.training else 0.0
@@ -159,8 +159,8 @@ def _rotate(view: Attention, query: Tensor, key: Tensor, cos: Tensor, sin: Tenso
 
 def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:
     """The gated MLP, in one function with its adapters where they are plain; `output` as in `lora_mlp`."""
-    view, recipes = GatedMLP(self, _family(self)), recipes_of(self)
-    read = None if view.family.fused else read_together((*view.inputs, view.output))
+    view, recipes = GatedMLP.of(self, _family(self)), recipes_of(self)
+    read = read_together((*view.inputs, view.output)) if len(view.linears) == 3 else None
     if read is None:
         gate, up = view.split(project(hidden_states, *view.inputs, recipe=recipes[0]))
         return project(glu(gate, up, view.activation), view.output, recipe=recipes[1])[0]

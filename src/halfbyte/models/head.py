@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..errors import DataError
 from ..notices import notice
-from ..ops import IGNORE_INDEX
 from .layer import causal_lm_of
 
+IGNORE_INDEX = -100
 PROBE_TOKENS = 8
 ARGMAX_ROWS = 256  # positions whose logits are made at a time
 
@@ -165,14 +165,18 @@ def _config(model: nn.Module) -> Any:
     return causal_lm_of(model).config.get_text_config()
 
 
+def described_head(model: nn.Module) -> Head | str:
+    """The head as structure and config say, or in words why it needs full logits; no numbers are looked at."""
+    return _obstacle(model) or configured_head(_config(model))
+
+
 def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     """The model's head, or in words why it needs full logits. Structure is looked at each time, numbers once."""
-    obstacle = _obstacle(model)
-    if obstacle:
-        return obstacle
-    causal_lm = causal_lm_of(model)
+    head, causal_lm = described_head(model), causal_lm_of(model)
+    if isinstance(head, str):
+        return head
     if causal_lm not in _heads:
-        _heads[causal_lm] = _probe(causal_lm, configured_head(model), inputs)
+        _heads[causal_lm] = _probe(causal_lm, head, inputs)
     return _heads[causal_lm]
 
 
@@ -195,9 +199,8 @@ def _obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def configured_head(model: nn.Module) -> Head:
-    """What a model's config says of its head."""
-    config = _config(model)
+def configured_head(config: Any) -> Head:
+    """What the (text) config of a model says of its head."""
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
     scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1

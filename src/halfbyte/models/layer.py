@@ -1,17 +1,17 @@
 """A decoder layer as everybody here takes it: read from transformers' modules in this file, and nowhere else.
 
-All known families share one block: two halves around the residual stream, attention and a gated MLP. A view says where
-its modules and numbers are, with the names of its family's row (`families`); it holds nothing itself and looks at the
-module at every question, since adapters, hooks and whole modules come and go.
+All known families share one block: two halves around the residual stream, attention and a gated MLP, where their row
+(`families`) says what is named or done differently. What is read holds as long as nobody replaces a module, so training
+reads a layer at every call.
 
-Training's forwards (`blocks`), `patch`, generation (`generation.engine`) and the plan read layers through views.
+Training's forwards (`blocks`), `patch`, generation (`generation.engine`) and the plan take layers from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,8 +20,6 @@ from ..errors import ModelError
 from ..families import ACTIVATIONS, Family, family_of, scale_of
 from ..ops.glu import Activation
 
-Mixer = Literal["dense", "experts"]
-
 
 class Half(NamedTuple):
     """Half of a layer: stream + scale · leave(dropout(inner(norm(stream)))).
@@ -29,8 +27,8 @@ class Half(NamedTuple):
     Attributes:
         norm: RMSNorm.
         inner: attention, or what mixes the channels of a token.
-        dropout: None where the family has none.
-        leave: the norm of what joins the residual stream; None where the family has none.
+        dropout, leave: what joins the residual stream is dropped out, or normalised; None where it is not.
+        scale: 1 in most families.
     """
 
     norm: Any
@@ -39,177 +37,145 @@ class Half(NamedTuple):
     leave: Any | None
     scale: float
 
-    @property
-    def drops(self) -> bool:
-        return self.dropout is not None and self.dropout.p > 0
-
 
 @dataclass(frozen=True)
 class Block:
-    """A module with linears: those that read its input, and one for its output.
+    """Linears that read one input, and one for the output.
 
-    Args:
-        module: transformers' own.
-        family: its row.
+    Attributes:
+        linears: transformers' name → linear, or PEFT's module around it; the output's last.
+        parts: how the outputs of one linear for all inputs are divided, in proportion.
     """
 
-    module: Any
-    family: Family
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """transformers' names of the linears, the output's last."""
-        raise NotImplementedError
-
-    @property
-    def linears(self) -> dict[str, Any]:
-        return {role: getattr(self.module, role) for role in self.roles}
+    linears: dict[str, Any]
+    parts: tuple[int, ...]
 
     @property
     def inputs(self) -> list[Any]:
-        return [getattr(self.module, role) for role in self.roles[:-1]]
+        return list(self.linears.values())[:-1]
 
     @property
     def output(self) -> Any:
-        return getattr(self.module, self.roles[-1])
-
-
-class Attention(Block):
-    """Causal attention with rotary positions."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("qkv_proj", "o_proj") if self.family.fused else ("q_proj", "k_proj", "v_proj", "o_proj")
-
-    @property
-    def heads(self) -> int:
-        return self.module.config.num_attention_heads
-
-    @property
-    def key_heads(self) -> int:
-        return self.module.config.num_key_value_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.module.head_dim
+        return list(self.linears.values())[-1]
 
     def split(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """q, k and v [..., heads · head_dim] of what `inputs` gave."""
-        if not self.family.fused:
+        """q, k and v, or gate and up, of what `inputs` gave."""
+        if len(outputs) > 1:
             return outputs
-        queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
-        return outputs[0].split((queries, keys, keys), dim=-1)
-
-    @property
-    def norms(self) -> tuple[Any, Any] | None:
-        """RMSNorms of each head of q and of k, before RoPE."""
-        return (self.module.q_norm, self.module.k_norm) if self.family.qk_norm else None
-
-    @property
-    def scaling(self) -> float:
-        """Of the scores."""
-        return self.module.scaling
-
-    @property
-    def softcap(self) -> float | None:
-        """Scores become softcap · tanh(score / softcap)."""
-        return self.module.attn_logit_softcapping if self.family.softcap else None
-
-    @property
-    def window(self) -> int | None:
-        """Tokens that a token sees, itself among them; None for all."""
-        holders = {"config": self.module.config, "module": self.module}
-        return getattr(holders[self.family.window], "sliding_window", None) if self.family.window else None
-
-    @property
-    def rope(self) -> str | None:
-        """Which of the model's rotations, where layers differ."""
-        return self.module.layer_type if self.family.rope_by_layer else None
-
-    @property
-    def dropout(self) -> float:
-        """Of the scores, in training."""
-        return self.module.attention_dropout
+        unit = outputs[0].shape[-1] // sum(self.parts)
+        return outputs[0].split([part * unit for part in self.parts], dim=-1)
 
 
+@dataclass(frozen=True)
+class Attention(Block):
+    """Causal attention with rotary positions.
+
+    Attributes:
+        norms: RMSNorms of each head of q and of k, before RoPE.
+        scaling: of the scores.
+        softcap: scores become softcap · tanh(score / softcap).
+        window: tokens that a token sees, itself among them; None for all.
+        rope: which of the model's rotations, where layers differ.
+        dropout: of the scores, in training.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    norms: tuple[Any, Any] | None
+    scaling: float
+    softcap: float | None
+    window: int | None
+    rope: str | None
+    dropout: float
+
+    @classmethod
+    def of(cls, module: Any, family: Family) -> Attention:
+        """Read from transformers' module."""
+        names = ("qkv_proj", "o_proj") if family.fused else ("q_proj", "k_proj", "v_proj", "o_proj")
+        heads, key_heads = module.config.num_attention_heads, module.config.num_key_value_heads
+        holder = {"config": module.config, "module": module, None: None}[family.window]
+        return cls(
+            {name: getattr(module, name) for name in names},
+            (heads, key_heads, key_heads),
+            heads,
+            key_heads,
+            module.head_dim,
+            norms=(module.q_norm, module.k_norm) if family.qk_norm else None,
+            scaling=module.scaling,
+            softcap=module.attn_logit_softcapping if family.softcap else None,
+            window=getattr(holder, "sliding_window", None),
+            rope=module.layer_type if family.rope_by_layer else None,
+            dropout=module.attention_dropout,
+        )
+
+
+@dataclass(frozen=True)
 class GatedMLP(Block):
-    """down(activation(gate(x)) · up(x))."""
+    """down(activation(gate(x)) · up(x)).
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("gate_up_proj", "down_proj") if self.family.fused else ("gate_proj", "up_proj", "down_proj")
+    Attributes:
+        named: transformers' name of the activation.
+    """
 
-    def split(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """gate and up [..., inner] of what `inputs` gave."""
-        return outputs[0].chunk(2, dim=-1) if self.family.fused else outputs
+    named: str
+
+    @classmethod
+    def of(cls, module: Any, family: Family) -> GatedMLP:
+        """Read from transformers' module."""
+        names = ("gate_up_proj", "down_proj") if family.fused else ("gate_proj", "up_proj", "down_proj")
+        return cls({name: getattr(module, name) for name in names}, (1, 1), getattr(module.config, family.activation))
 
     @property
     def activation(self) -> Activation:
         """Where there is no `obstacle`."""
-        return ACTIVATIONS[self._activation]
+        return ACTIVATIONS[self.named]
 
     @property
     def obstacle(self) -> str | None:
         """Why no fused function computes this."""
-        return None if self._activation in ACTIVATIONS else f"there is no fused {self._activation}"
+        return None if self.named in ACTIVATIONS else f"there is no fused {self.named}"
 
-    @property
-    def _activation(self) -> str:
-        return getattr(self.module.config, self.family.activation)
+
+def attention_half(layer: Any, family: Family) -> Half:
+    dropout = layer.resid_attn_dropout if family.residual_dropout else None
+    leave = layer.post_attention_layernorm if family.sandwich else None
+    scale = scale_of(family.residual_scale, layer.self_attn.config)
+    return Half(layer.input_layernorm, layer.self_attn, dropout, leave, scale)
+
+
+def mlp_half(layer: Any, family: Family) -> Half:
+    dropout = layer.resid_mlp_dropout if family.residual_dropout else None
+    norm, leave = layer.post_attention_layernorm, None
+    if family.sandwich:
+        norm, leave = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+    return Half(norm, layer.mlp, dropout, leave, scale_of(family.residual_scale, layer.self_attn.config))
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """A decoder layer of a model's text part; those of vision towers are of no family. Arguments as of `Attention`."""
+    """A decoder layer of a model's text part; those of vision towers are of no family.
 
-    module: Any
+    Attributes:
+        mlp: None where experts are in its place, which run transformers' own forward.
+    """
+
     family: Family
-
-    @property
-    def attention(self) -> Attention:
-        return Attention(self.module.self_attn, self.family)
-
-    @property
-    def mixer(self) -> Mixer:
-        """What mixes the channels of a token; for experts there is no view, and transformers' own forward runs."""
-        found = family_of(type(self.module.mlp))
-        return "dense" if found is not None and found[1] == "MLP" else "experts"
-
-    @property
-    def mlp(self) -> GatedMLP:
-        """Of a dense layer."""
-        return GatedMLP(self.module.mlp, self.family)
-
-    @property
-    def attention_half(self) -> Half:
-        own, family = self.module, self.family
-        dropout = own.resid_attn_dropout if family.residual_dropout else None
-        leave = own.post_attention_layernorm if family.sandwich else None
-        return Half(own.input_layernorm, own.self_attn, dropout, leave, self._scale)
-
-    @property
-    def mlp_half(self) -> Half:
-        own, family = self.module, self.family
-        if family.sandwich:
-            return Half(own.pre_feedforward_layernorm, own.mlp, None, own.post_feedforward_layernorm, self._scale)
-        dropout = own.resid_mlp_dropout if family.residual_dropout else None
-        return Half(own.post_attention_layernorm, own.mlp, dropout, None, self._scale)
-
-    @property
-    def halves(self) -> tuple[Half, Half]:
-        return self.attention_half, self.mlp_half
-
-    @property
-    def _scale(self) -> float:
-        return scale_of(self.family.residual_scale, self.module.self_attn.config)
+    attention: Attention
+    mlp: GatedMLP | None
+    attention_half: Half
+    mlp_half: Half
 
 
 def layer_view(layer: nn.Module) -> LayerView | str:
     """The view of a decoder layer, or in words why there is none."""
-    found = family_of(type(layer))
-    if found is None or found[1] != "DecoderLayer":
+    family, kind = family_of(type(layer)) or (None, "")
+    if family is None or kind != "DecoderLayer":
         return f"{type(layer).__name__} is of no family that halfbyte knows"
-    return LayerView(layer, found[0])
+    halves = attention_half(layer, family), mlp_half(layer, family)
+    dense = family_of(type(halves[1].inner)) == (family, "MLP")
+    mlp = GatedMLP.of(halves[1].inner, family) if dense else None
+    return LayerView(family, Attention.of(halves[0].inner, family), mlp, *halves)
 
 
 def epsilon(norm: Any) -> float:

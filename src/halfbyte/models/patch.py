@@ -21,7 +21,7 @@ from ..ops.fp8_scaling import DelayedScaling
 from .activations import layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
 from .blocks import attention_forward, mlp_forward, norm_forward
-from .layer import Attention, Block, GatedMLP, causal_lm_of
+from .layer import Attention, GatedMLP, causal_lm_of
 from .patched import NAME, is_bound, record
 from .projections import read_projection
 from .recipes import Recipe, named_recipe, set_recipe
@@ -49,7 +49,7 @@ SAID = {
     "TextModel": "attention metadata once a batch",
     MULTIMODAL: "attention metadata once a batch",
 }
-VIEWS: dict[str, type[Block]] = {"Attention": Attention, "MLP": GatedMLP}
+VIEWS: dict[str, type[Attention | GatedMLP]] = {"Attention": Attention, "MLP": GatedMLP}
 UNFUSED = {
     "Experts": "no fused function routes tokens; transformers' experts run, their stacked weights in 16 bits",
 }
@@ -173,7 +173,7 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
     report.fused[SAID[kind]] += 1
     if kind in BACKBONES:
         report.attention = bind_attention(module)
-    for role, linear in VIEWS[kind](module, family).linears.items() if kind in VIEWS else ():
+    for role, linear in VIEWS[kind].of(module, family).linears.items() if kind in VIEWS else ():
         read = read_projection(linear)
         if isinstance(read, str):
             report.unfused[role, read] += 1
@@ -184,4 +184,4 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
 def _obstacle(module: Any, family: Family, kind: str) -> str | None:
     if not is_bound(module) and "forward" in module.__dict__:
         return "something else has replaced its forward"
-    return GatedMLP(module, family).obstacle if kind == "MLP" else None
+    return GatedMLP.of(module, family).obstacle if kind == "MLP" else None

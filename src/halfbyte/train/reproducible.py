@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
-from halfbyte.models.attention import DIFFERS
 from halfbyte.models.patch import PatchReport
 from halfbyte.notices import said
 

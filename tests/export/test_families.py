@@ -1,0 +1,140 @@
+"""Every row of `families` is true of transformers' classes and llama.cpp's graphs; no other module names a family."""
+
+import ast
+import functools
+import importlib
+import inspect
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+import transformers
+from gguf_models import MODELS, SIZES
+from patch_models import EXPERTS, FAMILIES, MULTIMODAL
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vision_models import MODELS as VISION
+
+import halfbyte
+from halfbyte import families
+from halfbyte.architectures import auto_class
+from halfbyte.families import ACTIVATIONS, of_config
+
+ROWS = {row.name: row for row in families.FAMILIES}
+SCALES = {"residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier"}
+# What a row leaves out that is so, or says that is not.
+WRONG = {
+    "Llama": {"norm_offset": True},
+    "Mistral": {"window": None},
+    "Mixtral": {"experts": None},
+    "Qwen2_5_VL": {"tower": None},
+    "Qwen3": {"qk_norm": False},
+    "Qwen3Moe": {"model_type": "qwen3"},
+    "Gemma": {"norm_offset": False},
+    "Gemma2": {"sandwich": False},
+    "Gemma3": {"rope_by_layer": False},
+    "Phi3": {"fused": False},
+}
+
+
+@functools.cache
+def models() -> dict[str, object]:
+    """Name of a row → a tiny model of it, without storage."""
+    found = {}
+    for family, keys in [*MODELS.values(), VISION["qwen2_5_vl"]]:
+        config = getattr(transformers, f"{family}Config")(**({} if "text_config" in keys else SIZES) | keys)
+        row = of_config(config.get_text_config())
+        if row is not None and row.name not in found:
+            with torch.device("meta"):
+                found[row.name] = auto_class(config).from_config(config)
+    return found
+
+
+def departures(row, model) -> dict[str, object]:
+    """What the classes and configs of transformers say of the fields of a row."""
+    config, module = model.config.get_text_config(), importlib.import_module(row.module)
+    backbone = getattr(model.base_model, "language_model", model.base_model)
+    layer = backbone.layers[0]
+    attention = layer.self_attn
+    norm = type(layer.input_layernorm)(4)
+    torch.nn.init.zeros_(norm.weight)
+    source = inspect.getsource(type(attention))
+    windows = {"module": "self.sliding_window =", "config": '"sliding_window"'}
+    routed = any(hasattr(part, "experts") for part in (layer.mlp, getattr(layer, "block_sparse_moe", None)))
+    return {
+        "model_type": config.model_type,
+        "norm_offset": bool(norm(torch.ones(4)).any()),
+        "sandwich": hasattr(layer, "pre_feedforward_layernorm"),
+        "qk_norm": hasattr(attention, "q_norm"),
+        "fused": hasattr(attention, "qkv_proj"),
+        "residual_dropout": hasattr(layer, "resid_attn_dropout"),
+        "softcap": "softcap=" in source,
+        "rope_by_layer": "sliding_attention" in (config.rope_parameters or {}),
+        "window": next((where for where, text in windows.items() if text in source), None),
+        "experts": routed,
+        "tower": "vision_config" in CONFIG_MAPPING[row.package].sub_configs,
+        "classes": all(hasattr(module, row.name + kind) for kind in ("DecoderLayer", "Attention", "RMSNorm"))
+        or row.name == "Qwen2_5_VL",  # whose norms are Qwen2's
+    } | {field: key if hasattr(config, key) else "" for field, key in SCALES.items()}
+
+
+def stated(row) -> dict[str, object]:
+    keys = (
+        "model_type", "norm_offset", "sandwich", "qk_norm", "fused", "residual_dropout", "softcap", "rope_by_layer",
+        "window", *SCALES,
+    )  # fmt: skip
+    own = {key: getattr(row, key) for key in keys}
+    return own | {"experts": row.experts is not None, "tower": row.tower is not None, "classes": True}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_says_what_transformers_has(name):
+    row = ROWS[name]
+    assert stated(row) == departures(row, models()[name])
+    config = models()[name].config.get_text_config()
+    assert getattr(config, row.activation) in ACTIVATIONS
+    assert row.experts is None or getattr(config, row.experts.count) == 4
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_row_that_is_wrong_is_seen(name):
+    row = replace(ROWS[name], **WRONG[name])
+    assert stated(row) != departures(ROWS[name], models()[name])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_rows_graph_is_llamacpps(name):
+    row, config = ROWS[name], models()[name].config.get_text_config()
+    graph = row.gguf
+    assert graph.arch in gguf.MODEL_ARCH_NAMES.values()
+    assert graph.text_alone == (row.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    for key in (*graph.keys.values(), *graph.fixed, *graph.bias_keys):
+        assert hasattr(config, key), key
+    assert set(graph.optional) <= graph.keys.keys()
+    assert bool(graph.wide_layers) == hasattr(config, "query_pre_attn_scalar")
+    assert ("sliding_attention" in (getattr(config, "layer_types", None) or ())) == bool(graph.window_every)
+    assert ("expert_count" in graph.keys) == (row.experts is not None)
+
+
+def test_every_row_is_tried_by_the_tests_of_patch_generation_and_gguf():
+    patched = {name.removesuffix("Text") for name in (*FAMILIES, *MULTIMODAL)}
+    assert patched == {row.name for row in ROWS.values() if row.patched}
+    assert {name for name in patched if ROWS[name].experts} == set(EXPERTS)
+    assert models().keys() == ROWS.keys()
+    assert families.towers().keys() == VISION.keys()
+
+
+def test_no_other_module_names_a_family():
+    """A second table would be one that a new row is missing in. What llama.cpp calls tokenizers is no family."""
+    names = {name for row in ROWS.values() for name in (row.name, row.package, row.model_type, row.gguf.arch)}
+    names = {name.lower() for name in names} | families.towers().keys()
+    found = []
+    package = Path(halfbyte.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        where = path.relative_to(package).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and str(node.value).lower() in names:
+                found.append(f"{where}: {node.value}")
+    assert {each for each in found if not each.startswith(("families.py", "gguf/tokenizer.py"))} == set()

@@ -1,0 +1,244 @@
+"""k-bit and HQQ weights in bit planes: every kernel, bit for bit the reference's, past 2^31 and in graphs."""
+
+import importlib
+
+import pytest
+import torch
+from backends import DEVICES, backends, cases, loaded
+
+from halfbyte import notices
+from halfbyte.dispatch import Unavailable
+from halfbyte.formats import HQQ as HQQFormat
+from halfbyte.formats import KBit, from_spec
+from halfbyte.ops.bitplane import dequantize_bitplane, kbit_codebook
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KBIT = ("kbit:2:nf", "kbit:2:affine", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf")
+HQQ = ("hqq:8:128", "hqq:8:32:range:float16", "hqq:4:64", "hqq:3:32", "hqq:2:64")
+# One value; whole blocks; padded rows of which the last block is one value, or one short of whole.
+SHAPES = ((1, 1), (3, 64), (5, 33), (9, 127), (2, 256))
+
+
+def weight_of(shape, dtype=torch.float32, device="cpu"):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])) * 0.03
+    weight.view(-1)[::13] = 0
+    weight[:, 32:64] = 0  # a whole block of zeros
+    return weight.to(dtype).to(device)
+
+
+def moved(parts, device):
+    return {name: part.to(device) for name, part in parts.items()}
+
+
+def kbit_arguments(format, parts):
+    """Arguments that `quantize_bitplane` and `dequantize_bitplane` share: scales, zeros, factor, codebook."""
+    return parts["scales"], parts.get("zeros"), parts["factor"], format.levels(parts)
+
+
+def check_dequantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None, hqq_kernel=None):
+    """The kernel's values are the reference's, bit for bit. Kernels default to the ops, which dispatch."""
+    from halfbyte.ops.bitplane import dequantize_bitplane
+    from halfbyte.ops.hqq import dequantize_hqq
+
+    for spec in specs:
+        format = from_spec(spec)
+        for shape in shapes:
+            parts = format.quantize(weight_of(shape))
+            theirs = moved(parts, device)
+            for dtype in dtypes:
+                if spec.startswith("kbit"):
+                    op, by, tail = dequantize_bitplane, kernel, (*shape, dtype)
+                    one, other = ((p["packed"], *kbit_arguments(format, p), *tail) for p in (parts, theirs))
+                else:
+                    op, by, tail = dequantize_hqq, hqq_kernel, (format.bits, format.group, *shape, dtype)
+                    one, other = ((*p.values(), *tail) for p in (parts, theirs))
+                found = (by or op)(*other)
+                assert (found.shape, found.dtype) == (shape, dtype)
+                assert torch.equal(found.cpu(), op.reference(*one)), (spec, shape, dtype)
+
+
+def check_quantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None):
+    """The kernel's planes are the reference's, bit for bit, on the same scales."""
+    from halfbyte.ops.bitplane import padded_blocks, quantize_bitplane
+
+    for spec in specs:
+        format = from_spec(spec)
+        for shape in shapes:
+            for dtype in dtypes:
+                weight = weight_of(shape, dtype)
+                parts, blocks = format.quantize(weight), padded_blocks(weight, 32)
+                expected = quantize_bitplane.reference(blocks, *kbit_arguments(format, parts))
+                found = (kernel or quantize_bitplane)(blocks.to(device), *kbit_arguments(format, moved(parts, device)))
+                assert torch.equal(found.cpu(), expected), (spec, shape, dtype)
+
+
+LARGER = (*SHAPES, (130, 33), (67, 1024))
+RUN = """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, const u32 **packed, const u8 **scales, const float **factor,
+                    const float **codebook, u16 **out, u32 *count) {
+    launch(blocks, threads, bytes, [&] { dequantize_planes(*packed, *scales, *factor, *codebook, *out, *count); });
+}
+"""
+
+
+@pytest.fixture
+def by(backend):
+    """Arguments of `check_dequantize` and `check_quantize`: where, and by which kernels; on a GPU by the ops."""
+    if backend == "gpu":
+        return {"device": "cuda"}, {"device": "cuda"}
+    folder = "native" if backend == "cpu" else "triton"
+    try:
+        planes, hqq = (importlib.import_module(f"halfbyte.kernels.{folder}.{name}") for name in ("bitplane", "hqq"))
+    except Unavailable as error:
+        pytest.skip(str(error))
+    return {"kernel": planes.dequantize, "hqq_kernel": hqq.dequantize}, {"kernel": planes.quantize}
+
+
+@cases(
+    ("spec", "dtypes", "shapes"),
+    cpu=[(spec, DTYPES, LARGER) for spec in (*KBIT, *HQQ)],
+    gpu=[(spec, DTYPES, (*LARGER, (1024, 4096), (33, 4097))) for spec in (*KBIT, *HQQ)],
+    interpret=[
+        *[(spec, DTYPES[:2], SHAPES) for spec in KBIT],
+        *[(spec, DTYPES[1:2], SHAPES) for spec in HQQ],
+        *[(spec, DTYPES[1:2], ((5, 1024), (130, 33))) for spec in ("kbit:5:nf", "hqq:8:128")],
+    ],
+)
+def test_dequantize(by, backend, spec, dtypes, shapes):
+    check_dequantize([spec], dtypes, shapes, **by[0])
+
+
+@cases(
+    ("spec", "dtypes", "shapes"),
+    cpu=[(spec, DTYPES, LARGER) for spec in KBIT],
+    gpu=[(spec, DTYPES, (*LARGER, (1024, 4096), (33, 4097))) for spec in KBIT],
+    interpret=[*[(spec, DTYPES[1:2], SHAPES) for spec in KBIT], ("kbit:5:nf", DTYPES[:1], ((5, 1024), (130, 33)))],
+)
+def test_quantize(by, backend, spec, dtypes, shapes):
+    check_quantize([spec], dtypes, shapes, **by[1])
+
+
+@backends("cpu")
+@pytest.mark.parametrize("spec", ["kbit:3:nf", "kbit:2:affine", "hqq:4:128"])
+def test_threads_leave_no_seam(by, spec):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_dequantize([spec], [torch.bfloat16], [(131, 1057)], **by[0])
+        if spec.startswith("kbit"):
+            check_quantize([spec], [torch.bfloat16], [(131, 1057)], **by[1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@cases(("bits", "exponents", "dtypes"), cpu=[(5, (-120, -12, 0, 13, 122), DTYPES)], interpret=[(4, (-2,), DTYPES[:1])])
+def test_every_scale_and_every_rounding(by, backend, bits, exponents, dtypes):
+    """All 256 scale bytes, with factors that take values to fp16's subnormals, its overflow, and fp32's extremes."""
+    codebook = kbit_codebook("nf", bits, torch.device("cpu"))
+    packed = torch.randint(-(2**31), 2**31, (256 * bits,), dtype=torch.int64).int()
+    scales = torch.arange(256, dtype=torch.uint8)
+    for exponent in exponents:
+        for dtype in dtypes:
+            arguments = (packed, scales, None, torch.tensor(2.0**exponent), codebook, 256, 32, dtype)
+            assert torch.equal(by[0]["kernel"](*arguments), dequantize_bitplane.reference(*arguments))
+
+
+@backends("cpu")
+def test_parts_that_are_not_contiguous(by):
+    for spec in ("kbit:4:fitted", "kbit:2:affine", "hqq:3:64"):
+        format = from_spec(spec)
+        parts = format.quantize(torch.randn(7, 96))
+        strided = {name: torch.stack([part, part], -1)[..., 0] for name, part in parts.items()}
+        found = format.dequantize(strided, (7, 96), torch.float32)
+        assert torch.equal(found, format.dequantize(parts, (7, 96), torch.float32))
+
+
+UNPACKED = [spec for spec in KBIT if "affine" not in spec]
+
+
+@cases(
+    ("spec", "shapes"),
+    emulated=[(spec, [(3, 1024), (431, 1024)]) for spec in UNPACKED],
+    hopper=[(spec, [(4099, 1024)]) for spec in UNPACKED],
+)
+def test_the_kernel_for_large_weights(monkeypatch, tmp_path, backend, spec, shapes):
+    """Fewer blocks of 32 than warps; several rounds of some warps, in which their rings come around."""
+    module = loaded(pytest.importorskip("halfbyte.kernels.cuda.bitplane"), backend, monkeypatch, tmp_path, RUN)
+    dtypes = DTYPES[1:] if backend == "hopper" else [torch.bfloat16 if spec == "kbit:4:fitted" else torch.float16]
+    check_dequantize([spec], dtypes, shapes, DEVICES[backend], kernel=module.dequantize)
+
+
+@cases("spec", hopper=UNPACKED)
+def test_triton_takes_other_counts_and_all_where_nvrtc_does_not_compile(monkeypatch, backend, spec):
+    module = pytest.importorskip("halfbyte.kernels.cuda.bitplane")
+    check_dequantize([spec], [torch.bfloat16], [(4099, 1056)], "cuda")
+
+    def refuse(*_):
+        raise Unavailable("no NVRTC")
+
+    monkeypatch.setattr(module, "_kernel", refuse)
+    monkeypatch.setattr(notices, "_said", {})
+    check_dequantize([spec], [torch.bfloat16], [(4099, 1024)], "cuda")
+    assert "no NVRTC" in notices.said()["kernel-cuda.bitplane.dequantize"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [*KBIT, *HQQ])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_format_gives_the_same_bytes_as_on_a_cpu(spec, dtype):
+    format = from_spec(spec)
+    weight = weight_of((129, 515), dtype)
+    expected, found = format.quantize(weight), format.quantize(weight.cuda())
+    for name, part in expected.items():
+        assert torch.equal(found[name].cpu(), part), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["kbit:4:nf", "hqq:4:64"])
+def test_wide_ranges(spec):
+    """Block scales from 1e-30 to 1e30: scales that E4M4 flushes, and a factor that brings in the rest."""
+    exponent = torch.rand(1 << 12, 1, generator=torch.Generator().manual_seed(0)) * 60 - 30
+    weight = torch.randn(1 << 12, 64, generator=torch.Generator().manual_seed(1)) * 10**exponent
+    format = from_spec(spec)
+    expected = format.quantize(weight)
+    found = format.quantize(weight.cuda())
+    for name, part in expected.items():
+        assert torch.equal(found[name].cpu(), part), name
+    values = format.dequantize(found, (1 << 12, 64), torch.float32).cpu()
+    assert torch.equal(values, format.dequantize(expected, (1 << 12, 64), torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["kbit:5:nf", "kbit:2:affine", "hqq:3:64"])
+def test_dequantizing_in_a_graph(spec):
+    format, shape = from_spec(spec), (1024, 4096)
+    parts = format.quantize(weight_of(shape, torch.bfloat16, "cuda"))
+    expected = format.dequantize(parts, shape, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = format.dequantize(parts, shape, torch.bfloat16)
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.large(40)
+@pytest.mark.parametrize("format", [KBit(5, "nf"), HQQFormat(2)], ids=lambda format: format.spec)
+def test_more_than_two_to_the_31_values(format):
+    rows, width = (2**31 + 4096) // 1024, 1024
+    weight = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
+    weight[[0, 2**21, rows - 1], :] = 0.5
+    values = format.dequantize(format.quantize(weight), (rows, width), torch.bfloat16)
+    assert torch.equal(values, weight)
+
+
+@pytest.mark.gpu
+def test_fitting_hqq_takes_a_gibibyte_beside_the_weight():
+    """The largest linear of a Llama-3.1-8B layer; how much work it is, `tests/formats/test_hqq.py` counts."""
+    weight, format = torch.randn(14336, 4096, dtype=torch.bfloat16, device="cuda") * 0.02, HQQFormat(4, 64)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    format.quantize(weight)
+    assert torch.cuda.max_memory_allocated() - before < 2**30

@@ -1,0 +1,176 @@
+"""Who computes what on which device, and that dispatch asks no one else."""
+
+import pytest
+import torch
+from linear_cases import arguments
+from typer.testing import CliRunner
+
+from halfbyte import notices
+from halfbyte.cli.app import app
+from halfbyte.dispatch import Op, Unavailable, op
+from halfbyte.formats import Blockwise4
+from halfbyte.kernels.device import KNOWN, assumed
+from halfbyte.ops.gemv4 import linear_blockwise4
+from halfbyte.tensor import QuantizedTensor
+
+pytest.importorskip("triton")
+from halfbyte.kernels import selection
+from halfbyte.kernels.selection import REFERENCE, choices, empty, weight4
+
+
+def picks(name):
+    """op → [kernel for each of its examples]."""
+    found = {}
+    for choice in choices(KNOWN[name]):
+        found.setdefault(choice.op, []).append(choice.kernel)
+    return found
+
+
+ROW, SMALL, WGMMA = "cuda.gemv4_row.gemv", "cuda.gemv4.gemm", "cuda.gemm4.gemm"
+GEMV, GEMM = "triton.gemv4.gemv", "triton.gemv4.gemm"
+EIGHT = ["gemv", "gemm", "gemm", None]
+HOPPER = {
+    # M = 1, 2, 3, 8, 9, 16, 17, 64, 65; then 1 with blocks of 128, 4 of 32, 1 in fp32
+    "linear_blockwise4": [ROW, ROW, SMALL, SMALL, *[WGMMA] * 4, REFERENCE, ROW, GEMM, GEMV],
+    # 2 bits: M = 1, 16, 17; 4 bits: 1, 8, 9, 64, 65
+    "linear_bitplane": [
+        "cuda.gemv_planes_row.gemv", "cuda.gemv_planes.bitplane", REFERENCE,
+        "cuda.gemv_planes_row.gemv", "cuda.gemv_planes.bitplane", *["cuda.gemm_planes.bitplane"] * 2, REFERENCE,
+    ],
+    "linear_hqq": [*["cuda.gemv_planes.hqq"] * 2, "cuda.gemm_planes.hqq", REFERENCE, REFERENCE],
+    "linear_float8": [f"triton.gemv8.float8_{each}" if each else REFERENCE for each in EIGHT],
+    "linear_int8": [f"triton.gemv8.int8_{each}" if each else REFERENCE for each in EIGHT],
+    "low_rank_rows": [*["cuda.low_rank.gemm"] * 2, REFERENCE, REFERENCE],
+    "one_launch": [*["cuda.decode_layers.compile_layers"] * 2, REFERENCE, REFERENCE],
+    "float8_of_blockwise4": [*["cuda.float8.of_blockwise4"] * 2, "triton.blockwise4_float8.float8"],
+    "transpose_float8": ["cuda.float8.transpose", "triton.float8.transpose_float8"],
+    "lora_glu": ["cuda.lora_glu.forward", *["triton.lora_glu.lora_glu"] * 2],
+    "lora_read": ["cuda.lora_read.read", REFERENCE],
+}  # fmt: skip
+ADA = {
+    "linear_blockwise4": [GEMV, GEMV, GEMV, *[GEMM] * 5, REFERENCE, GEMV, GEMM, GEMV],
+    "linear_bitplane": [REFERENCE] * 8,
+    "linear_float8": HOPPER["linear_float8"],
+    "low_rank_rows": [REFERENCE] * 4,
+    "one_launch": [REFERENCE] * 4,
+    "cross_entropy_": ["triton.cross_entropy.cross_entropy_"] * 4,
+    "float8_of_blockwise4": ["triton.blockwise4_float8.float8"] * 3,
+    "lora_glu": ["triton.lora_glu.lora_glu"] * 3,
+}
+AMPERE = ADA | {"linear_float8": [REFERENCE] * 4, "cast_float8": [REFERENCE], "float8_of_blockwise4": [REFERENCE] * 3}
+BLACKWELL = HOPPER | {"linear_blockwise4": [ROW, ROW, *[SMALL] * 4, GEMM, GEMM, REFERENCE, ROW, GEMM, GEMV]}
+BLACKWELL.pop("linear_bitplane"), BLACKWELL.pop("linear_hqq")
+CPU = {
+    "linear_blockwise4": ["native.gemv4.gemv"] * 3 + [REFERENCE] * 6 + ["native.gemv4.gemv"] * 3,
+    "dequantize_blockwise4": ["native.blockwise4.dequantize"],
+    "lora_glu": [REFERENCE] * 3,
+    "rms_norm": [REFERENCE],
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("h100", HOPPER), ("rtx4090", ADA), ("a100", AMPERE), ("mi300", AMPERE), ("b200", BLACKWELL), ("cpu", CPU)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_who_is_picked(device, expected):
+    found = picks(device)
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_the_table_has_every_op_and_every_kernel():
+    """No kernel is registered that no device and no call takes."""
+    all_ops = selection.all_ops()
+    ever = set()
+    for name in KNOWN:
+        found = picks(name)
+        assert found.keys() == all_ops.keys()
+        ever |= {kernel for kernels in found.values() for kernel in kernels}
+    kernels = {kernel.name for op in all_ops.values() for kind in ("cpu", "cuda") for kernel in op.kernels(kind)}
+    assert ever >= kernels - {"cuda.cudnn_attention.backward"}  # of a package that need not be installed
+
+
+def test_reasons():
+    """Alignment, sizes and adapters' terms; each kernel says the first thing that stands in its way."""
+
+    def reasons(x, weight=None, rows=64, term=None):
+        with assumed(KNOWN["h100"]):
+            weight = weight or weight4(64, 512, 64, True)
+            return dict(linear_blockwise4.choices("cuda", x, *weight, rows, None, term))
+
+    bf16 = torch.bfloat16
+    term = empty(40, 12, dtype=bf16), empty(64, 12, dtype=bf16)
+    assert reasons(empty(2, 512, dtype=bf16))[ROW] is None
+    assert "N from 16" in reasons(empty(1, 512, dtype=bf16), weight4(15, 512, 64, True), 15)[ROW]
+    assert "multiples of 256" in reasons(empty(2, 384, dtype=bf16), weight4(64, 384, 64, True))[ROW]
+    assert "16 bits" in reasons(empty(2, 512))[ROW]
+    assert "16 bytes" in reasons(torch.zeros(1030, dtype=bf16)[3:1027].view(2, 512))[ROW]
+    assert reasons(empty(0, 512, dtype=bf16))[SMALL] == "takes 1 to 16 rows"
+    assert reasons(empty(40, 512, dtype=bf16))[WGMMA] is None
+    assert "ranks" in reasons(empty(40, 512, dtype=bf16), term=term)[WGMMA]
+    assert reasons(empty(40, 512, dtype=bf16), term=term)[GEMM] is None
+
+
+def test_a_kernel_for_one_op_from_outside(monkeypatch):
+    """Two lines add it: dispatch takes it, its refusal is said once and the next one runs, and the table shows it."""
+    notices.forget()
+    monkeypatch.setattr(
+        linear_blockwise4, "_added", {name: list(rows) for name, rows in linear_blockwise4._added.items()}
+    )
+    monkeypatch.setattr(linear_blockwise4, "_by_device", {})
+    calls = []
+
+    def unless(x, packed, absmax, nested, blocksize, *_):
+        return None if blocksize == 32 else "takes blocks of 32"
+
+    @linear_blockwise4.kernel("cpu", unless=unless, rank=-1)
+    def mine(x, packed, absmax, nested, blocksize, quant_type, rows, bias, term=None):
+        calls.append(x.shape[0])
+        if x.shape[0] == 2:
+            raise Unavailable("too many rows")
+        return linear_blockwise4.reference(x, packed, absmax, nested, blocksize, quant_type, rows, bias, term)
+
+    for blocksize, batch in ((64, 1), (32, 1), (32, 2), (32, 2)):
+        weight = QuantizedTensor.quantize(torch.randn(48, 128), Blockwise4("nf4", blocksize, False))
+        x = torch.randn(batch, 128)
+        expected = torch.nn.functional.linear(x, weight.dequantize())
+        with torch.no_grad():
+            torch.testing.assert_close(torch.nn.functional.linear(x, weight), expected, rtol=1e-5, atol=1e-5)
+    assert calls == [1, 2, 2]
+    (text,) = notices.said().values()
+    assert text.startswith("tests.kernels.test_selection.mine: too many rows; ")
+    found = linear_blockwise4.choices("cpu", torch.randn(1, 320), *arguments(8, 320), None)
+    assert found[0] == ("tests.kernels.test_selection.mine", "takes blocks of 32")
+    monkeypatch.undo()
+    assert all(not kernel.name.endswith("mine") for kernel in linear_blockwise4.kernels("cpu"))
+
+
+def test_ranks_and_reasons_decide():
+    @op()
+    def double(x, times=1):
+        return "reference"
+
+    asked = []
+
+    def small(x, times=1):
+        asked.append(times)
+        return None if times == 1 else "once"
+
+    double.kernel("cpu", rank=2)(lambda x, times=1: "last")
+    double.kernel("cpu", unless=small, rank=1)(lambda x, times=1: "small")
+    x = torch.ones(2)
+    assert [double(x), double(x, times=3), double(x.to("meta"))] == ["small", "last", "reference"]
+    assert asked == [1, 3]
+    assert double.on("cpu")(x.to("meta")) == "small"
+    assert isinstance(double, Op)
+
+
+def test_the_command_prints_the_table():
+    shown = CliRunner().invoke(app, ["env", "--kernels", "--device", "h100"], env={"COLUMNS": "200"}).output
+    assert "H100, H200" in shown
+    assert ROW in shown
+    assert "takes 1 or 2 rows" in shown
+    shown = CliRunner().invoke(app, ["env", "--kernels"], env={"COLUMNS": "200"}).output
+    assert "native.gemv4.gemv" in shown or torch.cuda.is_available()
+    refused = CliRunner().invoke(app, ["env", "--device", "h1000"])
+    assert refused.exit_code != 0
