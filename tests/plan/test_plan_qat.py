@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from replayed import moving
 
 from halfbyte.adapters import add_adapter
 from halfbyte.autograd.losses import linear_cross_entropy
@@ -11,8 +12,7 @@ from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.memory.batches import Batches, Shape
 from halfbyte.plan.estimate import GIB, estimate
-from halfbyte.plan.replay import Ledger
-from halfbyte.plan.shapes import ModelShapes
+from halfbyte.plan.ledger import Ledger
 from halfbyte.qat.model import fake_quantize_linears
 
 WIDE = transformers.LlamaConfig(
@@ -63,7 +63,7 @@ def real_peak(config):
 )
 def test_a_replayed_step_allocates_what_a_real_one_does(scheme, dtype, use_peft):
     keys = config(qat_scheme=scheme, dtype=dtype, use_peft=use_peft)
-    predicted = ModelShapes(keys, WIDE, torch.device("cpu")).replays(False, Shape(*TOKENS.shape))[0].total
+    predicted, _ = moving(keys, WIDE, Shape(*TOKENS.shape), "keep")
     assert 0.75 * predicted <= real_peak(keys) <= 1.05 * predicted
 
 
