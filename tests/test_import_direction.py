@@ -48,7 +48,7 @@ ORDER = [
 ]
 RANK = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 
-# Triton twins are loaded lazily, by name, from dispatch; they know these and nothing else.
+# Kernels are loaded lazily, by name, from dispatch; they know these and nothing else.
 KERNELS_MAY_IMPORT = {"errors", "files", "notices", "kernels", "dispatch", "ops", "formats"}
 
 Arrow = tuple[str, str, str]  # unit that imports, unit imported, "file:line"

@@ -31,7 +31,6 @@ def check_run(config: RunConfig) -> None:
     from ..data.batches import batches_of
     from ..hardware import planned_device
     from ..methods import method_of
-    from ..models.attention import implementation
     from ..models.find import find_model
     from ..models.load import check_attention, load_tokenizer
     from ..plan.estimate import estimate
@@ -47,7 +46,7 @@ def check_run(config: RunConfig) -> None:
     print_data(console, data.report)
     check_modules(config, model_config)
     batches = partial(batches_of, data=data, device=device)
-    plan = estimate(config, model_config, batches=batches(config), attention=implementation)
+    plan = estimate(config, model_config, batches=batches(config))
     console.print(_table(plan))
     facts = {"activation_checkpointing": plan.activation_checkpointing, "reason": plan.reason}
     print_memory(console, {**plan.predicted(), **facts, "capacity_bytes": plan.capacity_bytes})
@@ -96,12 +95,11 @@ def what_would_fit(
         rows: of the data.
         batches: those of a changed configuration.
     """
-    from ..models.attention import implementation
     from ..plan.estimate import estimate
 
     def fits(keys: dict[str, Any]) -> bool:
         changed = config.model_copy(update=keys)
-        return estimate(changed, model_config, batches=batches(changed), attention=implementation).fits
+        return estimate(changed, model_config, batches=batches(changed)).fits
 
     for keys in _changes(config, rows):
         if fits(keys):

@@ -19,7 +19,6 @@ from halfbyte.environment import environment
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
-from halfbyte.models.attention import implementation
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.load import check_attention, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
@@ -101,7 +100,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
     batches = batches_of(config, data, device)
-    plan = estimate(config, files.config, device=device, batches=batches, attention=implementation)
+    plan = estimate(config, files.config, device=device, batches=batches)
     print_memory(console, plan)
     if not plan.fits:
         notice("memory_plan", f"the plan needs {plan.total / 2**30:.2f} GiB, of {plan.capacity_bytes / 2**30:.2f} free")

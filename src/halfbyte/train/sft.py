@@ -220,7 +220,6 @@ def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:
         prompts,
         max_new_tokens=job.config.sample_max_new_tokens,
         stops=stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
-        dtype=job.compute_dtype,
     )
 
 

@@ -1,13 +1,13 @@
 /* Products of one or two rows with NF4 and FP4 weights, see mma_gemv.cuh and table4.cuh.
 
-A lane's two parts of 32 weights are one block of 64, and their sums are added before they are scaled. Smaller blocks are
-one part, larger ones several lanes'.
+A lane's two K slices of 32 weights are one block of 64, and their sums are added before they are scaled. Smaller
+blocks are one slice, larger ones several lanes'.
 
-Of a tile, 128 bytes of codes a row come first, then for each row the scales of four neighbouring blocks, the K tile's among
-them (of blocks of 32: eight). Nested scales are bytes, and the second scale is beside four of them.
+Of a tile, 128 bytes of codes a row come first, then for each row the scales of four neighbouring blocks, the K
+tile's among them (of blocks of 32: eight). Nested scales are bytes, and the second scale is beside four of them.
 
-Constants: SHIFT (the binary logarithm of a block's parts), NESTED, ORIGIN (where a block's shared memory begins), and those
-of mma_gemv.cuh. */
+Constants: SHIFT (the binary logarithm of a block's slices), NESTED, ORIGIN (where a block's shared memory begins),
+and those of mma_gemv.cuh. */
 
 #include "mma_gemv.cuh"
 #include "table4.cuh"
@@ -15,10 +15,10 @@ of mma_gemv.cuh. */
 constexpr u32 FOUR = NESTED ? 8 : 16, OF_ROW = SHIFT ? FOUR : 2 * FOUR; /* bytes of four scales, of a row's */
 constexpr u32 CODES = 128 * ROWS;
 
-/* Products of this lane's parts with each row of x: sum[m][u][2 · half + u] for rows g + 8 · half and part 2t + u.
-look_up(a, u, j) makes mma's left operand, that part's columns 4j and on. */
+/* Products of this lane's slices with each row of x: sum[m][u][2 · half + u] for rows g + 8 · half and slice 2t + u.
+look_up(a, u, j) makes mma's left operand, that slice's columns 4j and on. */
 template <typename F>
-__device__ __forceinline__ void multiply_parts(F look_up, float (&sum)[BATCH][2][4], const Part (&x)[BATCH]) {
+__device__ __forceinline__ void multiply_slices(F look_up, float (&sum)[BATCH][2][4], const KSlice (&x)[BATCH]) {
     u32 a[16][4];
 #pragma unroll
     for (int i = 0; i < 8 * BATCH; i++)
@@ -37,12 +37,12 @@ __device__ __forceinline__ void multiply_parts(F look_up, float (&sum)[BATCH][2]
 }
 
 /* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
-__device__ __forceinline__ u32 place(u32 row, u32 at) { return row * 128 + (at ^ (row & 1) << 4); }
+__device__ __forceinline__ u32 swizzle(u32 row, u32 at) { return row * 128 + (at ^ (row & 1) << 4); }
 
 struct Weight : Table4 {
     float shift; /* what is added to nested scales */
 
-    static constexpr u32 STEPS = 1, TILE = CODES + OF_ROW * ROWS, ASIDE = 0;
+    static constexpr u32 TOGETHER = 1, TILE = CODES + OF_ROW * ROWS, ASIDE = 0;
 
     __device__ __forceinline__ void build() {
         Table4::build();
@@ -51,20 +51,20 @@ struct Weight : Table4 {
     __device__ __forceinline__ float factor() const { return 1.0f; }
 
 
-    /* Where a warp copies from: the next step of its group's tiles, `apart` from each other. */
+    /* Where a warp copies from: the next K tile of its group's tiles, `apart` from each other. */
     struct Source {
         const Weight &w;
         const u8 *codes[RT]; /* this lane's piece of the first rows */
-        const u8 *scales;    /* of the first block; for the upper half of the lanes, which bring these, its second scale */
-        u32 before[RT];      /* parts of W before this lane's row and step */
-        u32 tile, step, lane, apart, to, shift;
+        const u8 *scales;    /* of the first block; for the upper half of the lanes, its second scale */
+        u32 before[RT];      /* slices of W before this lane's row and K tile */
+        u32 tile, k_tile, lane, apart, to, shift;
 
-        __device__ __forceinline__ Source(const Weight &w, u32 tile, u32 step, u32 lane, u32 apart)
-            : w(w), scales(w.absmax), tile(tile), step(step), lane(lane), apart(apart) {
-            to = place(lane / 8, lane % 8 * 16), shift = SHIFT + 2;
+        __device__ __forceinline__ Source(const Weight &w, u32 tile, u32 k_tile, u32 lane, u32 apart)
+            : w(w), scales(w.absmax), tile(tile), k_tile(k_tile), lane(lane), apart(apart) {
+            to = swizzle(lane / 8, lane % 8 * 16), shift = SHIFT + 2;
             if (NESTED && lane >= ROWS)
                 scales = (const u8 *)w.second, shift = SHIFT + 8;
-            keep(to), keep(shift);
+            opaque(to), opaque(shift);
             seek();
         }
 
@@ -72,19 +72,19 @@ struct Weight : Table4 {
 #pragma unroll
             for (u32 r = 0; r < RT; r++) {
                 u32 row = first_row(w.rows, tile + r * apart);
-                codes[r] = w.packed + (u64)(row + lane / 8) * (w.columns / 2) + step * 128 + lane % 8 * 16;
-                before[r] = (row + lane % ROWS) * (w.columns / 32) + step * 8;
+                codes[r] = w.packed + (u64)(row + lane / 8) * (w.columns / 2) + k_tile * 128 + lane % 8 * 16;
+                before[r] = (row + lane % ROWS) * (w.columns / 32) + k_tile * 8;
             }
         }
 
-        /* Begin to copy the step to a slot. What is copied behind the last scale are at most the rest of its 16 bytes. */
-        __device__ __forceinline__ void fetch(u8 *slot, u8 *, u32, u32) const {
+        /* Begin to copy the K tile to a stage. Behind the last scale at most the rest of its 16 bytes is copied. */
+        __device__ __forceinline__ void fetch(u8 *stage, u8 *, u32, u32) const {
             constexpr u32 SIZE = NESTED ? 4 : 16;
 #pragma unroll
             for (u32 r = 0; r < RT; r++) {
                 if (r && (tile + r * apart) * ROWS >= w.rows)
                     break;
-                u8 *part = slot + r * TILE, *with = part + CODES + lane % ROWS * OF_ROW + lane / ROWS * 4;
+                u8 *part = stage + r * TILE, *with = part + CODES + lane % ROWS * OF_ROW + lane / ROWS * 4;
 #pragma unroll
                 for (u32 i = 0; i < 4; i++)
                     copy<16>(part + to + i * 512, codes[r] + (u64)i * 2 * w.columns, true);
@@ -96,32 +96,32 @@ struct Weight : Table4 {
             }
         }
 
-        __device__ __forceinline__ void next(u32 first, u32 steps, u32 stride) {
-            step += WK;
+        __device__ __forceinline__ void next(u32 first, u32 k_tiles, u32 stride) {
+            k_tile += WK;
 #pragma unroll
             for (u32 r = 0; r < RT; r++)
                 codes[r] += WK * 128, before[r] += WK * 8;
-            if (step >= steps) {
-                step = first, tile += stride;
+            if (k_tile >= k_tiles) {
+                k_tile = first, tile += stride;
                 seek();
             }
         }
     };
 
-    /* What a lane has of a tile in a slot. */
+    /* What a lane has of a tile in a stage. */
     struct Decoder {
         const Weight &w;
-        u32 codes, other, scales, block, lane4; /* where its parts and its first row's scales are, which of four is its */
+        u32 codes, other, scales, block, lane4; /* where its slices and first row's scales are, which of four is its */
 
         __device__ __forceinline__ Decoder(const Weight &w, u32 lane) : w(w), lane4(lane * 4) {
-            u32 part = lane % 4 * 2;
-            codes = place(lane / 4, part * 16), other = codes ^ 16;
-            scales = CODES + lane / 4 * OF_ROW + (SHIFT ? 0 : part / 4 * FOUR);
-            block = SHIFT > 1 ? part : part >> SHIFT & 3;
-            keep(codes), keep(other), keep(scales), keep(block), keep(lane4);
+            u32 slice = lane % 4 * 2;
+            codes = swizzle(lane / 4, slice * 16), other = codes ^ 16;
+            scales = CODES + lane / 4 * OF_ROW + (SHIFT ? 0 : slice / 4 * FOUR);
+            block = SHIFT > 1 ? slice : slice >> SHIFT & 3;
+            opaque(codes), opaque(other), opaque(scales), opaque(block), opaque(lane4);
         }
 
-        /* The scale of part 2t + u in row g + 8 · half, which with its step begins at part `before` of W. */
+        /* The scale of slice 2t + u in row g + 8 · half, which with its K tile begins at slice `before` of W. */
         __device__ __forceinline__ float scale_of(const u8 *tile, int half, u32 before, int u) const {
             const u8 *of_row = tile + scales + half * 8 * OF_ROW;
             u32 at = SHIFT > 1 ? (before + block) >> SHIFT & 3 : block + u;
@@ -133,8 +133,8 @@ struct Weight : Table4 {
 
         /* Add the products of a tile's 256 columns to the sums of rows g and g + 8; `row` is the tile's first. */
         __device__ __forceinline__ void
-        add(float (&total)[BATCH][2], const u8 *tile, const u8 *, const Part (&x)[BATCH], u32 row, u32 step) const {
-            u32 of_row = w.columns / 32, before = (row + lane4 / 16) * of_row + step * 8; /* parts of W */
+        add(float (&total)[BATCH][2], const u8 *tile, const u8 *, const KSlice (&x)[BATCH], u32 row, u32 k_tile) const {
+            u32 of_row = w.columns / 32, before = (row + lane4 / 16) * of_row + k_tile * 8; /* slices of W */
             u32 words[2][2][4];
             float scale[2][2], sum[BATCH][2][4];
 #pragma unroll
@@ -150,7 +150,7 @@ struct Weight : Table4 {
                 for (int i = 0; i < 4; i++)
                     a[i] = Table4::look_up<u32, 0>(words[i % 2][u][j / 2], j % 2 * 2 + i / 2, lane4);
             };
-            multiply_parts(look_up, sum, x);
+            multiply_slices(look_up, sum, x);
 #pragma unroll
             for (int m = 0; m < BATCH; m++)
 #pragma unroll

@@ -1,4 +1,4 @@
-/* Products of one row with k-bit weights in bit planes (ops.bitplane), see mma_gemv.cuh; a part is a block of W.
+/* Products of one row with k-bit weights in bit planes (ops.bitplane), see mma_gemv.cuh; a K slice is a block of W.
 
 A table in shared memory, in which each lane has entries of its own, turns a byte with the bits of two columns into
 their numbers: operands as they stand. At 2 bits, where half a byte would do, it has the bits of both rows, and two
@@ -14,21 +14,21 @@ Constants: BITS (2 to 5), ORIGIN (where a block's shared memory begins), and tho
 constexpr u32 ROW = 32 * BITS, PIECES = 2 * BITS; /* of a row's K tile: bytes, copies */
 
 /* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
-__device__ __forceinline__ u32 place(u32 row, u32 at) { return row * ROW + (BITS == 4 ? at ^ (row & 1) << 4 : at); }
+__device__ __forceinline__ u32 swizzle(u32 row, u32 at) { return row * ROW + (BITS == 4 ? at ^ (row & 1) << 4 : at); }
 
 /* A lane's blocks 2t and 2t + 1 of a row. */
 __device__ __forceinline__ void load(u32 (&word)[2][BITS], const u8 *part, u32 row, u32 lane) {
     u32 words[2 * BITS], t = lane % 4;
     if (BITS == 2)
-        *(uint4 *)words = *(const uint4 *)(part + place(row, 16 * t));
+        *(uint4 *)words = *(const uint4 *)(part + swizzle(row, 16 * t));
     else if (BITS == 4)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            *(uint4 *)(words + 4 * i) = *(const uint4 *)(part + place(row, 32 * t + 16 * i));
+            *(uint4 *)(words + 4 * i) = *(const uint4 *)(part + swizzle(row, 32 * t + 16 * i));
     else
 #pragma unroll
         for (int i = 0; i < BITS; i++)
-            *(uint2 *)(words + 2 * i) = *(const uint2 *)(part + place(row, 8 * BITS * t + 8 * i));
+            *(uint2 *)(words + 2 * i) = *(const uint2 *)(part + swizzle(row, 8 * BITS * t + 8 * i));
 #pragma unroll
     for (int i = 0; i < BITS; i++)
         word[0][i] = words[i], word[1][i] = words[BITS + i];
@@ -62,18 +62,18 @@ struct Blocks {
         exchange_pairs(p[0]), exchange_pairs(p[1]);
     }
 
-    /* mma's A of columns 8j + 4h and on. `place`: of the lane in an entry. */
-    __device__ __forceinline__ void look_up(u32 (&a)[4], int j, int h, u32 place) const {
+    /* mma's A of columns 8j + 4h and on. `entry`: the lane's in the first entry. */
+    __device__ __forceinline__ void look_up(u32 (&a)[4], int j, int h, u32 entry) const {
         u32 byte = 0x7604 | j << 4, fifth_too = j | (4 + j) << 4 | (j + 1) % 4 << 8;
 #pragma unroll
         for (int r = 0; r < 2; r++)
             if (BITS == 2)
-                *(uint2 *)(a + 2 * r) = from_shared<uint2>(__byte_perm(p[0][2 * h + r], place, byte) + ORIGIN);
+                *(uint2 *)(a + 2 * r) = from_shared<uint2>(__byte_perm(p[0][2 * h + r], entry, byte) + ORIGIN);
             else
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     u32 index = p[half][2 * h + r], beside = fifth[half][2 * h + r];
-                    u32 at = __byte_perm(index, place, byte);
+                    u32 at = __byte_perm(index, entry, byte);
                     if (BITS == 5)
                         at = __byte_perm(beside, index, fifth_too) & 0x1fffc;
                     a[2 * r + half] = from_shared<u32>(at + ORIGIN);
@@ -85,7 +85,7 @@ struct Weight : Planes {
     const float *from; /* the factor of all scales */
     float scale;
 
-    static constexpr u32 STEPS = 2, TABLE = BITS == 3 ? 16384 : BITS == 5 ? 131072 : 65536;
+    static constexpr u32 TOGETHER = 2, TABLE = BITS == 3 ? 16384 : BITS == 5 ? 131072 : 65536;
     static constexpr u32 TILE = ROWS * ROW, ASIDE = RT * ROWS * 16;
 
     __device__ __forceinline__ void build() {
@@ -105,7 +105,7 @@ struct Weight : Planes {
        `apart` at a time. */
     struct Source {
         const Weight &w;
-        const u8 *codes[RT], *scales; /* of the next two steps, the warp's and this lane's */
+        const u8 *codes[RT], *scales; /* of the next two K tiles, the warp's and this lane's */
         u32 tile, two, lane, apart;
         u32 from[BITS], to[BITS]; /* a lane's pieces; if BITS is even, they follow from the first */
 
@@ -114,35 +114,38 @@ struct Weight : Planes {
 #pragma unroll
             for (u32 i = 0; i < (BITS % 2 ? BITS : 1); i++) {
                 u32 piece = lane + 32 * i, row = piece / PIECES, at = piece % PIECES * 16;
-                from[i] = row * (w.columns / 8 * BITS) + at, to[i] = place(row, at);
-                keep(from[i]), keep(to[i]);
+                from[i] = row * (w.columns / 8 * BITS) + at, to[i] = swizzle(row, at);
+                opaque(from[i]), opaque(to[i]);
             }
             seek();
         }
 
         __device__ __forceinline__ void seek() {
 #pragma unroll
-            for (u32 r = 0; r < RT; r++)
-                codes[r] = w.packed + (u64)first_row(w.rows, tile + r * apart) * (w.columns / 8 * BITS) + two * (2 * ROW);
+            for (u32 r = 0; r < RT; r++) {
+                u64 row = first_row(w.rows, tile + r * apart);
+                codes[r] = w.packed + row * (w.columns / 8 * BITS) + two * (2 * ROW);
+            }
             u32 row = first_row(w.rows, tile + lane / ROWS * apart) + lane % ROWS;
             scales = w.scales + (u64)row * (w.columns / 32) + two * 16;
         }
 
-        /* Begin to copy one of two steps to a slot, and both steps' scales with the first. */
-        __device__ __forceinline__ void fetch(u8 *slot, u8 *with, u32 odd, u32 tiles) {
+        /* Begin to copy one of two K tiles to a stage, and both K tiles' scales with the first. */
+        __device__ __forceinline__ void fetch(u8 *stage, u8 *with, u32 odd, u32 tiles) {
             constexpr u32 APART = 32 / PIECES; /* rows from piece to piece of a lane */
 #pragma unroll
             for (u32 r = 0; r < RT; r++) {
                 if (r && tile + apart >= tiles)
                     break;
-                u8 *part = slot + r * TILE;
+                u8 *part = stage + r * TILE;
                 const u8 *source = codes[r] + odd * ROW;
 #pragma unroll
                 for (u32 i = 0; i < BITS; i++)
                     if (BITS % 2)
                         copy<16>(part + to[i], source + from[i], true);
                     else
-                        copy<16>(part + to[0] + i * APART * ROW, source + from[0] + i * APART * w.columns / 8 * BITS, true);
+                        copy<16>(
+                            part + to[0] + i * APART * ROW, source + from[0] + i * APART * w.columns / 8 * BITS, true);
             }
             if (!odd && tile + lane / ROWS * apart < tiles && lane < RT * ROWS)
                 copy<16>(with + lane * 16, scales, true);
@@ -162,14 +165,14 @@ struct Weight : Planes {
 
     /* A lane of a warp, and where it is in an entry of the table. */
     struct Decoder {
-        u32 lane, place;
+        u32 lane, entry;
 
         __device__ __forceinline__ Decoder(const Weight &, u32 lane)
-            : lane(lane), place(BITS == 2 ? lane % 16 * 8 : lane * 4) {}
+            : lane(lane), entry(BITS == 2 ? lane % 16 * 8 : lane * 4) {}
 
         /* Add the products of a tile's 256 columns to the sums of rows g and g + 8. */
         __device__ __forceinline__ void
-        add(float (&total)[1][2], const u8 *part, const u8 *scales, const Part (&x)[1], u32, u32) const {
+        add(float (&total)[1][2], const u8 *part, const u8 *scales, const KSlice (&x)[1], u32, u32) const {
             u32 word[2][2][BITS], codes[2];
 #pragma unroll
             for (int half = 0; half < 2; half++)
@@ -181,11 +184,11 @@ struct Weight : Planes {
                 float sum[2][4] = {}; /* every second product's */
 #pragma unroll
                 for (int i = 0; i < AHEAD; i++)
-                    blocks.look_up(a[i], i / 2, i % 2, place);
+                    blocks.look_up(a[i], i / 2, i % 2, entry);
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     if (i + AHEAD < 8)
-                        blocks.look_up(a[i + AHEAD], (i + AHEAD) / 2, (i + AHEAD) % 2, place);
+                        blocks.look_up(a[i + AHEAD], (i + AHEAD) / 2, (i + AHEAD) % 2, entry);
                     multiply<BF16>(sum[i % 2], a[i], x[0].v[2 * i], x[0].v[2 * i + 1]);
                 }
 #pragma unroll
