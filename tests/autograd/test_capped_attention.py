@@ -5,7 +5,7 @@ import torch
 
 from halfbyte.autograd import capped_attention as tiled
 from halfbyte.autograd.capped_attention import Scores, capped_attention
-from halfbyte.plan.replay import Ledger
+from halfbyte.plan.ledger import Ledger
 
 
 def reference(query, key, value, scores: Scores, begins=None):

@@ -23,7 +23,7 @@ def cost(config: RunConfig, tokens: int) -> int:
 
 @pytest.fixture
 def _stand_in(monkeypatch):
-    def estimate(config, model_config, *, batches, attention):
+    def estimate(config, model_config, *, batches):
         return SimpleNamespace(fits=cost(config, batches.largest.tokens) <= CAPACITY)
 
     monkeypatch.setattr("halfbyte.plan.estimate.estimate", estimate)

@@ -13,8 +13,8 @@ import halfbyte
 from halfbyte.autograd.recompute import recompute
 from halfbyte.errors import TrainingError
 from halfbyte.memory import offload
+from halfbyte.memory.levels import OFFLOADED
 from halfbyte.memory.offload import Offload
-from halfbyte.plan.policy import OFFLOADED
 
 
 class StandIn:

@@ -438,7 +438,7 @@ def stack(factors: Sequence[Tensor]) -> Tensor:
     """[rᵢ, K] each as [R, K]: no copy where they lie one after another."""
     first, at = factors[0], factors[0].storage_offset()
     for factor in factors:
-        if factor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or factor.storage_offset() != at:
+        if factor.untyped_storage()._cdata != first.untyped_storage()._cdata or factor.storage_offset() != at:
             return torch.cat(list(factors))
         at += factor.numel()
     return first.as_strided((sum(factor.shape[0] for factor in factors), first.shape[1]), (first.shape[1], 1))

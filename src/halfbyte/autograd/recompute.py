@@ -185,6 +185,11 @@ class _Again:
     shape: torch.Size
 
 
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What a contiguous tensor and its reshaped views have in common; not an address, which fake tensors lack."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype
+
+
 @contextlib.contextmanager
 def computed_again(
     value: Tensor, source: Tensor, function: Callable[[Tensor], Tensor], store: Store | None = None
@@ -197,10 +202,10 @@ def computed_again(
         store: of `source` and all else that is saved inside; default: `InPlace`.
     """
     store = store or InPlace()
-    where, kept = (value.data_ptr(), value.numel(), value.dtype), store.pack(source)
+    where, kept = _place(value), store.pack(source)
 
     def pack(tensor: Tensor) -> Any:
-        if (tensor.data_ptr(), tensor.numel(), tensor.dtype) == where:
+        if _place(tensor) == where:
             return _Again(kept, tensor.shape)
         return store.pack(tensor)
 

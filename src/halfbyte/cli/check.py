@@ -28,10 +28,9 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
     """
-    from ..data import prepare
     from ..data.batches import batches_of
     from ..hardware import planned_device
-    from ..models.attention import implementation
+    from ..methods import method_of
     from ..models.find import find_model
     from ..models.load import check_attention, load_tokenizer
     from ..plan.estimate import estimate
@@ -43,11 +42,11 @@ def check_run(config: RunConfig) -> None:
     device = planned_device(config)
     check_attention(model_config, config.attn_implementation, device, trains=True)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = prepare(config, tokenizer)
+    data = method_of(config).prepare(config, tokenizer)
     print_data(console, data.report)
     check_modules(config, model_config)
     batches = partial(batches_of, data=data, device=device)
-    plan = estimate(config, model_config, batches=batches(config), attention=implementation)
+    plan = estimate(config, model_config, batches=batches(config))
     console.print(_table(plan))
     facts = {"activation_checkpointing": plan.activation_checkpointing, "reason": plan.reason}
     print_memory(console, {**plan.predicted(), **facts, "capacity_bytes": plan.capacity_bytes})
@@ -96,12 +95,11 @@ def what_would_fit(
         rows: of the data.
         batches: those of a changed configuration.
     """
-    from ..models.attention import implementation
     from ..plan.estimate import estimate
 
     def fits(keys: dict[str, Any]) -> bool:
         changed = config.model_copy(update=keys)
-        return estimate(changed, model_config, batches=batches(changed), attention=implementation).fits
+        return estimate(changed, model_config, batches=batches(changed)).fits
 
     for keys in _changes(config, rows):
         if fits(keys):

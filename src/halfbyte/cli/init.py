@@ -81,7 +81,6 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
 def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str, Any], MemoryPlan]:
     """The longest rows that fit, then the most of them at once; and their plan."""
     from ..hardware import best_device
-    from ..models.attention import implementation
     from ..plan.estimate import estimate
 
     limit = getattr(model_config, "max_position_embeddings", None) or LENGTHS[0]
@@ -93,7 +92,7 @@ def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str,
                 "per_device_train_batch_size": rows,
                 "gradient_accumulation_steps": ROWS_PER_STEP // rows,
             }
-            plan = estimate(base.model_copy(update=chosen), model_config, attention=implementation)
+            plan = estimate(base.model_copy(update=chosen), model_config)
             if plan.fits:
                 return chosen, plan
     return chosen, plan

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import SIXTEEN, Storage
 from ..errors import ModelError
-from ..formats import named
+from ..formats import FORMATS, named
 from ..formats.base import Format
 from ..notices import notice
 from .layer import decoder_layers
@@ -97,7 +97,10 @@ def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names:
     """Module name → format, of those `names` that are quantized: as `storage` says, but for those that `model_config`
     says are stored so."""
     entry = getattr(model_config, "quantization_config", None) or {}
-    if not isinstance(entry, Mapping) or "formats" not in entry:
+    found = next(filter(None, (cls.from_quantization_config(entry) for cls in FORMATS.values())), None)
+    if found is not None:
+        return dict.fromkeys(names, found)
+    if "formats" not in entry:
         return choose(storage).assign(model, names)
     stored = {name: named(spec) for spec, modules in entry["formats"].items() for name in modules}
     return choose(storage).assign(model, names) | stored if entry.get("others") else stored

@@ -165,14 +165,18 @@ def _config(model: nn.Module) -> Any:
     return causal_lm_of(model).config.get_text_config()
 
 
+def described_head(model: nn.Module) -> Head | str:
+    """The head as structure and config say, or in words why it needs full logits; no numbers are looked at."""
+    return _obstacle(model) or configured_head(_config(model))
+
+
 def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     """The model's head, or in words why it needs full logits. Structure is looked at each time, numbers once."""
-    obstacle = _obstacle(model)
-    if obstacle:
-        return obstacle
-    causal_lm = causal_lm_of(model)
+    head, causal_lm = described_head(model), causal_lm_of(model)
+    if isinstance(head, str):
+        return head
     if causal_lm not in _heads:
-        _heads[causal_lm] = _probe(causal_lm, configured_head(_config(model)), inputs)
+        _heads[causal_lm] = _probe(causal_lm, head, inputs)
     return _heads[causal_lm]
 
 

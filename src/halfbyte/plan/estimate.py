@@ -1,14 +1,13 @@
 """How much memory a run will take, part by part, from the model's config alone; and what layers keep for backward.
 
-What stays (weights, adapters, gradients, optimizer state) is counted on the model built without storage. What comes and
-goes (activations, the loss's logits, scratch) follows the fused forwards where they will run, tensor by tensor and
-layer by layer (`memory.policy`). Elsewhere it is found by replaying one step of transformers' forwards on shapes
-(`memory.replay`): layers of equal shapes cost equal bytes each, so one and two layers are replayed and the rest is a
-straight line.
+What stays (weights, adapters, gradients, optimizer state) is counted on the model, built without storage as it will be
+loaded (`plan.shapes`). What comes and goes (activations, the loss's logits, scratch) is found by running one step on
+shapes (`plan.replay`).
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,14 +15,13 @@ from ..hardware import segments_grow
 from ..memory.batches import Batches, Shape
 from ..notices import notice
 from ..optim import OPTIMIZERS
-from .policy import FUSED, OFFLOADED, Choice, LayerShape, choose, cost, in_words, peak
-from .scores import NO_SCORES, score_bytes
+from .policy import OFFLOADED, REPLAYED, Choice, LayerCost, choose, cost, in_words, peak, replayed_level
 
 if TYPE_CHECKING:
     import torch
 
     from ..config import Level, RunConfig
-    from .scores import Chooser
+    from .replay import Step
     from .shapes import ModelShapes, Trainable
 
 GIB = 2**30
@@ -81,17 +79,14 @@ def estimate(
     device: str | torch.device | None = None,
     capacity_bytes: int | None = None,
     batches: Batches | None = None,
-    attention: Chooser | None = None,
 ) -> MemoryPlan:
-    """Predict the memory of a run and choose whether activations are kept or recomputed.
+    """Predict the memory of a run and choose what each layer keeps for backward.
 
     Args:
         config: the run.
         model_config: the transformers config of its model; no weights are read.
         device: where it will train (it need not be here); default: `config.device`, else the best device.
         capacity_bytes: what may be used; default: what is free on `device` now. `memory_limit_gib` lowers it.
-        attention: what tells which attention will compute, `models.attention.implementation`; default: one that builds
-            no scores.
         batches: the micro-batches of its data; default: `per_device_train_batch_size` rows of `max_length` tokens.
 
     Returns:
@@ -108,28 +103,8 @@ def estimate(
 
     target = torch.device(device or config.device or best_device())
     capacity = _capacity(config, target, capacity_bytes)
-    shapes = ModelShapes(config, model_config, target)
-    batches = batches or _full_rows(config)
-    if _is_fused(config, shapes):
-        return _Fused(shapes, batches, capacity, attention).plan()
-    want = config.activation_checkpointing
-    if want != "auto":
-        if want not in (True, False, "keep", "checkpoint"):
-            notice(
-                "activation-level",
-                f"activation_checkpointing: {want} is of the fused forwards, which do not run here; whole layers are"
-                " recomputed instead",
-            )
-        return _plan(shapes, want not in (False, "keep"), batches, capacity, "as activation_checkpointing says")
-    kept = _plan(shapes, False, batches, capacity, "")
-    need = f"{kept.total / GIB:.2f} of {capacity / GIB:.2f} GiB"
-    if kept.total <= MARGIN * capacity:
-        return replace(kept, reason=f"activations are kept: the run needs {need}")
-    recomputed = _plan(shapes, True, batches, capacity, "")
-    reason = f"activations are recomputed in backward: keeping them would take {need}"
-    if not recomputed.fits:
-        reason += f", and even so the run needs {recomputed.total / GIB:.2f} GiB"
-    return replace(recomputed, reason=reason)
+    planner = _Planner(ModelShapes(config, model_config, target), batches or _full_rows(config), capacity)
+    return planner.plan()
 
 
 def _full_rows(config: RunConfig) -> Batches:
@@ -137,11 +112,9 @@ def _full_rows(config: RunConfig) -> Batches:
     return Batches.alike(1, rows * length) if config.padding_free else Batches.alike(rows, length)
 
 
-def _is_fused(config: RunConfig, shapes: ModelShapes) -> bool:
-    """Whether the model runs as `halfbyte.patch` does it; not where that is mostly PEFT's forwards."""
-    text_config = shapes.causal_lm.config.get_text_config()
-    patched = config.use_kernels and shapes.device.type != "cpu" and text_config.model_type in FUSED
-    return patched and config.use_peft and not config.use_dora and config.qat_scheme is None
+def _level(want: bool | Level) -> Level:
+    """Of `activation_checkpointing` that is not auto."""
+    return want if isinstance(want, str) else "checkpoint" if want else "keep"
 
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -153,26 +126,24 @@ def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> 
     return kernels and config.qat_scheme is None
 
 
-class _Fused:
-    """Plans for a model whose fused forwards run.
+class _Planner:
+    """Plans for one model and its data.
 
     Args:
         shapes: the model.
         batches: of its data.
         capacity: bytes that may be used.
-        attention: as in `estimate`.
     """
 
-    def __init__(self, shapes: ModelShapes, batches: Batches, capacity: int, attention: Chooser | None):
-        from ..ops.losses import chunk_rows
-
+    def __init__(self, shapes: ModelShapes, batches: Batches, capacity: int):
         self.shapes, self.config, self.batches, self.capacity = shapes, shapes.config, batches, capacity
-        self.trained, self.attention = shapes.trainable(), attention
-        text_config = shapes.causal_lm.config.get_text_config()
-        self.layers, vocabulary = text_config.num_hidden_layers, text_config.vocab_size
-        self.loss = chunk_rows(vocabulary, shapes.device.type) * vocabulary * (4 + shapes.dtype.itemsize)
-        self.largest, self.usual = self._layer(batches.largest), self._layer(batches.usual)
+        self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
+        self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
+        want = self.config.activation_checkpointing
+        self.asked: Level | None = None if want == "auto" else _level(want)
+        self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
         self.may_capture = may_capture(self.config, shapes.device, shapes.dtype)
+        cuda = shapes.device.type != "cpu"
         self.still = MemoryPlan(
             weights=shapes.frozen_bytes(),
             adapters=self.trained.bytes,
@@ -180,131 +151,127 @@ class _Fused:
             optimizer=OPTIMIZERS[self.config.optim].state_bytes(shapes.model),
             activations=0,
             logits=0,
-            runtime=CUDA_RUNTIME,
+            runtime=CUDA_RUNTIME if cuda else _cpu_runtime(shapes, batches),
             activation_checkpointing=False,
             reason="as activation_checkpointing says",
             device=str(shapes.device),
             capacity_bytes=capacity,
         )
 
-    def _layer(self, batch: Shape) -> LayerShape:
-        text_config, dtype = self.shapes.causal_lm.config.get_text_config(), self.shapes.dtype
-        scores = NO_SCORES
-        if self.attention is not None:
-            packed = self.config.packing or self.config.padding_free
-            found = self.attention(text_config, self.shapes.device, dtype, packed=packed)
-            scores = score_bytes(text_config, found, batch, dtype)
-        return LayerShape.of(
-            text_config,
-            scores=scores,
-            rows=batch.rows,
-            length=batch.length,
-            rank=self.config.r,
-            dropout=self.config.lora_dropout > 0,
-            itemsize=dtype.itemsize,
-            recipe=self.config.recipe,
+    def plan(self) -> MemoryPlan:
+        """Levels as the config says, or the fastest that fit."""
+        level = self.asked
+        if level is None:
+            return self._fastest() if self.shapes.fused else self._kept_or_recomputed()
+        if not self.shapes.fused and level not in ("keep", "checkpoint"):
+            notice(
+                "activation-level",
+                f"activation_checkpointing: {level} is of the fused forwards, which do not run here; whole layers are"
+                " recomputed instead",
+            )
+            level = "checkpoint"
+        return self._with_graphs_where_they_fit((level,) * self.depth)
+
+    def _with_graphs_where_they_fit(self, levels: tuple[Level, ...]) -> MemoryPlan:
+        plans = [self.planned(Choice(levels, False))]
+        if self.may_capture and OFFLOADED.keys().isdisjoint(levels):
+            plans.insert(0, self.planned(Choice(levels, True)))
+        return next((plan for plan in plans if plan.fits), plans[-1])
+
+    def _kept_or_recomputed(self) -> MemoryPlan:
+        """All layers alike."""
+        kept = self._with_graphs_where_they_fit(("keep",) * self.depth)
+        need = self._need(kept)
+        if kept.total <= MARGIN * self.capacity:
+            return replace(kept, reason=f"activations are kept: the run needs {need}")
+        recomputed = self._with_graphs_where_they_fit(("checkpoint",) * self.depth)
+        reason = f"activations are recomputed in backward: keeping them would take {need}"
+        return replace(recomputed, reason=reason + self._shortage(recomputed))
+
+    def _fastest(self) -> MemoryPlan:
+        from ..memory.host import available_bytes
+
+        margin = GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
+        usual = self.layer(self.batches.usual)
+        choice = choose(
+            self.depth,
+            int(margin * self.capacity),
+            lambda choice: self.planned(choice).total,
+            usual=usual,
+            largest=self.layer(self.batches.largest),
+            host=int(HOST_MARGIN * available_bytes()),
+            graphs=self.may_capture,
+        )
+        plan = self.planned(choice)
+        kept = self.planned(Choice(("keep",) * self.depth, choice.graphs))
+        if plan.levels == kept.levels:
+            return replace(plan, reason=f"activations are kept: the run needs {self._need(kept)}")
+        extra = cost(usual, plan.levels, plan.use_graphs) * self.config.gradient_accumulation_steps
+        reason = (
+            f"{in_words(plan.levels)}, about {extra * 1e3:.0f} ms a step: keeping all would take {self._need(kept)}"
+        )
+        return replace(plan, reason=reason + self._shortage(plan))
+
+    def _need(self, plan: MemoryPlan) -> str:
+        return f"{plan.total / GIB:.2f} of {self.capacity / GIB:.2f} GiB"
+
+    @staticmethod
+    def _shortage(plan: MemoryPlan) -> str:
+        return "" if plan.fits else f", and even so the run needs {plan.total / GIB:.2f} GiB"
+
+    def planned(self, choice: Choice) -> MemoryPlan:
+        """The plan with these levels."""
+        largest = self.batches.largest
+        moving, graphs = self._moving(largest, choice), 0
+        if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
+            graphs = max(self.evaluated, self._moving(self.batches.second, choice))
+        moving = max(moving, self.evaluated, _step_scratch(self.config.optim, self.trained, self.shapes.device.type))
+        logits = min(self._step(largest, choice).logits, moving)
+        return replace(
+            self.still,
+            activations=moving - logits,
+            logits=logits,
+            activation_checkpointing=set(choice.levels) != {"keep"},
+            levels=choice.levels if self.shapes.fused else (),
+            runtime=self.still.runtime + GRAPH_RUNTIME * choice.graphs,
+            graphs=graphs,
+            use_graphs=choice.graphs,
         )
 
     def _moving(self, batch: Shape, choice: Choice) -> int:
         """Bytes that come and go in a step."""
         if not batch.tokens:
             return 0
-        there = choice.graphs or self.config.gradient_accumulation_steps > 1  # graphs add to gradients that stay
-        moments: dict[str, Any] = {"loss": self.loss, "gradients": self.trained.bytes, "accumulated": there}
-        return max(peak(self._layer(batch), choice.levels, **moments) - self.trained.bytes, 0)
-
-    def _evaluated(self) -> int:
-        """Bytes that come and go in an evaluation."""
-        batch = self.batches.evaluation
-        return self._layer(batch).evaluated() + self.loss if batch.tokens else 0
-
-    def planned(self, choice: Choice) -> MemoryPlan:
-        """The plan with these levels."""
-        moving, evaluated = self._moving(self.batches.largest, choice), self._evaluated()
-        graphs = 0
-        if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
-            graphs = max(evaluated, self._moving(self.batches.second, choice))
-        moving = max(moving, evaluated, _step_scratch(self.config.optim, self.trained, self.shapes.device.type))
-        logits = min(self.loss, moving)
-        return replace(
-            self.still,
-            activations=moving - logits,
-            logits=logits,
-            activation_checkpointing=set(choice.levels) != {"keep"},
-            levels=choice.levels,
-            runtime=CUDA_RUNTIME + GRAPH_RUNTIME * choice.graphs,
-            graphs=graphs,
-            use_graphs=choice.graphs,
+        step, on_their_way = self._step(batch, choice), 0
+        layers = step.layers * (1 if len(step.layers) == self.depth else self.depth)
+        if self.shapes.fused:
+            cost = self.layer(batch)
+            each = {level: cost.bytes(level) for level in set(choice.levels)}
+            layers = tuple(each[level] for level in choice.levels)
+            on_their_way = max(map(cost.on_host, each))  # as much as one layer saves
+        gradients = self.gradients[: len(layers)]
+        highest = peak(
+            layers,
+            before=step.before,
+            head=step.head,
+            gradients=gradients,
+            others=self.trained.bytes - sum(gradients),
+            accumulated=choice.graphs or self.config.gradient_accumulation_steps > 1,  # graphs add to what stays
         )
+        return max(highest + on_their_way - self.trained.bytes, 0)
 
-    def plan(self) -> MemoryPlan:
-        """Levels as the config says, or the fastest that fit."""
-        want = self.config.activation_checkpointing
-        if want != "auto":
-            level: Level = want if isinstance(want, str) else "checkpoint" if want else "keep"
-            return self._as_asked((level,) * self.layers)
-        return self._chosen()
+    def _step(self, batch: Shape, choice: Choice) -> Step:
+        """A replay with one layer at each level that may be asked about."""
+        return self.shapes.step(batch, self.replayed if self.shapes.fused else choice.levels[:1])
 
-    def _as_asked(self, levels: tuple[Level, ...]) -> MemoryPlan:
-        """With graphs where there is room for them."""
-        plans = [self.planned(Choice(levels, False))]
-        if self.may_capture and OFFLOADED.keys().isdisjoint(levels):
-            plans.insert(0, self.planned(Choice(levels, True)))
-        return next((plan for plan in plans if plan.fits), plans[-1])
-
-    def _chosen(self) -> MemoryPlan:
-        from ..memory.host import available_bytes
-
-        margin = GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
-        choice = choose(
-            self.layers,
-            int(margin * self.capacity),
-            lambda choice: self.planned(choice).total,
-            usual=self.usual,
-            largest=self.largest,
-            host=int(HOST_MARGIN * available_bytes()),
-            graphs=self.may_capture,
-        )
-        plan = self.planned(choice)
-        kept = self.planned(Choice(("keep",) * self.layers, choice.graphs))
-        need = f"{kept.total / GIB:.2f} of {self.capacity / GIB:.2f} GiB"
-        if plan.levels == kept.levels:
-            return replace(plan, reason=f"activations are kept: the run needs {need}")
-        extra = cost(self.usual, plan.levels, plan.use_graphs) * self.config.gradient_accumulation_steps
-        reason = f"{in_words(plan.levels)}, about {extra * 1e3:.0f} ms a step: keeping all would take {need}"
-        if not plan.fits:
-            reason += f", and even so the run needs {plan.total / GIB:.2f} GiB"
-        return replace(plan, reason=reason)
-
-
-def _plan(shapes: ModelShapes, checkpointed: bool, batches: Batches, capacity: int, reason: str) -> MemoryPlan:
-    config, trained = shapes.config, shapes.trainable()
-    gradients = trained.bytes
-    whole, one_layer = shapes.replays(checkpointed, batches.largest)
-    if config.gradient_accumulation_steps > 1:  # the first micro-batch's gradients are there in the second's forward
-        moving = whole.total
-    else:  # backward frees layer by layer while gradients appear: the higher end counts
-        moving = max(whole.total - gradients, one_layer.total)
-    moving = max(moving, _step_scratch(config.optim, trained, shapes.device.type))
-    logits = min(whole.logits, moving)
-    plan = MemoryPlan(
-        weights=shapes.frozen_bytes(),
-        adapters=trained.bytes,
-        gradients=gradients,
-        optimizer=OPTIMIZERS[config.optim].state_bytes(shapes.model),
-        activations=moving - logits,
-        logits=logits,
-        runtime=CUDA_RUNTIME if shapes.device.type != "cpu" else _cpu_runtime(shapes, batches),
-        activation_checkpointing=checkpointed,
-        reason=reason,
-        device=str(shapes.device),
-        capacity_bytes=capacity,
-    )
-    if not may_capture(config, shapes.device, shapes.dtype):
-        return plan
-    beside = whole.total if batches.second.tokens or batches.evaluation.tokens else 0
-    captured = replace(plan, graphs=beside, runtime=plan.runtime + GRAPH_RUNTIME, use_graphs=True)
-    return captured if captured.fits else plan
+    @functools.cache  # noqa: B019 (as long as the plan is made)
+    def layer(self, batch: Shape) -> LayerCost:
+        """A layer of a fused model."""
+        layers = self.shapes.step(batch, self.replayed).layers
+        config = self.shapes.text_config
+        options: dict[str, Any] = {"itemsize": self.shapes.dtype.itemsize, "recipe": self.config.recipe}
+        replayed = dict(zip(self.replayed, layers, strict=True))
+        return LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
 
 
 def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:

@@ -1,25 +1,25 @@
-"""The bytes and times of a decoder layer at each level of `memory.levels`, and the fastest mix within a budget.
+"""The times of a decoder layer at each level of `memory.levels`, and the fastest mix of levels within a budget.
 
-Bytes are counted from the fused forwards of `models.blocks`, tensor by tensor. A step's peak is the highest of its
-moments: each layer's forward, the loss, each layer's backward, over what is stored at that moment. Times are arithmetic
-over rates measured on an H200; other devices have other rates in about the same proportions, which is what a choice
-between levels depends on.
+A step's peak is the highest of its moments: each layer's forward, the loss, each layer's backward, over what is stored
+at that moment; `plan.replay` says how many bytes those are. Times are arithmetic over rates measured on an H200; other
+devices have other rates in about the same proportions, which is what a choice between levels depends on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from ..config import Level
 from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
-from .scores import NO_SCORES, ScoreBytes
+from .replay import LayerBytes
 
 SPREAD: Level = "offload_kept"
 SPACINGS = (2, 3, 4, 6)
+REPLAYED = ("keep", "recompute", "recompute_mlp", "checkpoint", "tiled")  # of which every level's bytes follow
 
 # Rates of an H200 (docs/log.md), per second; LORA: a product with its adapter over one without.
 GEMM_FLOPS = {"bf16": 700e12, "fp8-hybrid": 1250e12, "nvfp4": 700e12}
@@ -31,34 +31,23 @@ LAUNCHES = 5e-3
 MORE_LAUNCHES = {"keep": 1.0, "recompute": 1.1, "recompute_mlp": 1.3, "checkpoint": 1.5}
 OFFLOAD_LAUNCHES = 1.2
 
-# What tells the fused families apart in memory, by transformers' model_type; `models.families` has the rest.
-FUSED: dict[str, tuple[str, ...]] = {
-    "llama": (),
-    "mistral": (),
-    "qwen2": (),
-    "qwen3": ("qk_norm",),
-    "gemma": (),
-    "gemma2": ("sandwich",),
-    "gemma3_text": ("sandwich", "qk_norm"),
-    "phi3": ("fused",),
-}
+
+def replayed_level(level: Level) -> str:
+    """The one of `REPLAYED` that computes as `level` does; what it saves is on the host, where `level` says so."""
+    return level if level in REPLAYED else OFFLOADED[level]
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """A decoder layer and its micro-batch.
+class LayerCost:
+    """A decoder layer and its micro-batch: what it takes at each level.
 
     Args:
         tokens: rows · length.
         length: tokens that attend to one another.
         hidden, inner: widths of the residual stream and of the MLP.
         queries, keys: width of all query heads, and of all key heads.
-        heads: query heads.
-        rank: of each adapter.
-        dropout: whether the adapters drop inputs.
+        replayed: level of `REPLAYED` → its bytes, all of them on the device.
         itemsize: bytes of an activation.
-        scores: what attention scores take, where there are any.
-        traits: of its family, from `FUSED`.
         recipe: what its products are computed in.
     """
 
@@ -68,17 +57,13 @@ class LayerShape:
     inner: int
     queries: int
     keys: int
-    heads: int
-    rank: int
-    dropout: bool = False
+    replayed: Mapping[str, LayerBytes]
     itemsize: int = 2
-    scores: ScoreBytes = NO_SCORES
-    traits: tuple[str, ...] = ()
     recipe: str = "bf16"
 
     @classmethod
-    def of(cls, text_config: Any, *, rows: int, length: int, **keys: Any) -> LayerShape:
-        """From a transformers config of a text model whose model_type is in `FUSED`; `keys`: the run's fields."""
+    def of(cls, text_config: Any, *, rows: int, length: int, **keys: Any) -> LayerCost:
+        """From a transformers config of a text model; `keys`: the other fields."""
         heads = text_config.num_attention_heads
         width = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
         return cls(
@@ -88,111 +73,28 @@ class LayerShape:
             inner=text_config.intermediate_size,
             queries=heads * width,
             keys=text_config.num_key_value_heads * width,
-            heads=heads,
-            traits=FUSED[text_config.model_type],
             **keys,
         )
 
     # --- bytes -------------------------------------------------------------------------------------------------------
-
-    def evaluated(self) -> int:
-        """Bytes at the highest moment of a forward without gradients: an MLP, or attention's inputs and result."""
-        attention = self.tokens * 2 * (self.queries + self.keys) * self.itemsize
-        return max(self.forward("checkpoint"), 3 * self.stream + attention + self._scratch)
 
     @property
     def stream(self) -> int:
         """One tensor [tokens, hidden]: a layer's input."""
         return self.tokens * self.hidden * self.itemsize
 
-    @property
-    def _scratch(self) -> int:
-        """The largest weight, dequantized."""
-        return self.hidden * self.inner * self.itemsize
-
-    def _attention(self) -> int:
-        """What the attention half keeps, the layer's input among it."""
-        fused, h, q, k, r = "fused" in self.traits, self.hidden, self.queries, self.keys, self.rank
-        adapters = 1 if fused else 3
-        values = 2 * h + 2 * (q + k) + (adapters + 1) * r  # input, normed, q k v, output; x·Aᵀ
-        values += (q + k) * ("qk_norm" in self.traits) + h * ("sandwich" in self.traits)
-        numbers = 4 + 4 * self.heads + 4 * ("sandwich" in self.traits)  # fp32: the norms' rstd, attention's logsumexp
-        factors = r * ((adapters + 1) * h + 2 * q + 2 * k)
-        masks = (adapters * h + q) * self.dropout
-        return self.tokens * (values * self.itemsize + numbers + masks) + factors * self.itemsize + self.scores.kept
-
-    def _mlp(self, tokens: int) -> int:
-        """What the MLP half keeps, the stream that it normalises among it."""
-        fused, h, i, r = "fused" in self.traits, self.hidden, self.inner, self.rank
-        adapters = 1 if fused else 2
-        values = 2 * h + (3 if fused else 2) * i + (adapters + 1) * r + h * ("sandwich" in self.traits)
-        numbers = 4 + 4 * ("sandwich" in self.traits)
-        factors = r * (adapters * h + 2 * i + i + h)
-        masks = (adapters * h + i) * self.dropout
-        return tokens * (values * self.itemsize + numbers + masks) + factors * self.itemsize
-
-    def saved(self, level: Level) -> int:
-        """Bytes that wait on the device between a layer's forward and its backward."""
-        return {
-            "keep": self._attention() + self._mlp(self.tokens),
-            "recompute": self._attention() + self._mlp(self.tokens) - 2 * self.stream,
-            "recompute_mlp": self._attention(),  # the stream after attention in place of the first normed input
-            "checkpoint": self.stream,
-        }.get(level, 0)
+    def bytes(self, level: Level) -> LayerBytes:
+        """On the device, beside what is on its way to the host or back."""
+        if level not in OFFLOADED:
+            return self.replayed[level]
+        own = self.replayed[replayed_level(level)]
+        # of what is saved, some is in hand: gate and up at most, or the stream
+        hand = own.widest if level == SPREAD else self.stream
+        return LayerBytes(0, own.forward + hand, own.backward + hand)
 
     def on_host(self, level: Level) -> int:
         """Bytes that wait in the host's memory."""
-        return self.saved(OFFLOADED[level]) if level in OFFLOADED else 0
-
-    def _in_hand(self, level: Level) -> int:
-        """Bytes of those that are on the device beside what is on its way: gate and up at most, or the stream."""
-        if level == SPREAD:
-            return 2 * self.tokens * self.inner * self.itemsize
-        return self.stream if level in OFFLOADED else 0
-
-    def forward(self, level: Level) -> int:
-        """Bytes beyond what is saved and what is on its way to the host, at the highest moment of a forward."""
-        return max(self._forward(level), self.scores.scratch + self._computed_scores(level))
-
-    def _computed_scores(self, level: Level) -> int:
-        """Scores that a forward computes and a level does not save."""
-        return 0 if level in ("keep", "recompute", "recompute_mlp") else self.scores.kept
-
-    def _forward(self, level: Level) -> int:
-        stream, inner = self.stream, self.tokens * self.inner * self.itemsize
-        attention = self.tokens * 2 * (self.queries + self.keys) * self.itemsize
-        if level == "tiled":  # the input, and either attention or the sum and the result
-            return stream + max(2 * stream + attention, 2 * stream + self._tile()) + self._scratch
-        if level in OFFLOADED:
-            return self._forward(OFFLOADED[level]) + self._in_hand(level)
-        if level in ("keep", "recompute"):
-            return inner + 2 * stream + self._scratch + (2 * stream if level == "recompute" else 0)
-        return 3 * inner + (3 if level == "recompute_mlp" else 4) * stream + self._scratch
-
-    def backward(self, level: Level) -> int:
-        """Bytes beyond what is saved and what is on its way back, at the highest moment of a backward."""
-        stream, inner = self.stream, self.tokens * self.inner * self.itemsize
-        # dh or scores, the gradient that came and the one that goes
-        flowing = max(inner, self.scores.scratch) + 3 * stream + self._scratch
-        attention = 3 * stream + self._attention_gradients() + self._scratch
-        if level == "tiled":  # its input; then the MLP's tiles, or attention
-            return self._attention() + max(4 * stream + self._tile() + self._scratch, attention)
-        if level in OFFLOADED:
-            return self.backward(OFFLOADED[level]) + self._in_hand(level)
-        if level in ("keep", "recompute"):
-            return flowing + (stream if level == "recompute" else 0)
-        if level == "recompute_mlp":  # with a last product that is left out, not its place
-            return max(flowing + self._mlp(self.tokens), attention)
-        return self._attention() + max(flowing + self._mlp(self.tokens), attention)
-
-    def _attention_gradients(self) -> int:
-        """dout, fp32 sums of dq, dq, dk and dv; and dk and dv of every query head, where several share a key."""
-        shared = 2 * self.queries if self.keys < self.queries else 0
-        return self.tokens * (4 * self.queries + shared + 2 * self.keys) * self.itemsize
-
-    def _tile(self) -> int:
-        tokens = min(TILE_ROWS, self.tokens)
-        return self._mlp(tokens) + tokens * (self.inner + 3 * self.hidden) * self.itemsize
+        return self.replayed[replayed_level(level)].saved if level in OFFLOADED else 0
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -236,29 +138,32 @@ class LayerShape:
         return products + attention + (rotated + 4 * self.stream) / COPY_BYTES
 
 
-def peak(shape: LayerShape, levels: Sequence[Level], *, loss: int, gradients: int, accumulated: bool) -> int:
+def peak(
+    layers: Sequence[LayerBytes], *, before: int, head: int, gradients: Sequence[int], others: int, accumulated: bool
+) -> int:
     """Bytes of the highest moment of a step, all gradients included.
 
     Args:
-        levels: of each layer.
-        loss: scratch of the head, beyond the last hidden state and its gradient.
-        gradients: bytes of all gradients; they appear layer by layer in backward.
-        accumulated: those of an earlier micro-batch are there from the start.
+        layers: of the model.
+        before: what is there as the first layer begins.
+        head: beyond what is saved, at the highest moment of the head and the loss.
+        gradients: of each layer; they appear layer by layer in backward.
+        others: gradients of the head and the embeddings, there when the layers' backward begins.
+        accumulated: all gradients, of an earlier micro-batch, are there from the start.
     """
-    stored, highest, share = 0, 0, gradients / len(levels)
-    there = float(gradients) if accumulated else 0.0
-    moments = {level: (shape.saved(level), shape.forward(level), shape.backward(level)) for level in set(levels)}
-    for level in levels:
-        saved, forward, _ = moments[level]
-        stored += saved
-        highest = max(highest, stored + forward + int(there))
-    highest = max(highest, stored + 3 * shape.stream + loss + int(there))
-    for level in reversed(levels):
-        saved, _, backward = moments[level]
-        there = gradients if accumulated else there + share
-        highest = max(highest, stored + backward + int(there))
-        stored -= saved
-    return highest + max(map(shape.on_host, moments))  # as much as one layer saves is on its way
+    everything = sum(gradients) + others
+    stored, there = before, everything if accumulated else 0
+    highest = stored + there
+    for layer in layers:
+        stored += layer.saved
+        highest = max(highest, stored + layer.forward + there)
+    highest = max(highest, stored + head + there)
+    there = max(there, others)
+    for layer, own in zip(reversed(layers), reversed(gradients), strict=True):
+        there = min(there + own, everything)
+        highest = max(highest, stored + layer.backward + there)
+        stored -= layer.saved
+    return highest
 
 
 def mixes(layers: int) -> Iterator[tuple[Level, ...]]:
@@ -282,7 +187,7 @@ class Choice:
     graphs: bool
 
 
-def cost(shape: LayerShape, levels: Sequence[Level], graphs: bool = True) -> float:
+def cost(shape: LayerCost, levels: Sequence[Level], graphs: bool = True) -> float:
     """Seconds that a step takes longer than one that keeps all, whose backward takes about as long as its forward.
 
     Args:
@@ -303,7 +208,7 @@ def _launches(level: Level) -> float:
 
 
 def choose(
-    layers: int, budget: int, need: Callable[[Choice], int], *, usual: LayerShape, largest: LayerShape, host: int,
+    layers: int, budget: int, need: Callable[[Choice], int], *, usual: LayerCost, largest: LayerCost, host: int,
     graphs: bool = True,
 ) -> Choice:  # fmt: skip
     """The fastest choice that `need`s at most `budget` bytes and offloads at most `host`; failing that, the one that

@@ -1,168 +1,228 @@
-"""What one training step allocates, found by replaying it on shapes alone.
+"""What one training step allocates, found by running it on shapes alone.
 
 The model is built without storage (fake tensors: shapes, dtypes and the real operators' memory behaviour, no data), one
-forward and backward run through the very modules that will train, and a ledger notes each storage when it appears and
-when it dies. So the numbers hold for any architecture, attention implementation, adapter variant and checkpointing,
-without a formula for each. Only two things are stand-ins: a quantized linear (which keeps nothing and dequantizes into
-scratch, twice) and the attention of devices whose kernels are not here, for which the CPU's fused one answers.
+forward and backward run through the very modules that will train, patched as they will be, and a ledger notes each
+storage when it appears and when it dies. So the numbers hold for any architecture, adapter variant, level and format,
+without a formula for each: what a function saves is asked of the function. Stand-ins are only what has no fake tensors:
+kernels (`ledger.kernels`), attention of devices that are not here (`plan.attention`), rounding in every forward, and
+the loss, which is opaque.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from ..autograd.lora import to_compute_dtype
+from ..adapters import compute, no_input_casts
 from ..formats import Format
+from ..models.attention import Implementation
+from ..models.head import backbone_inputs, described_head
+from ..models.layer import causal_lm_of
+from ..models.patch import patch
+from ..notices import silent
 from ..ops.cross_entropy import Objective
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
-from ..qat.fake_quantize import round_trip
+from ..qat import fake_quantize
+from ..qat.layers import QATLinear
+from ..tensor import QuantizedTensor
+from .attention import stand_in
+from .ledger import LOGITS, Ledger, kernels
 
 
-class Ledger(TorchDispatchMode):
-    """Counts the bytes of live storages while it is entered; `peak` of all, and `peak_by_tag` of that moment."""
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one decoder layer.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.tag = "activations"
-        self.peak_by_tag: dict[str, int] = {}
-        self._live_by_tag: dict[str, int] = {}
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def ignore(self, tensors: Iterator[Tensor]) -> None:
-        """Storages that were there before, such as weights: views of them cost nothing."""
-        self._known.update(tensor.untyped_storage() for tensor in tensors)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        run = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
-        result = run(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._note(leaf.untyped_storage())
-        return result
-
-    def _note(self, storage: Any) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        size, tag = storage.nbytes(), self.tag
-        weakref.finalize(storage, self._change, -size, tag)
-        self._change(size, tag)
-
-    def _change(self, size: int, tag: str) -> None:
-        self.live += size
-        self._live_by_tag[tag] = self._live_by_tag.get(tag, 0) + size
-        if self.live > self.peak:
-            self.peak, self.peak_by_tag = self.live, dict(self._live_by_tag)
-
-    @contextlib.contextmanager
-    def tagged(self, tag: str) -> Iterator[None]:
-        """Enter what is allocated inside under `tag`."""
-        before, self.tag = self.tag, tag
-        try:
-            yield
-        finally:
-            self.tag = before
-
-
-def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch's product of experts. As fake tensors it takes bfloat16 alone, where a CPU multiplies float32, too."""
-    result = torch.ops.aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
-    return result if a.dtype is torch.bfloat16 else torch.empty_like(result, dtype=a.dtype)
-
-
-class _DequantizedProduct(torch.autograd.Function):
-    """x Wᵀ of a quantized weight: the dequantized weight is scratch in forward, and again in backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, torch.empty(weight.shape, dtype=x.dtype, device=x.device), bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        weight = torch.empty(ctx.weight.shape, dtype=grad.dtype, device=grad.device)
-        return grad @ weight, None, None
-
-
-class QuantizedStandIn(nn.Linear):
-    """A frozen linear with the memory behaviour of `layers.QuantizedLinear`; assigned as the class of a plain linear.
-
-    Attributes:
-        format: how the weight is stored.
+    Args:
+        saved: wait between its forward and its backward; its result among them, its input not.
+        forward: beyond all that is saved, at the highest moment of its forward.
+        backward: likewise, of its backward.
+        widest: its two largest tensors that are saved.
     """
 
-    format: Format
+    saved: int
+    forward: int
+    backward: int
+    widest: int = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _DequantizedProduct.apply(x.to(self.weight.dtype), self.weight, self.bias)
+    def line(self, other: LayerBytes, at: float) -> LayerBytes:
+        """On the line through this one, at 0, and `other`, at 1."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return LayerBytes(*(int(a + at * (b - a)) for a, b in pairs))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes of a step beyond weights, gradients and optimizer.
+
+    Args:
+        before: as the first layer begins.
+        layers: one each.
+        head: beyond all that is saved, at the highest moment between the last layer's forward and its backward.
+        logits: of those, the head's.
+    """
+
+    before: int
+    layers: tuple[LayerBytes, ...]
+    head: int
+    logits: int
+
+    def line(self, other: Step, at: float) -> Step:
+        """As `LayerBytes.line`."""
+        before, head, logits = (
+            int(a + at * (b - a))
+            for a, b in ((self.before, other.before), (self.head, other.head), (self.logits, other.logits))
+        )
+        layers = tuple(a.line(b, at) for a, b in zip(self.layers, other.layers, strict=True))
+        return Step(before, layers, head, logits)
+
+
+@dataclass(frozen=True)
+class Where:
+    """The device that a step is replayed for.
+
+    Args:
+        type: of the device.
+        dtype: of matrix products.
+        attention: what computes it there; None: the model's own forwards run, without our patch.
+    """
+
+    type: str
+    dtype: torch.dtype
+    attention: Implementation | None = None
+
+
+def replay(
+    model: Any, layers: Sequence[str], batch: dict[str, Tensor], where: Where, levels: Sequence[str] | None = None
+) -> Step:
+    """Run one micro-batch, forward and backward; in evaluation mode, the forward alone.
+
+    Args:
+        model: causal LM, plain or a PeftModel, on the meta device, in training or evaluation mode; it is used up.
+        layers: names of the decoder layers in it.
+        batch: `input_ids` [B, T] and whatever else the collator gives, on any device.
+        levels: of their activations; None: as transformers' checkpointing says.
+
+    Returns:
+        The step; of a forward alone, its highest moment as `head`.
+    """
+    for format_ in {module.format for module in model.modules() if isinstance(module, QATLinear)}:
+        bytes_to_round(format_, where.type)  # tried while tensors still have data
+    with silent(), warnings.catch_warnings(), FakeTensorMode():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        _give_shapes_a_device(model)
+        if where.attention is not None:
+            patch(model, levels and list(levels))
+            stand_in(causal_lm_of(model), where.attention)
+        batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
+        ledger = Ledger()
+        ledger.ignore(iter((*model.parameters(), *model.buffers(), *batch.values())))
+        ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        with no_input_casts(model, where.dtype), ledger, kernels(ledger, where.type), _rounding(where.type):
+            if not model.training:
+                with torch.no_grad(), compute(model, where.dtype):
+                    _loss(model, batch, ledger, where)
+                return Step(0, (), ledger.peak, 0)
+            moments = _Moments(ledger, [model.get_submodule(name) for name in layers])
+            with compute(model, where.dtype):
+                loss = _loss(model, batch, ledger, where)
+            moments.in_forward = False
+            loss.backward()
+            return moments.step()
+
+
+class _Moments:
+    """Notes what is alive as layers begin and end, and the highest moment of each."""
+
+    def __init__(self, ledger: Ledger, layers: Sequence[nn.Module]):
+        self.ledger, self.in_forward = ledger, True
+        self.begun, self.done, self.highest, self.backward, self.widest = ([0] * len(layers) for _ in range(5))
+        self.sizes: Counter[int] = Counter()
+        self.head = self.logits = 0
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(functools.partial(self._begin, index))
+            layer.register_forward_hook(functools.partial(self._end, index))
+
+    def _begin(self, index: int, module: nn.Module, args: Any) -> None:
+        if self.in_forward:  # a checkpointed layer runs again in backward
+            self.ledger.highest()
+            self.begun[index], self.sizes = self.ledger.live, self.ledger.sizes.copy()
+
+    def _end(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.in_forward:
+            return
+        self.highest[index], self.done[index] = self.ledger.highest(), self.ledger.live
+        self.backward[index] = self.done[index]
+        self.widest[index] = sum(sorted((self.ledger.sizes - self.sizes).elements())[-2:])
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(functools.partial(self._back, index))
+
+    def _back(self, index: int, grad: Tensor) -> None:
+        """The gradient of a layer's result is there: what came after the layer is over."""
+        logits = self.ledger.peak_by_tag.get(LOGITS, 0)
+        peak = self.ledger.highest()
+        if index + 1 < len(self.done):
+            self.backward[index + 1] = peak
+        else:
+            self.head, self.logits = peak, logits
+
+    def step(self) -> Step:
+        """After backward."""
+        logits, end = self.ledger.peak_by_tag.get(LOGITS, 0), self.ledger.highest()
+        if not self.done:  # of no layers that are known, a step has one moment
+            return Step(0, (), end, logits)
+        self.backward[0] = end
+        layers = tuple(
+            LayerBytes(done - begun, highest - done, backward - done, widest)
+            for begun, done, highest, backward, widest in zip(
+                self.begun, self.done, self.highest, self.backward, self.widest, strict=True
+            )
+        )
+        return Step(self.begun[0], layers, self.head - self.done[-1], self.logits)
+
+
+# --- stand-ins -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def bytes_to_round(format: Format) -> float:
+def bytes_to_round(format: Format, device_type: str) -> float:
     """Bytes a weight at the highest moment of quantizing and dequantizing, the result in fp32 included; of a trial on
     the CPU. Formats that work in chunks take less than this of large weights."""
     weight = torch.linspace(-1, 1, 64 * 1024, device="cpu").view(64, 1024)
     ledger = Ledger()
     ledger.ignore(iter((weight,)))
-    with ledger:
-        round_trip(weight, format, torch.float32)
+    with ledger, kernels(ledger, device_type) if device_type != "cpu" else contextlib.nullcontext():
+        fake_quantize.round_trip(weight, format, torch.float32)
     return ledger.peak / weight.numel()
 
 
-class _FakeQuantizedProduct(torch.autograd.Function):
-    """x·Qᵀ of a weight that is rounded in every forward and again in backward, with what that takes as scratch."""
+@contextlib.contextmanager
+def _rounding(device_type: str) -> Iterator[None]:
+    """Inside, weights that are rounded in a forward take the memory of that; quantizers look at values."""
+    own = fake_quantize.round_trip
 
-    @staticmethod
-    def forward(ctx, x: Tensor, linear: FakeQuantizedStandIn, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.linear = linear
-        if weight.requires_grad:
-            ctx.save_for_backward(x)
-        return F.linear(x, linear.rounded(x.dtype), bias)
+    def round_trip(weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+        wide = None if weight.dtype == torch.float32 else weight.float()  # as quantizers begin
+        weight.new_empty(int(bytes_to_round(format, device_type) * weight.numel()), dtype=torch.uint8)
+        del wide
+        return torch.empty_like(weight, dtype=dtype)
 
-    @staticmethod
-    def backward(ctx, grad):
-        grad_weight = None
-        grad_input = grad @ ctx.linear.rounded(grad.dtype)
-        for x in ctx.saved_tensors:
-            grad_weight = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-            grad_weight = grad_weight.to(ctx.linear.weight.dtype)
-        return grad_input, None, grad_weight, None
-
-
-class FakeQuantizedStandIn(nn.Linear):
-    """A linear with the memory behaviour of `layers_qat.QATLinear`; assigned as the class of a plain linear.
-
-    Attributes:
-        format: what the weight is rounded to.
-    """
-
-    format: Format
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = to_compute_dtype(x)
-        return _FakeQuantizedProduct.apply(x, self, self.weight, None if self.bias is None else self.bias.to(x.dtype))
-
-    def rounded(self, dtype: torch.dtype) -> Tensor:
-        """Of the weight's shape, after its scratch was there; 16 bits, or a sum with an adapter, are in fp32 first."""
-        shape, device = self.weight.shape, self.weight.device
-        scratch = [torch.empty(int(bytes_to_round(self.format) * shape.numel()), dtype=torch.uint8, device=device)]
-        if not self.weight.requires_grad or self.weight.dtype != torch.float32:
-            scratch.append(torch.empty(shape, dtype=torch.float32, device=device))
-        scratch.clear()
-        return torch.empty(shape, dtype=dtype, device=device)
+    fake_quantize.round_trip = round_trip
+    try:
+        yield
+    finally:
+        fake_quantize.round_trip = own
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -186,82 +246,47 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grads = [
-            None if grad is None else (grad * grad_loss.reshape(1, 1)).to(grad.dtype) for grad in ctx.saved_tensors
-        ]
+        grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
         return *grads, None, None, None
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Bytes beyond weights, gradients and optimizer at the highest moment of a step."""
+def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, where: Where) -> Tensor:
+    """`models.head.causal_lm_loss`, which asks numbers how the head works."""
+    labels, head = torch.zeros_like(batch["input_ids"]).reshape(-1), described_head(model)
+    inputs = backbone_inputs(model, batch)
+    if isinstance(head, str):
+        logits = model(**inputs, use_cache=False).logits
+        with ledger.tagged(LOGITS):
+            return F.cross_entropy(logits.flatten(0, -2).float(), labels, reduction="sum")
+    causal_lm = causal_lm_of(model)
+    hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
+    hidden = hidden.reshape(-1, hidden.shape[-1]).to(where.dtype)
+    weight = causal_lm.get_output_embeddings().weight.to(where.dtype)
+    chunk = chunk_rows(weight.shape[0], where.type, hidden.element_size())
+    with ledger.tagged(LOGITS):
+        return _ChunkedLoss.apply(hidden, weight, labels, head.softcap, chunk)
 
-    activations: int
-    logits: int
 
-    @property
-    def total(self) -> int:
-        return self.activations + self.logits
-
-
-def give_shapes_a_device(model: nn.Module) -> None:
-    """Replace meta tensors by fake CPU ones (call under FakeTensorMode): autocast and attention ask for a device."""
+def _give_shapes_a_device(model: nn.Module) -> None:
+    """Replace meta tensors by fake CPU ones: autocast and attention ask for a device."""
     made: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    def stands_for(tensor: Any) -> Any:
+        if isinstance(tensor, QuantizedTensor):
+            return nn.Parameter(tensor.map(fake), requires_grad=False)
+        if not isinstance(tensor, nn.Parameter):
+            return fake(tensor)
+        parameter = nn.Parameter(fake(tensor), requires_grad=tensor.requires_grad)
+        parameter.grad = torch.empty_like(parameter) if tensor.requires_grad else None
+        return parameter
+
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in stores:
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in made:
-                    fake: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                        fake.grad = torch.empty_like(fake) if tensor.requires_grad else None
-                    made[id(tensor)] = fake
-                if tensor is not None:
-                    tensors[name] = made[id(tensor)]
-
-
-def replay_step(
-    model: Any, batch: dict[str, Tensor], *, compute_dtype: torch.dtype, device_type: str, softcap: float | None = None
-) -> Replay:
-    """Run one micro-batch of `causal_lm_loss`, forward and backward, on fake tensors and return its peak.
-
-    Args:
-        model: causal LM, plain or a PeftModel, of fake tensors with gradients allocated, in training mode.
-        batch: fake `input_ids` [B, T] and whatever else the collator gives.
-        compute_dtype: of matrix products; autocast is entered with it, as the trainer does.
-        device_type: the device that will train; it decides the size of the loss's chunks.
-        softcap: of the logits.
-    """
-    ledger = Ledger()
-    ledger.ignore(iter((*model.parameters(), *model.buffers())))
-    ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    mixed = compute_dtype != torch.float32
-    with ledger:
-        with torch.autocast("cpu", dtype=compute_dtype if mixed else torch.bfloat16, enabled=mixed):
-            loss = _loss(model, batch, ledger, compute_dtype, chunk_device=device_type, softcap=softcap)
-        loss.backward()
-    return Replay(ledger.peak_by_tag.get("activations", 0), ledger.peak_by_tag.get("logits", 0))
-
-
-def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, dtype: torch.dtype, *, chunk_device: str, softcap):
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = causal_lm.get_output_embeddings()
-    labels = torch.zeros_like(batch["input_ids"]).reshape(-1)
-    plain = type(head) is nn.Linear and head.bias is None and causal_lm.base_model is not causal_lm
-    if not plain:  # the loss then needs full logits, as `models.head` decides
-        logits = model(**batch, use_cache=False).logits
-        with ledger.tagged("logits"):
-            return F.cross_entropy(logits.flatten(0, -2).float(), labels, reduction="sum")
-    hidden = causal_lm.base_model(**batch, use_cache=False).last_hidden_state
-    hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    chunk = chunk_rows(head.weight.shape[0], chunk_device, hidden.element_size())
-    with ledger.tagged("logits"):
-        return _ChunkedLoss.apply(hidden, head.weight.to(dtype), labels, softcap, chunk)
-
-
-@contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
-    """Tensors made inside have shapes and dtypes, and no data."""
-    with FakeTensorMode():
-        yield
+                    made[id(tensor)] = stands_for(tensor)
+                tensors[name] = None if tensor is None else made[id(tensor)]

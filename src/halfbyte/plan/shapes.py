@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -15,77 +16,61 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from ..architectures import ALL_LINEAR, all_linear, auto_class, beside_text
+from ..adapters import add_adapter
+from ..architectures import auto_class, beside_text, quantizable
 from ..config import RunConfig, resolve
 from ..errors import ModelError
 from ..hardware import compute_dtype
+from ..layers import QuantizedLinear
 from ..memory.batches import Shape
+from ..memory.levels import TILE_ROWS
+from ..models.attention import Implementation, implementation
 from ..models.choice import stored_formats
-from ..notices import notice
-from ..qat.model import qat_format
-from .replay import (
-    FakeQuantizedStandIn,
-    QuantizedStandIn,
-    Replay,
-    bytes_to_round,
-    give_shapes_a_device,
-    replay_step,
-    shapes_only,
-)
+from ..models.layer import causal_lm_of, decoder_layers
+from ..models.patch import PatchReport, patch, unpatch
+from ..notices import notice, silent
+from ..qat.model import fake_quantize_linears, qat_format
+from .replay import Step, Where, replay
+
+SKIPPED = "llm_int8_skip_modules"  # what a quantized checkpoint says it leaves whole
+LONG = 8 * TILE_ROWS  # tokens; what longer batches take lies on a line through this and its half
 
 
 @dataclass(frozen=True)
 class Trainable:
+    """What is trained: numbers, and bytes in their own dtypes."""
+
     numel: int
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+    bytes: int
 
 
-def planned_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The dtype of computation on `device`, which need not be in this machine."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
+def dtype_named(name: str, device: torch.device) -> torch.dtype:
+    """torch's dtype of that name; "auto" is what `device` is fast in, which need not be in this machine."""
+    if name != "auto":
+        return getattr(torch, name)
     absent = device.type == "cuda" and not torch.cuda.is_available()
     return torch.bfloat16 if absent else compute_dtype(device).dtype
 
 
-def weights_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
-    """The dtype of unquantized weights. Full fine-tuning keeps float32 ones (an update of 1e-4 of a weight is lost in
-    bfloat16's 8 bits), unless a dtype is asked for."""
-    return torch.float32 if not config.use_peft and config.dtype == "auto" else computed
-
-
 class ModelShapes:
-    """A causal LM with its adapter on the meta device.
+    """A causal LM with its adapter on the meta device, built as it will be loaded.
 
     Raises:
         ModelError: transformers cannot build a causal LM from `model_config`, or PEFT finds no module to adapt.
     """
 
     def __init__(self, config: RunConfig, model_config: Any, device: torch.device):
-        self.config, self.device = config, device
-        self.dtype = planned_dtype(config, device)
+        self.config, self.device, self.run = config, device, resolve(config)
+        self.dtype = dtype_named(self.run.precision.compute, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
-        linears = self._quantizable()
-        storage = resolve(config).storage
-        if storage.quantized:
-            for name, format_ in stored_formats(storage, model_config, self.causal_lm, linears.keys()).items():
-                linears[name].__class__ = QuantizedStandIn
-                linears[name].format = format_  # type: ignore[assignment]
-        elif config.qat_scheme is not None:
-            format_ = qat_format(config.qat_scheme)
-            bytes_to_round(format_)  # tried while tensors still have data
-            for linear in linears.values():
-                linear.__class__ = FakeQuantizedStandIn
-                linear.format = format_  # type: ignore[assignment]
-        self.model = self._adapted() if config.use_peft else self.causal_lm.train()
+        with torch.device("meta"):
+            self._store(model_config)
+            self.model = add_adapter(self.causal_lm, self.run.adapter) if self.run.adapter else self.causal_lm
+        self.model.train()
 
     def _build(self, model_config: Any) -> Any:
-        stored = weights_dtype(self.config, self.dtype)
-        options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code, "dtype": stored}
+        stored = dtype_named(self.run.precision.weights, self.device)
+        options: dict[str, Any] = {"trust_remote_code": self.run.origin.trust_remote_code, "dtype": stored}
         attention = self.config.attn_implementation
         if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
             attention = "eager"  # as `models.load` does
@@ -99,127 +84,173 @@ class ModelShapes:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ModelError(f"transformers cannot build this model: {error}", "check config.json") from error
 
-    def _quantizable(self) -> dict[str, nn.Linear]:
-        head, beside = self.causal_lm.get_output_embeddings(), tuple(beside_text(self.causal_lm))
-        return {
-            name: module
-            for name, module in self.causal_lm.named_modules()
-            if type(module) is nn.Linear and module is not head and not name.startswith(beside)
-        }
-
-    def _adapted(self) -> Any:
-        config = self.config
-        lora = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=config.r,
-            lora_dropout=config.lora_dropout,
-            use_dora=config.use_dora,
-            target_modules=all_linear(self.causal_lm) if config.target_modules == ALL_LINEAR else config.target_modules,
-            modules_to_save=config.modules_to_save,
-            rank_pattern=dict(config.rank_pattern),
-        )
-        try:
-            with torch.device("meta"):
-                model = get_peft_model(self.causal_lm, lora, autocast_adapter_dtype=False)
-        except ValueError as error:
-            raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(getattr(torch, config.adapter_dtype))
-        return model.train()
+    def _store(self, model_config: Any) -> None:
+        """Have the linear layers stored, and the tower frozen, as `load_model` does."""
+        model, storage = self.causal_lm, self.run.storage
+        for name in beside_text(model):
+            model.get_submodule(name).requires_grad_(False)
+        linears = quantizable(model, (getattr(model_config, "quantization_config", None) or {}).get(SKIPPED))
+        if storage.quantized:
+            for name, format_ in stored_formats(storage, model_config, model, linears.keys()).items():
+                model.set_submodule(name, QuantizedLinear.from_linear(linears[name], format_))
+        elif storage.qat_scheme is not None:
+            fake_quantize_linears(model, qat_format(storage.qat_scheme))
 
     # --- what stays --------------------------------------------------------------------------------------------------
 
     def frozen_bytes(self) -> int:
-        """Weights that are not trained, as stored: the parts of quantized linears, the rest in 16 (or 32) bits."""
-        stored = 0
-        formats = {id(m.weight): m.format for m in self.model.modules() if isinstance(m, QuantizedStandIn)}
-        for parameter in self.model.parameters():
-            if id(parameter) in formats:
-                parts = formats[id(parameter)].part_specs(tuple(parameter.shape)).values()
-                stored += sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts)
-            elif not parameter.requires_grad:
-                stored += parameter.nbytes
-        return stored + sum(buffer.nbytes for buffer in self.model.buffers())
+        """Weights that are not trained, as stored, and buffers."""
+        frozen = sum(parameter.nbytes for parameter in self.model.parameters() if not parameter.requires_grad)
+        return frozen + sum(buffer.nbytes for buffer in self.model.buffers())
 
     def trainable(self) -> Trainable:
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return Trainable(sum(parameter.numel() for parameter in parameters), parameters[0].dtype)
+        return Trainable(sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
+
+    @functools.cached_property
+    def _patched(self) -> PatchReport:
+        """What `patch` will find where the run trains."""
+        if not self.config.use_kernels or self.device.type == "cpu":
+            return PatchReport(None)
+        with silent():
+            report = patch(self.model)
+            unpatch(self.model)
+        return report
+
+    @property
+    def fused(self) -> bool:
+        """Whether the whole of each decoder layer is fused, so that each level is open to it."""
+        return bool(self._patched.fused) and not self._patched.unfused
 
     # --- what comes and goes -----------------------------------------------------------------------------------------
 
-    def replays(self, checkpointed: bool, batch: Shape) -> tuple[Replay, Replay]:
-        """(a step through all layers, a step through one layer), extrapolated from few layers where they are alike."""
-        if checkpointed:
-            if not getattr(self.causal_lm, "supports_gradient_checkpointing", False):
-                raise ModelError(
-                    f"{type(self.causal_lm).__name__} does not support activation checkpointing",
-                    "set activation_checkpointing: false",
-                )
-            self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        layers = self._layers()
+    @functools.cached_property
+    def layers(self) -> dict[str, nn.Module]:
+        """The decoder layers by name; none where no list of as many modules is found."""
         try:
-            if layers is None or len(layers) <= 2 or not _alike(layers):
-                whole = self._replay(batch)
-                return whole, whole
-            two, one = self._replay(batch, layers, 2), self._replay(batch, layers, 1)
+            name, layers = decoder_layers(self.causal_lm)
+        except ModelError:
+            return {}
+        return {f"{name}.{index}": layer for index, layer in enumerate(layers)}
+
+    @property
+    def text_config(self) -> Any:
+        return self.causal_lm.config.get_text_config()
+
+    def layer_gradients(self) -> list[int]:
+        """Bytes of the gradients of each decoder layer."""
+        return [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in self.layers.values()]
+
+    @functools.cache  # noqa: B019 (as long as the plan is made)
+    def step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
+        """What a step of one micro-batch allocates, with one layer of each level where they are alike, else with all
+        layers at one level. Models that are not `fused` know `keep`, and any other is transformers' checkpointing."""
+        try:
+            if batch.tokens <= LONG or not self._linear:
+                return self._step(batch, levels)
+            half, whole = (self._step(Shape(1, tokens), levels) for tokens in (LONG // 2, LONG))
+            return half.line(whole, 2 * batch.tokens / LONG - 1)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
-            whole = self._rough(checkpointed, batch.tokens)
             notice(
                 "rough_memory", f"activation memory is a rough guess: this model cannot be replayed on shapes ({error})"
             )
-            return whole, whole
-        per_layer = two.total - one.total
-        total = two.total + per_layer * (len(layers) - 2)
-        return Replay(total - two.logits, two.logits), one
+            return self._rough(levels[-1] != "keep", batch.tokens)
 
-    def _layers(self) -> nn.ModuleList | None:
-        depth = self.causal_lm.config.get_text_config().num_hidden_layers
-        lists = [module for module in self.causal_lm.modules() if isinstance(module, nn.ModuleList)]
-        return next((layers for layers in lists if len(layers) == depth), None)
+    def _step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
+        depth = len(self.layers)
+        if depth < 2 or not _alike(self.layers.values()):
+            return self._replay(batch, levels * depth)
+        if len(levels) < depth:
+            steps = [self._replay(batch, (levels[0], *levels))]  # the first differs where embeddings are frozen
+        else:
+            steps = [self._replay(batch, (level, level)) for level in levels]
+        layers = tuple(layer for step in steps for layer in step.layers[1:])
+        left_out = sum(self.layer_gradients()[len(steps[0].layers) :]) * self._copies()
+        return replace(steps[-1], before=steps[-1].before + int(left_out), layers=layers)
 
-    def _replay(self, batch: Shape, layers: nn.ModuleList | None = None, count: int = 0) -> Replay:
-        text_config = self.causal_lm.config.get_text_config()
-        before = (dict(layers._modules), text_config.num_hidden_layers) if layers is not None else None
-        if layers is not None:
-            for name in list(layers._modules)[count:]:
-                del layers._modules[name]
-            text_config.num_hidden_layers = count
+    @property
+    def _linear(self) -> bool:
+        """Whether bytes grow as tokens do, and not as their square."""
+        attention = self._attention
+        return attention is not None and not attention.scores and not attention.mask
+
+    @functools.cached_property
+    def _attention(self) -> Implementation | None:
+        """What computes attention; None where the model runs without our patch."""
+        if not self._patched.fused:
+            return None
+        packed = self.config.packing or self.config.padding_free
+        return implementation(self.text_config, self.device, self.dtype, packed=packed)
+
+    def _copies(self) -> float:
+        """Bytes of a copy in the compute dtype (`models.copies`) for each byte that is trained."""
+        if not self._patched.fused or self.run.adapter is None or self.run.adapter.adapter_dtype != "float32":
+            return 0.0
+        return self.dtype.itemsize / 4 if self.dtype.itemsize < 4 else 0.0
+
+    def evaluation(self, batch: Shape) -> int:
+        """Bytes at the highest moment of a forward without gradients."""
+        if not batch.tokens:
+            return 0
         try:
-            model = copy.deepcopy(self.model)
-            with shapes_only():
-                give_shapes_a_device(model)
-                return replay_step(
-                    model,
-                    self._inputs(batch),
-                    compute_dtype=self.dtype,
-                    device_type=self.device.type,
-                    softcap=getattr(text_config, "final_logit_softcapping", None),
+            return self._replay(batch, ("keep",)[: len(self.layers)], training=False).head
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException):
+            return self._rough(True, batch.tokens).before
+
+    def _replay(self, batch: Shape, levels: tuple[str, ...], training: bool = True) -> Step:
+        """`replay` with as many layers as there are levels."""
+        names, fused = list(self.layers)[: len(levels)], self.fused
+        model = self._with_layers(len(levels))
+        causal_lm = causal_lm_of(model)
+        if not fused and {*levels} - {"keep"}:
+            if not getattr(causal_lm, "supports_gradient_checkpointing", False):
+                raise ModelError(
+                    f"{type(causal_lm).__name__} does not support activation checkpointing",
+                    "set activation_checkpointing: false",
                 )
+            enable = (
+                getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
+            )
+            enable({"use_reentrant": False})
+        where = Where(self.device.type, self.dtype, self._attention)
+        prefix = "base_model.model." if self.run.adapter else ""
+        counted = [prefix + name for name in names]
+        return replay(model.train(training), counted, self._inputs(batch), where, levels if fused else None)
+
+    def _with_layers(self, count: int) -> Any:
+        """A copy of the model with its first `count` layers; all, where there is no list."""
+        names = list(self.layers)
+        if not names:
+            return copy.deepcopy(self.model)
+        holder = self.causal_lm.get_submodule(names[0].rpartition(".")[0])
+        before, config = dict(holder._modules), self.text_config
+        for name in list(holder._modules)[count:]:
+            del holder._modules[name]
+        config.num_hidden_layers = count
+        try:
+            return copy.deepcopy(self.model)
         finally:
-            if layers is not None and before is not None:
-                layers._modules.update(before[0])
-                text_config.num_hidden_layers = before[1]
+            holder._modules.update(before)
+            config.num_hidden_layers = len(before)
 
     def _inputs(self, batch: Shape) -> dict[str, Tensor]:
         """A micro-batch as the collator makes it."""
-        tokens = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
+        tokens = torch.empty(batch.rows, batch.length, dtype=torch.int64, device="meta")
         if self.config.packing or self.config.padding_free:
-            return {"input_ids": tokens, "position_ids": torch.zeros_like(tokens)}
+            return {"input_ids": tokens, "position_ids": tokens}
         masked = batch.rows > 1 and not (self.config.use_kernels and self.device.type == "cuda")
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} if masked else {"input_ids": tokens}
+        return {"input_ids": tokens, "attention_mask": tokens} if masked else {"input_ids": tokens}
 
-    def _rough(self, checkpointed: bool, tokens: int) -> Replay:
+    def _rough(self, checkpointed: bool, tokens: int) -> Step:
         """Outputs of all linears, twice (before and after what follows them); or a layer's share, and the inputs."""
-        text_config = self.causal_lm.config.get_text_config()
-        width = sum(m.out_features for m in self.causal_lm.modules() if isinstance(m, QuantizedStandIn | nn.Linear))
-        kept = 2 * width * tokens * self.dtype.itemsize
+        width = sum(m.out_features for m in self.causal_lm.modules() if isinstance(m, nn.Linear))
+        kept, depth = 2 * width * tokens * self.dtype.itemsize, self.text_config.num_hidden_layers
         if checkpointed:
-            inputs = text_config.num_hidden_layers * text_config.hidden_size * tokens * self.dtype.itemsize
-            kept = inputs + 2 * kept // text_config.num_hidden_layers
-        return Replay(kept, 0)
+            inputs = depth * self.text_config.hidden_size * tokens * self.dtype.itemsize
+            kept = inputs + 2 * kept // depth
+        return Step(kept, (), 0, 0)
 
 
-def _alike(layers: nn.ModuleList) -> bool:
+def _alike(layers: Iterable[nn.Module]) -> bool:
     shapes = {tuple((name, tensor.shape) for name, tensor in layer.named_parameters()) for layer in layers}
     return len(shapes) == 1

@@ -1,0 +1,83 @@
+/* What a group of four warps says in PTX, of Hopper's (sm_90a) alone. tests/kernels/emulation/wgmma.cuh is the same
+for a CPU. Constants: NT, BF16. */
+
+#pragma once
+
+#include "warp.cuh"
+
+/* A barrier in shared memory, whose phases end when `count` threads have arrived; who waits says whether the phase is
+odd. What cp.async brought may be read by wgmma without a fence. */
+__device__ __forceinline__ void mbarrier_init(u64 *barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(u64 *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
+}
+/* Arrive when all copies are there that this thread has begun. */
+__device__ __forceinline__ void cp_async_mbarrier_arrive(u64 *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(barrier)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(u64 *barrier, u32 odd) {
+    asm volatile("{.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;}"
+                 ::"r"(address(barrier)), "r"(odd) : "memory");
+}
+
+/* A group gives registers back, of which others take more: this many a thread from here on. */
+template <int COUNT> __device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+/* Begin to copy 4 or 16 bytes to an address in shared memory. */
+template <int SIZE> __device__ __forceinline__ void copy_to(u32 to, const void *from) {
+    if (SIZE == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+/* A descriptor of 8·NT rows of 128 bytes in shared memory, one after another, at an address that 1024 divides: its low
+half, the other one is constant. Eight 16-byte pieces of row r change places: piece p lies where p ^ r % 8 would.
+So many bytes further in memory, or 32 along a row, it is a sixteenth more. */
+__device__ __forceinline__ u32 descriptor_of(u32 rows) { return 1 << 16 | (rows & 0x3ffff) >> 4; }
+
+/* The registers of what follows are as they should be; what was begun is one group; wait until it is done. */
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait(float (&d)[NT][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 4 * NT; i++)
+        asm volatile("" : "+f"(d[i / 4][i % 4])::"memory"); /* nobody looks earlier */
+}
+
+#define TO_7 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TO_15 TO_7 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define TO_23 TO_15 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define TO_31 TO_23 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define WGMMA(SIZE, D, A, B, ADD, ...)                                                                                   \
+    asm volatile("{.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, " ADD ", 0;\nmov.b64 x, {" B ", 0x40000040};\n"      \
+                 "wgmma.mma_async.sync.aligned.m64n" SIZE "k16.f32." TYPES " {" D "}, {" A "}, x, add, 1, 1, 0;}"        \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x), "r"((int)add) : "memory")
+#if BF16
+#define TYPES "bf16.bf16"
+#else
+#define TYPES "f16.f16"
+#endif
+
+/* Begin d += a x, or d = a x: 64×16 times 16×8·NT, of which a warp has 16 rows as in multiply() and x is described. */
+__device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u32 x, bool add) {
+#if NT == 2
+    WGMMA("16", TO_7, "%8, %9, %10, %11", "%12", "%13", SUMS(0), SUMS(1));
+#elif NT == 4
+    WGMMA("32", TO_15, "%16, %17, %18, %19", "%20", "%21", SUMS(0), SUMS(1), SUMS(2), SUMS(3));
+#elif NT == 6
+    WGMMA("48", TO_23, "%24, %25, %26, %27", "%28", "%29", SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5));
+#else
+    WGMMA("64", TO_31, "%32, %33, %34, %35", "%36", "%37", SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4),
+          SUMS(5), SUMS(6), SUMS(7));
+#endif
+}

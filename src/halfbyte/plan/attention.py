@@ -1,0 +1,85 @@
+"""Attention on an accelerator, as a replay on shapes runs it: it allocates what the kernels there do.
+
+Which kernels those are is `models.attention.implementation`'s to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..autograd.capped_attention import TENSORS, TILE_BYTES
+from ..models.attention import Implementation
+
+NAME = "halfbyte_planned"
+
+
+@dataclass(frozen=True)
+class AttentionBytes:
+    """Of one layer, beyond q, k, v, the result and its logsumexp.
+
+    Args:
+        kept: for backward.
+        scratch: at the highest moment of its forward, and of its backward.
+    """
+
+    kept: int = 0
+    scratch: int = 0
+
+    @classmethod
+    def of(cls, found: Implementation, query: Tensor, capped: bool) -> AttentionBytes:
+        """Of `found`, with `query` [B, H, T, D]."""
+        rows, heads, length, _ = query.shape
+        square, size = rows * length * length, query.element_size()
+        if found.tiles:
+            return cls(scratch=TENSORS * TILE_BYTES)
+        if found.scores:  # products; tanh, where they are capped; the softmax in fp32, and again in query's dtype
+            return cls(square * heads * ((1 + capped) * size + 4), square * heads * (size + 4))
+        return cls(square * size, square * size) if found.mask else cls()  # a Boolean mask as numbers to add
+
+
+def stand_in(model: nn.Module, found: Implementation) -> None:
+    """Have the text layers of `model` attend by `attend`, as `found` does."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    for module in model.modules():
+        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
+            module.config._attn_implementation = NAME
+    model.config.get_text_config()._halfbyte_planned = found  # type: ignore[operator, union-attr]
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [B, H, T, D] → [B, T, H, D]."""
+    extra = AttentionBytes.of(module.config._halfbyte_planned, query, kwargs.get("softcap") is not None)
+    return _Attention.apply(query, key, value, extra).transpose(1, 2), None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, extra):
+        rows, heads, length, width = query.shape
+        out = query.new_empty(rows, length, heads, width).transpose(1, 2)
+        sums = query.new_empty(rows, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums, _bytes(extra.kept, query))
+        ctx.scratch = extra.scratch
+        _bytes(extra.scratch, query)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, *_ = ctx.saved_tensors
+        # fp32 sums of dq; dk and dv of every query head, where several share a key
+        scratch = [torch.empty_like(query, dtype=torch.float32), _bytes(ctx.scratch, query)]
+        if key.shape[1] < query.shape[1]:
+            scratch += [torch.empty_like(query), torch.empty_like(query)]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _bytes(size: int, like: Tensor) -> Tensor:
+    return like.new_empty(size, dtype=torch.uint8)

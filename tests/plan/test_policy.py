@@ -1,0 +1,188 @@
+"""The planner: levels in order, the fastest mix within a budget, and the figures of the 8B target."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import transformers
+
+from halfbyte.config import RunConfig
+from halfbyte.memory.batches import Batches, Shape
+from halfbyte.plan.estimate import _Planner
+from halfbyte.plan.policy import LEVELS, OFFLOADED, Choice, LayerCost, choose, cost, in_words, mixes, peak
+from halfbyte.plan.replay import LayerBytes
+from halfbyte.plan.shapes import ModelShapes
+
+GIB = 2**30
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "num_hidden_layers": 6, "vocab_size": 128_256}  # fmt: skip
+SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+         "head_dim": 128, "num_hidden_layers": 6, "vocab_size": 151_936}  # fmt: skip
+GRADIENTS = 5 * 2**20  # of a layer
+MOMENTS = {"before": 0, "head": 384 * 2**20, "others": 0, "accumulated": False}
+
+
+@functools.cache
+def layer_of(family: str, rows: int, length: int, recipe: str = "bf16") -> LayerCost:
+    """A layer as wide as one of the 8B's (Qwen3: of the 0.6B's), replayed at every level."""
+    sizes = SMALL if family == "Qwen3" else LLAMA_8B
+    config = RunConfig(model_name_or_path="m", dataset="d", packing=True, dtype="bfloat16", recipe=recipe)
+    shapes = ModelShapes(
+        config, getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0), torch.device("cuda")
+    )
+    return _Planner(shapes, Batches.alike(rows, length), GIB).layer(Shape(rows, length))
+
+
+SHORT = layer_of("Llama", 4, 2048)
+
+
+def peak_of(shape: LayerCost, levels, **moments) -> int:
+    """Of a model with these levels, all of its layers alike."""
+    gradients = [GRADIENTS] * len(levels)
+    found = peak([shape.bytes(level) for level in levels], gradients=gradients, **MOMENTS | moments)
+    return found + max(map(shape.on_host, levels))
+
+
+def fastest(shape: LayerCost, layers: int, budget: float, host: int = 100 * GIB, beside: int = 0) -> Choice:
+    """The choice where graphs take `beside` bytes more."""
+
+    def need(choice: Choice) -> int:
+        return peak_of(shape, choice.levels) + choice.graphs * beside
+
+    return choose(layers, int(budget), need, usual=shape, largest=shape, host=host)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi3"])
+def test_each_level_keeps_less_and_takes_longer(family):
+    """On the device, and likewise in host memory."""
+    shape = layer_of(family, 4, 2048)
+
+    def kept(level):
+        return shape.bytes(level).saved
+
+    for levels, saved in (
+        (("keep", "recompute", "recompute_mlp", "checkpoint"), kept),
+        (("offload_kept", "offload_attention", "offload"), shape.on_host),
+    ):
+        assert all(saved(a) > saved(b) for a, b in itertools.pairwise(levels))
+        assert all(shape.seconds(a) < shape.seconds(b) for a, b in itertools.pairwise(levels))
+    for level, on_device in OFFLOADED.items():
+        assert not kept(level)
+        assert shape.on_host(level) == kept(on_device)
+        assert shape.seconds(level) > shape.seconds(on_device)
+    assert set(LEVELS) - set(OFFLOADED) == {level for level in LEVELS if kept(level)}
+
+
+def test_copies_to_the_host_wait_for_the_link():
+    """50 GB/s carry what one layer of 4×2048 keeps in the time of 2.3 layers' forward."""
+    assert SHORT.waiting(("keep", "keep", "offload_kept") * 10) == 0
+    assert SHORT.waiting(("offload_attention",) * 30) == 0
+    both = SHORT.waiting(("offload_kept", "keep") * 15)
+    assert both > 0
+    assert cost(SHORT, ("offload_kept", "keep") * 15) == pytest.approx(15 * SHORT.seconds("offload_kept") + both)
+
+
+def test_small_models_stay_in_cuda_graphs():
+    """Qwen3-0.6B at 2×2048: launching it from Python takes longer than computing all of it again."""
+    small = layer_of("Qwen3", 2, 2048)
+    assert cost(small, ("offload",) * 28) > cost(small, ("checkpoint",) * 28)
+    budget = peak_of(small, ("checkpoint",) * 28)
+    choice = fastest(small, 28, budget)
+    assert choice.graphs
+    assert set(choice.levels).isdisjoint(OFFLOADED)
+    eager = fastest(small, 28, budget, beside=1)
+    assert not eager.graphs  # no room for a pool
+    assert cost(small, eager.levels, graphs=False) > cost(small, choice.levels)
+
+
+def test_products_in_fp8_leave_copies_less_time():
+    fp8 = layer_of("Llama", 4, 2048, "fp8-hybrid")
+    assert fp8.seconds("checkpoint") < SHORT.seconds("checkpoint")
+    assert fp8.waiting(("offload_attention",) * 30) > 0
+
+
+def test_a_kept_8b_step_takes_what_was_measured():
+    """34.1 GiB in benchmarks.step at 4×2048, of which 6.0 are weights, adapters and their optimizer."""
+    before = 148 * 2**20  # the first layer's input, and the adapters in 16 bits
+    assert peak_of(SHORT, ("keep",) * 32, before=before) / GIB == pytest.approx(34.1 - 6.0, rel=0.02)
+
+
+def test_the_choice_is_the_fastest_of_all_mixes_that_fit():
+    for budget in (30 * GIB, 10 * GIB, 3 * GIB):
+        best = fastest(SHORT, 6, budget, host=GIB).levels
+        time = cost(SHORT, best)
+        assert peak_of(SHORT, best) <= budget
+        for levels in mixes(6):
+            if peak_of(SHORT, levels) <= budget and sum(map(SHORT.on_host, levels)) <= GIB:
+                assert time <= cost(SHORT, levels)
+
+
+def test_less_memory_takes_more_time():
+    chosen = [fastest(SHORT, 32, gib * GIB).levels for gib in (40, 20, 10, 4, 2.5)]
+    times = [cost(SHORT, levels) for levels in chosen]
+    assert chosen[0] == ("keep",) * 32
+    assert all(a < b for a, b in itertools.pairwise(times))
+    assert in_words(("keep",) * 2 + ("offload",) * 3) == "2 layers keep, 3 layers offload"
+
+
+def test_without_host_memory_nothing_is_offloaded():
+    assert not set(fastest(SHORT, 32, 4 * GIB, host=0).levels) & set(OFFLOADED)
+
+
+def test_what_fits_nowhere_gets_the_smallest_plan():
+    least = fastest(SHORT, 8, 1).levels
+    assert peak_of(SHORT, least) == min(peak_of(SHORT, levels) for levels in mixes(8))
+
+
+def test_longest_8b_context():
+    """360k tokens within 80 GiB, with inputs in 128 GiB of host memory: what is 2.8 GiB a layer input."""
+    long, levels = layer_of("Llama", 1, 368_640), ("tiled",) * 32
+    assert sum(map(long.on_host, levels)) < 0.9 * 108 * GIB
+    assert peak_of(long, levels) < 0.6 * 74 * GIB
+    assert peak_of(long, ("checkpoint",) * 32) > 74 * GIB
+
+
+def test_bytes_of_long_rows_lie_on_a_line(monkeypatch):
+    """What is drawn from two shorter rows is what the row itself allocates."""
+    from halfbyte.plan import shapes
+
+    drawn = layer_of("Llama", 1, 81_920)
+    monkeypatch.setattr(shapes, "LONG", 10**9)
+    whole = layer_of.__wrapped__("Llama", 1, 81_920)
+    for level in LEVELS:
+        found, expected = (each.bytes(level) for each in (drawn, whole))
+        assert found.saved == pytest.approx(expected.saved, rel=0.001), level
+        highest = [max(each.forward, each.backward) for each in (found, expected)]
+        assert highest[0] == pytest.approx(highest[1], rel=0.01), level
+
+
+def test_gradients_appear_in_backward_or_are_there_all_the_time():
+    once, again = (peak_of(SHORT, ("keep",) * 32, accumulated=more) for more in (False, True))
+    assert once < again <= once + 32 * GRADIENTS
+
+
+def test_the_highest_moment():
+    """Two layers by hand: forward of the second, the head, backward of the second and of the first."""
+    layers = [LayerBytes(10, 1, 2), LayerBytes(20, 7, 3)]
+    found = functools.partial(peak, layers, before=5, gradients=[1, 2], others=4)
+    assert found(head=0, accumulated=True) == 5 + 10 + 20 + 7 + 7
+    assert found(head=9, accumulated=True) == 5 + 10 + 20 + 9 + 7
+    assert found(head=9, accumulated=False) == max(5 + 30 + 9, 5 + 30 + 3 + 4 + 2, 5 + 10 + 2 + 7)
+    assert found(head=0, accumulated=False) == 5 + 30 + 3 + 4 + 2
+
+
+def test_the_largest_batch_decides_what_fits_and_the_usual_one_what_is_fast():
+    """All is kept where Python's launches hide behind long rows; short ones rather stay in graphs, whose pool has to
+    leave room for the longest."""
+    short = layer_of("Llama", 1, 256)
+    budget = peak_of(SHORT, ("keep",) * 4)
+
+    def need(choice: Choice) -> int:
+        return peak_of(SHORT, choice.levels) + choice.graphs * 4 * SHORT.stream
+
+    long, usual = (choose(4, budget, need, usual=u, largest=SHORT, host=100 * GIB) for u in (SHORT, short))
+    assert long == Choice(("keep",) * 4, False)
+    assert usual.graphs
+    assert "keep" not in usual.levels[:1]
+    assert need(usual) <= budget
