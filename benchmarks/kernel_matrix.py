@@ -1,6 +1,6 @@
 """Which kernel compiles for which GPU, without one: `python -m benchmarks.kernel_matrix` writes docs/kernels.md.
 
-What dispatch would launch on a device is asked of the twins themselves: they are called on tensors without data while a
+What dispatch would launch on a device is asked of dispatch itself: ops are called on tensors without data while a
 device is assumed (`kernels.device.assumed`), and what they would have launched is written down. Each launch is compiled
 for that device, by Triton or NVRTC, and what it takes of shared memory and registers is held against what there is.
 """

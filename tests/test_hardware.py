@@ -33,10 +33,13 @@ def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
         torch.cuda, "get_device_capability", lambda device=1: [(7, 5), (8, 0)][torch.device(device).index]
     )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     found = [compute_dtype(torch.device("cuda", index)) for index in (0, 1)]
     assert [each.dtype for each in found] == [torch.float16, torch.bfloat16]
     assert found[0].reason == "cuda:0 has no bf16 units"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert compute_dtype(torch.device("cuda")).dtype == torch.bfloat16
 
 
 LENGTHS = """

@@ -29,14 +29,14 @@ ORDER = [
     ["dispatch"],
     ["ops", "formats"],
     ["autograd"],
-    ["tensor"],
+    ["tensor", "parallel"],
     ["layers", "memory", "functional", "gguf"],
     ["qat"],
     ["adapters"],
     ["models"],
     ["data", "generation"],
     ["plan"],
-    ["runs"],
+    ["runs", "methods"],
     ["report"],  # reads only the files of a run, so a run may end by writing its report
     ["export"],  # reads only saved runs, so a finished run can offer to merge itself
     ["train"],
@@ -48,7 +48,7 @@ ORDER = [
 ]
 RANK = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 
-# Triton twins are loaded lazily, by name, from dispatch; they know these and nothing else.
+# Kernels are loaded lazily, by name, from dispatch; they know these and nothing else.
 KERNELS_MAY_IMPORT = {"errors", "files", "notices", "kernels", "dispatch", "ops", "formats"}
 
 Arrow = tuple[str, str, str]  # unit that imports, unit imported, "file:line"

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from halfbyte import terminal
 from halfbyte.config import RunConfig
+from halfbyte.methods import METHODS
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, bar_widths, duration, size
 
 GIB = 2**30
@@ -166,7 +167,7 @@ def test_data_line(trained, words):
 def test_live_metrics_print_plain_lines_at_a_sensible_rate():
     console = plain(200)
     evaluation = {"kind": "eval", "step": 0, "loss": 3.0, "perplexity": 20.1, "seconds": 2.0}
-    with LiveMetrics(console, 40, capacity_bytes=8 * GIB) as live:
+    with LiveMetrics(console, 40, METHODS["sft"].numbers, capacity_bytes=8 * GIB) as live:
         live.update(evaluation)
         for step in range(1, 41):
             live.update(train_record(step, time=1000.0 + step))
@@ -181,7 +182,7 @@ def test_live_metrics_print_plain_lines_at_a_sensible_rate():
 
 def test_live_metrics_redraw_on_a_terminal():
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    with LiveMetrics(console, 3) as live:
+    with LiveMetrics(console, 3, METHODS["sft"].numbers) as live:
         for step in (1, 2, 3):
             live.update(train_record(step, loss=3.0 / step))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(console))
@@ -192,7 +193,7 @@ def test_live_metrics_redraw_on_a_terminal():
 def test_a_finished_record_from_json_is_enough():
     console = plain(200)
     record = json.loads(json.dumps(train_record(1, grad_norm=None, memory_bytes=None)))
-    LiveMetrics(console, 1).update(record)
+    LiveMetrics(console, 1, METHODS["sft"].numbers).update(record)
     assert "grad-norm" not in shown(console)
 
 

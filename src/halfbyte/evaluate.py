@@ -1,17 +1,19 @@
-"""Held-out loss and perplexity of a run or a model: the mean over trained tokens, whatever the batches."""
+"""Held-out loss of a run or a model, as its method has it: the mean over all rows, whatever the batches."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import DataError
+from .methods import METHODS, method_of
 
 if TYPE_CHECKING:
     import torch
+
+    from .methods.base import Collate, Method, Rows
 
 
 @dataclass(frozen=True)
@@ -19,18 +21,27 @@ class Evaluation:
     """What `evaluate` measures.
 
     Attributes:
-        loss: mean cross-entropy per trained token, in nats.
-        perplexity: exp(loss).
-        tokens: trained tokens counted.
+        numbers: the method's, by name: for supervised fine-tuning `loss` (mean cross-entropy per trained token, in
+            nats), `perplexity` and `tokens`.
+        shown: the same in words.
+        tokens: what the loss is the mean over; trained tokens.
         rows: rows of the prepared dataset (packed rows hold several documents).
         seconds: time of the forward passes.
     """
 
-    loss: float
-    perplexity: float
+    numbers: dict[str, float]
+    shown: str
     tokens: int
     rows: int
     seconds: float
+
+    @property
+    def loss(self) -> float:
+        return self.numbers["loss"]
+
+    @property
+    def perplexity(self) -> float:
+        return self.numbers["perplexity"]
 
 
 def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluation:
@@ -43,24 +54,23 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
         HalfbyteError: the model or the data cannot be read, no token is left to predict, or packed documents see each
             other in this model.
     """
-    from .data import prepare
     from .data.collate import make_collator
     from .models.isolation import isolate_run
     from .runs.saved import load_saved
 
     saved = load_saved(name, overrides, dataset)
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
-    rows = prepare(config, saved.tokenizer).train
+    method = method_of(config)
+    rows = method.prepare(config, saved.tokenizer).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
-    collate = make_collator(config, saved.tokenizer)
-    isolate_run(saved.model, config, collate, rows)
-    return measure(saved.model, rows, collate, size)
+    isolate_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
+    return measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)
 
 
 def measure(
-    model: torch.nn.Module, rows: Sequence[dict[str, Any]], collate: Callable[[list[Any]], dict[str, Any]], size: int
+    model: torch.nn.Module, rows: Rows, collate: Collate, size: int, method: Method = METHODS["sft"]
 ) -> Evaluation:
-    """Token-weighted loss of `model` over `rows`, `size` rows per forward; as in training, without full logits.
+    """The numbers of `method` for `model` over `rows`, `size` rows per forward; the loss without full logits.
 
     Raises:
         DataError: no row has a token that counts.
@@ -68,18 +78,22 @@ def measure(
     import torch
 
     from .adapters import compute, no_input_casts
-    from .models.head import causal_lm_loss
 
-    device = next(model.parameters()).device
-    total, tokens, started = 0.0, 0, time.perf_counter()
+    device, metrics = next(model.parameters()).device, method.numbers.trained
+    sums = dict.fromkeys((metric.name for metric in metrics), 0.0)
+    counts, started = dict.fromkeys((metric.over for metric in metrics), 0.0), time.perf_counter()
     with torch.no_grad(), no_input_casts(model):
         for first in range(0, len(rows), size):
             batch = collate([rows[index] for index in range(first, min(first + size, len(rows)))])
+            for name, count in method.counts(batch).items():
+                counts[name] += count
             batch = {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
             with compute(model):
-                loss_sum, trained_tokens = causal_lm_loss(model, batch)
-            total, tokens = total + float(loss_sum), tokens + int(trained_tokens)
-    if not tokens:
+                for name, value in method.sums(model, batch).items():
+                    sums[name] += float(value)
+    if not counts[metrics[0].over]:
         raise DataError("no token of this data is trained on, so there is no loss", "see `halfbyte preview`")
-    loss = total / tokens
-    return Evaluation(loss, math.exp(min(loss, 700.0)), tokens, len(rows), time.perf_counter() - started)
+    means = {metric.name: sums[metric.name] / counts[metric.over] for metric in metrics}
+    numbers = method.evaluation(means, counts)
+    shown = " · ".join(f"{metric.label} {metric.shown(numbers)}" for metric in method.numbers.evaluated)
+    return Evaluation(numbers, shown, int(counts[metrics[0].over]), len(rows), time.perf_counter() - started)

@@ -171,11 +171,6 @@ class Family:
         for key, value in filled.items():
             object.__setattr__(self, key, getattr(self, key) or value)
 
-    @property
-    def traits(self) -> tuple[str, ...]:
-        """What of the block changes how many bytes it keeps for backward, as attributes of this row."""
-        return tuple(name for name in ("sandwich", "qk_norm", "fused") if getattr(self, name))
-
 
 CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 WINDOW = {"attention.sliding_window": "sliding_window"}

@@ -122,9 +122,13 @@ def compute_dtype(device: torch.device) -> ComputeDtype:
 
     bf16 matrix products were measured 6-15 times faster than fp32 on CPUs with AMX, and 5 times *slower* on a CPU
     that has neither AMX nor AVX512-BF16 (docs/log.md), so the choice is by instruction set, never by default.
+
+    A GPU that is only planned for, on a machine without any, is taken to have bfloat16.
     """
     import torch
 
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return ComputeDtype(torch.bfloat16, "there is no GPU here to ask")
     if device.type == "cuda":
         # Not torch.cuda.is_bf16_supported, which asks the current device.
         if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from .adapters import compute, no_input_casts
 from .errors import ConfigError, ModelError
 from .generation import Sampling
+from .generation.engine import context_length
 from .generation.stops import stop_tokens, turn_end
 from .generation.text import continue_texts
 from .models.head import token_log_probs
@@ -73,8 +74,7 @@ class HalfbyteLM(TemplateLM):
         self.tokenizer: Any = self.saved.tokenizer
         model: Any = self.saved.model
         self.model, self.batch_size = model, int(batch_size)
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.max_length = max_length or positions or DEFAULT_CONTEXT
+        self.max_length = max_length or context_length(model) or DEFAULT_CONTEXT
         self._device = next(model.parameters()).device
 
     @property
@@ -127,7 +127,7 @@ class HalfbyteLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _scores(self, pairs: Sequence[Pair]) -> list[Score]:
         """The score of each continuation; texts of similar lengths go together, the longest first."""
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))

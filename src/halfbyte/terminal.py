@@ -27,6 +27,7 @@ from .config import SIXTEEN
 
 if TYPE_CHECKING:
     from .config import RunConfig
+    from .methods import Numbers
 
 
 class Part(NamedTuple):
@@ -288,14 +289,21 @@ class LiveMetrics:
     Args:
         console: where to show it.
         total_steps: optimizer steps of the whole run.
+        numbers: of its method.
         capacity_bytes: memory of the device, shown beside the peak.
         every_seconds: shortest time between plain lines, by the records' own clock.
     """
 
     def __init__(
-        self, console: Console, total_steps: int, *, capacity_bytes: int | None = None, every_seconds: float = 10.0
+        self,
+        console: Console,
+        total_steps: int,
+        numbers: Numbers,
+        *,
+        capacity_bytes: int | None = None,
+        every_seconds: float = 10.0,
     ):
-        self.console, self.total_steps = console, total_steps
+        self.console, self.total_steps, self.method_numbers = console, total_steps, numbers
         self.capacity_bytes, self.every_seconds = capacity_bytes, every_seconds
         self._seconds: deque[float] = deque(maxlen=20)
         self._first_evaluation: Mapping[str, Any] | None = None
@@ -316,7 +324,7 @@ class LiveMetrics:
     def update(self, record: Mapping[str, Any]) -> None:
         """Show one record of metrics.jsonl, of kind train or eval; other kinds are ignored."""
         if record["kind"] == "eval":
-            self.console.print(evaluation_line(record, self._first_evaluation))
+            self.console.print(evaluation_line(record, self.method_numbers, self._first_evaluation))
             self._first_evaluation = self._first_evaluation or record
         elif record["kind"] == "train":
             self._seconds.append(record["step_seconds"])
@@ -342,7 +350,7 @@ class LiveMetrics:
 
     def _numbers(self, record: Mapping[str, Any]) -> str:
         capacity = f" of {size(self.capacity_bytes)}" if self.capacity_bytes else ""
-        numbers = [f"loss {record['loss']:.4f}"]
+        numbers = [f"{metric.label} {metric.shown(record)}" for metric in self.method_numbers.trained]
         if record.get("grad_norm") is not None:
             numbers.append(f"grad-norm {record['grad_norm']:.3g}")
         numbers.append(f"lr {record['learning_rate']:.2e}")
@@ -356,14 +364,13 @@ class LiveMetrics:
         return duration((self.total_steps - record["step"]) * statistics.median(self._seconds))
 
 
-def evaluation_line(record: Mapping[str, Any], first: Mapping[str, Any] | None = None) -> Text:
-    """One evaluation: step, held-out loss (and the first one's), perplexity and time."""
-    was = f" (from {first['loss']:.4f} at step {first['step']})" if first else ""
-    return Text.assemble(
-        ("eval ", "bold cyan"),
-        f"step {record['step']} · loss {record['loss']:.4f}{was} · perplexity {record['perplexity']:.2f}"
-        f" · {duration(record.get('seconds'))}",
-    )
+def evaluation_line(record: Mapping[str, Any], numbers: Numbers, first: Mapping[str, Any] | None = None) -> Text:
+    """One evaluation: step, held-out loss (and the first one's), the method's other numbers, and time."""
+    loss, *others = numbers.evaluated
+    was = f" (from {loss.shown(first)} at step {first['step']})" if first else ""
+    parts = [f"step {record['step']}", f"{loss.label} {loss.shown(record)}{was}"]
+    parts += [f"{metric.label} {metric.shown(record)}" for metric in others]
+    return Text.assemble(("eval ", "bold cyan"), " · ".join([*parts, duration(record.get("seconds"))]))
 
 
 def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | None = None) -> str:

@@ -21,7 +21,6 @@ import halfbyte
 from halfbyte import families
 from halfbyte.architectures import auto_class
 from halfbyte.families import ACTIVATIONS, of_config
-from halfbyte.plan import policy
 
 ROWS = {row.name: row for row in families.FAMILIES}
 SCALES = {"residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier"}
@@ -138,5 +137,4 @@ def test_no_other_module_names_a_family():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and str(node.value).lower() in names:
                 found.append(f"{where}: {node.value}")
-    plan = ("plan/policy.py",) if hasattr(policy, "FUSED") else ()
-    assert {each for each in found if not each.startswith(("families.py", "gguf/tokenizer.py", *plan))} == set()
+    assert {each for each in found if not each.startswith(("families.py", "gguf/tokenizer.py"))} == set()

@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
-from halfbyte.export import gguf_model as module
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.gguf import write_file
-from halfbyte.gguf.names import halved, interleaved
+from halfbyte.gguf.tensors import halved, interleaved
 
 CHATML = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
@@ -135,7 +134,7 @@ def test_no_space_is_said_before_starting(tmp_path, llama, monkeypatch):
 
 
 def test_bytes_that_change_on_disk_are_noticed(tmp_path, llama, monkeypatch):
-    honest = module.check_file
+    honest = write_file.check_file
 
     def corrupted(path, *arguments):
         data = bytearray(path.read_bytes())
@@ -143,7 +142,7 @@ def test_bytes_that_change_on_disk_are_noticed(tmp_path, llama, monkeypatch):
         path.write_bytes(data)
         return honest(path, *arguments)
 
-    monkeypatch.setattr(module, "check_file", corrupted)
+    monkeypatch.setattr(write_file, "check_file", corrupted)
     with pytest.raises(CheckpointError, match="other bytes"):
         export_gguf(llama, "q8_0", tmp_path / "m.gguf")
     assert list(tmp_path.iterdir()) == []

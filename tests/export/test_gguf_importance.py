@@ -16,6 +16,7 @@ from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.importance import watch
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.imatrix import Seen, read_importances, write_importances
+from halfbyte.gguf.tensors import Layout
 
 TEXT = "".join(f"Question {n}: how much is {n} times {n}? Answer: {n * n}.\n" for n in range(60))
 
@@ -37,8 +38,8 @@ def test_sums_are_those_of_the_inputs(tmp_path):
     model = save_model(tmp_path / "m", "llama")
     ids = torch.arange(40, 80).view(2, 20)
     names = {f"blk.{layer}.{part}.weight" for layer in (0, 1) for part in ("attn_q", "ffn_up", "ffn_down")}
-    family = checked_family(model.config)
-    seen = watch(model, [{"input_ids": ids}, {"input_ids": ids[:1]}], names, family, 2)
+    layout = Layout(model.config, checked_family(model.config))
+    seen = watch(model, [{"input_ids": ids}, {"input_ids": ids[:1]}], names, layout)
     assert seen.keys() == names
     layer = model.model.layers[0]
     with torch.no_grad():
@@ -60,7 +61,7 @@ def test_each_expert_has_its_own(tmp_path, name):
         if key.endswith("layers.1.mlp.experts"):
             module.register_forward_pre_hook(lambda module, args: inputs.append(args[:2]))
     names = {f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
-    seen = watch(model, [{"input_ids": ids}], names, checked_family(model.config), 2)
+    seen = watch(model, [{"input_ids": ids}], names, Layout(model.config, checked_family(model.config)))
     x, chosen = inputs[0]
     up = seen["blk.1.ffn_up_exps.weight"]
     assert up.tokens.tolist() == [(chosen == expert).sum() for expert in range(4)]

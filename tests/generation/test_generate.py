@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from patch_models import FAMILIES, tiny
+from patch_models import FAMILIES, quantize, tiny
 from peft import LoraConfig
 
 import halfbyte
@@ -79,8 +79,17 @@ def test_a_model_of_no_known_family_runs_its_own_forward():
         generation.generate(model, PROMPTS, kv_cache="fp8", max_new_tokens=2)
 
 
-def test_dora_runs_its_own_forward():
+def test_a_model_without_a_cache_in_its_output_reads_everything_again():
+    """State-space models hold theirs under another name."""
+    config = transformers.MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2, state_size=4)
+    model = transformers.MambaForCausalLM(config).eval()
+    assert generation.generate(model, PROMPTS[:1], max_new_tokens=8, stops=[]) == [theirs(model, PROMPTS[0], 8)]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_dora_runs_its_own_forward(quantized):
     model = tiny("Llama", use_dora=True).eval()
+    model = quantize(model) if quantized else model
     found = generation.generate(model, PROMPTS[:2], max_new_tokens=8, stops=[])
     assert found == [theirs(model, ids, 8) for ids in PROMPTS[:2]]
 

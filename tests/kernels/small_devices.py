@@ -32,5 +32,5 @@ def refuses(launcher, monkeypatch):
 
     monkeypatch.setattr(launcher, "function", Large())
     monkeypatch.setattr(launcher, "_compiled", {})
-    monkeypatch.setattr(launcher, "_refused", set())
+    monkeypatch.setattr(launcher, "_refused", {})
     monkeypatch.setattr(launcher, "known", {})

@@ -16,6 +16,7 @@ from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.codebooks import dynamic_map
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NOT_FINITE = [float("nan"), -float("nan"), float("inf"), -float("inf")]
 KINDS = ("nf4", "fp4")
 # One value; a block and its neighbours; odd; a tail shorter than a word of 8; programs that end within a block.
 COUNTS = (1, 2, 7, 31, 33, 63, 64, 65, 1001, 4095, 4096, 4097, 8193, 16387)

@@ -15,25 +15,17 @@ pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
 PATTERN = r"parity\.mark|\bmark, |\"interpret\"|interpret="
-PARITY = sorted(path.name for path in HERE.glob("test_*.py") if re.search(PATTERN, path.read_text()))
+PARITY = sorted(
+    path.name for path in HERE.glob("test_*.py") if path != Path(__file__) and re.search(PATTERN, path.read_text())
+)
 
 
 @pytest.mark.interpret
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process of its own")
 @pytest.mark.parametrize("name", PARITY)
 def test_in_the_interpreter(name):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-x",
-        "-m",
-        "interpret",
-        str(HERE / name),
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-x", "-m", "interpret"]
+    command = [sys.executable, "-m", "pytest", *options, str(HERE / name)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -25,7 +25,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 on_gpu = functools.cache(partial(arguments, device="cuda"))
 RUN = {
     gemv4_row: """
-extern "C" void run(u32 blocks, u32 threads, u32 bytes, Table4 *w, const u16 **x, const u16 **bias, u16 **out) {
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out) {
     launch(blocks, threads, bytes, [&] { row4(*w, *x, *bias, *out); });
 }
 """,

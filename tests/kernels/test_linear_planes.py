@@ -40,7 +40,7 @@ extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const float4 **parts
     launch(blocks, threads, bytes,
            [&] { add(*parts, *bias, *out, *factor, *rows, *columns, *batch, *product, *term); });
 }
-extern "C" void run_gemm_planes(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x, float4 **parts,
+extern "C" void run_gemm_planes(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, float4 **parts,
                                 u32 *batch) {
     launch(blocks, threads, bytes, [&] { gemm_planes(*w, *x, *parts, *batch); });
 }

@@ -1,4 +1,4 @@
-"""Building the C twins: what a machine may lack, and what another one may have left in a shared home."""
+"""Building the C kernels: what a machine may lack, and what another one may have left in a shared home."""
 
 import os
 import shutil

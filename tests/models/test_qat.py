@@ -16,7 +16,6 @@ from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model
-from halfbyte.models.quantizer import quantizable
 from halfbyte.qat.layers import QATLinear, QATLoraLinear
 from halfbyte.qat.model import fake_quantize_linears, qat_format, quantize_trained, round_merged
 from halfbyte.tensor import QuantizedTensor
@@ -33,7 +32,7 @@ def config(**keys):
 
 def adapted(scheme="nf4", scale=0.05):
     model = tiny_llama()
-    fake_quantize_linears(model, quantizable(model), named(scheme))
+    fake_quantize_linears(model, named(scheme))
     model = add_adapter(model, config())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +49,7 @@ def logits(model):
 def test_the_linear_layers_but_not_the_head_compute_rounded():
     plain = tiny_llama()
     model = copy.deepcopy(plain)
-    fake_quantize_linears(model, quantizable(model), named("nf4"))
+    fake_quantize_linears(model, named("nf4"))
     assert isinstance(model.get_submodule(LAYER), QATLinear)
     assert type(model.lm_head) is torch.nn.Linear
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -85,7 +84,7 @@ def test_plain_peft_reloads_the_adapter(tmp_path):
     expected = logits(model)
     save_adapter(model, tmp_path)
     again = tiny_llama()
-    fake_quantize_linears(again, quantizable(again), named("nf4"))
+    fake_quantize_linears(again, named("nf4"))
     again = PeftModel.from_pretrained(again, str(tmp_path)).eval()
     assert not torch.equal(logits(again), expected)  # PEFT's own sum is not rounded
     round_merged(again)
@@ -117,7 +116,7 @@ def learned():
 def test_training_closes_the_gap_that_quantizing_afterwards_leaves(learned, peft):
     """From the same weights and for as many steps: one is rounded to 2 bits in every step, the other at the end."""
     every_step, afterwards = copy.deepcopy(learned), copy.deepcopy(learned)
-    fake_quantize_linears(every_step, quantizable(every_step), named("kbit:2:nf"))
+    fake_quantize_linears(every_step, named("kbit:2:nf"))
     if peft:
         every_step, afterwards = add_adapter(every_step, config(r=8)), add_adapter(afterwards, config(r=8))
     learn(every_step, 60, 3e-3)
@@ -125,7 +124,7 @@ def test_training_closes_the_gap_that_quantizing_afterwards_leaves(learned, peft
     with torch.no_grad():
         unrounded = float(loss_of(afterwards))
         afterwards = afterwards.merge_and_unload() if peft else afterwards
-        fake_quantize_linears(afterwards, quantizable(afterwards), named("kbit:2:nf"))
+        fake_quantize_linears(afterwards, named("kbit:2:nf"))
         losses = []
         for model in (every_step, afterwards):
             quantize_trained(model)
@@ -147,7 +146,7 @@ def test_weights_that_cannot_be_rounded_are_named():
     with torch.no_grad():
         model.get_submodule(LAYER).weight[0, 0] = torch.inf
     with pytest.raises(ModelError, match=rf"{LAYER}\.weight: .*NaN or Inf"):
-        fake_quantize_linears(model, quantizable(model), named("int8"))
+        fake_quantize_linears(model, named("int8"))
 
 
 def test_adapters_that_have_no_merged_weight(tiny_checkpoint):
@@ -175,7 +174,7 @@ def test_patched_forwards_leave_its_products_to_it(peft):
     notices.forget()
     model = adapted() if peft else tiny_llama()
     if not peft:
-        fake_quantize_linears(model, quantizable(model), named("nf4"))
+        fake_quantize_linears(model, named("nf4"))
     ids = torch.arange(12)[None]
 
     def gradients():

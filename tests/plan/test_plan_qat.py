@@ -11,7 +11,6 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.memory.batches import Batches, Shape
-from halfbyte.models.quantizer import quantizable
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.qat.model import fake_quantize_linears
@@ -35,7 +34,7 @@ def config(**keys):
 
 def real_peak(config):
     model = transformers.LlamaForCausalLM(WIDE).to(getattr(torch, config.dtype))
-    fake_quantize_linears(model, quantizable(model), named(config.qat_scheme))
+    fake_quantize_linears(model, named(config.qat_scheme))
     model = add_adapter(model, config) if config.use_peft else model
     for parameter in model.train().parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

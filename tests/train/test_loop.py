@@ -12,7 +12,6 @@ from transformers import Trainer, set_seed
 
 from halfbyte.adapters import add_adapter
 from halfbyte.errors import ConfigError, TrainingError
-from halfbyte.train import loop as module
 from halfbyte.train import stepper
 from halfbyte.train.arguments import total_steps, training_arguments
 from halfbyte.train.rows import batches
@@ -282,12 +281,12 @@ def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monke
     expected, eager = loop.evaluate(), loop.stepper
     graphs = graphed(loop)
 
-    def loss(model, inputs, whole=module.causal_lm_loss):
+    def sums(model, batch, whole=loop.method.sums):
         if graphs.holds_graphs:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(model, inputs)
+        return whole(model, batch)
 
-    monkeypatch.setattr(module, "causal_lm_loss", loss)
+    monkeypatch.setattr(loop.method, "sums", sums)
     assert loop.evaluate()["loss"] == expected["loss"]
     loop.stepper = eager
     graphs.holds_graphs = True

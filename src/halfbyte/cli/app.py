@@ -104,10 +104,7 @@ def evaluate(
 
     trusting = ["trust_remote_code=true"] if trust_remote_code else []
     result = measure(model, data, [*(overrides or []), *trusting])
-    typer.echo(
-        f"loss {result.loss:.4f} · perplexity {result.perplexity:.3f} · {result.tokens:,} tokens"
-        f" in {result.rows:,} rows · {result.seconds:.1f} s"
-    )
+    typer.echo(f"{result.shown} · {result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s")
 
 
 @app.command()

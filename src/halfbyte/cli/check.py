@@ -28,9 +28,9 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
     """
-    from ..data import prepare
     from ..data.batches import batches_of
     from ..hardware import planned_device
+    from ..methods import method_of
     from ..models.find import find_model
     from ..models.load import check_attention, load_tokenizer
     from ..plan.estimate import estimate
@@ -42,7 +42,7 @@ def check_run(config: RunConfig) -> None:
     device = planned_device(config)
     check_attention(model_config, config.attn_implementation, device, trains=True)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = prepare(config, tokenizer)
+    data = method_of(config).prepare(config, tokenizer)
     print_data(console, data.report)
     check_modules(config, model_config)
     batches = partial(batches_of, data=data, device=device)

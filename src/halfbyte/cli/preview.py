@@ -20,13 +20,13 @@ TRAINED, MASKED, EOS = "green", "dim", "reverse"
 
 def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
-    from ..data import prepare
-    from ..data.collate import make_collator
+    from ..methods import method_of
     from ..models.load import load_tokenizer
 
     tokenizer = load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
-    prepared = prepare(config, tokenizer)
-    collate = make_collator(config, tokenizer)
+    method = method_of(config)
+    prepared = method.prepare(config, tokenizer)
+    collate = method.collator(config, tokenizer)
     stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]
     ends = {tokenizer.eos_token_id, *stops}
     console = Console(highlight=False, soft_wrap=True)

@@ -229,6 +229,7 @@ class TrainingSection(Section):
         3, description="prompts answered before and after training: a number of held-out rows, or the prompts"
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
+    method: str = Field("sft", description="what is trained for: sft is supervised fine-tuning")
     seed: int = Field(42, description="seeds data order, adapters and dropout")
     deterministic: bool = Field(
         False,

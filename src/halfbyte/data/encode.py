@@ -76,15 +76,19 @@ class Encoder:
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """`document` and `where` to input_ids, labels, length (before cutting), dropped (reason or "") and ends.
 
+        A document's `numbers` become columns of lists of one.
+
         `ends` holds, for each trained turn that was not cut, the id of the token that ends it, -1 when none does.
         """
-        pairs = zip(batch["document"], batch["where"], strict=True)
-        texts = [self._render(json.loads(document), where) for document, where in pairs]
+        documents = [json.loads(document) for document in batch["document"]]
+        texts = [self._render(document, where) for document, where in zip(documents, batch["where"], strict=True)]
         encoded = self.tokenizer([text.text for text in texts], add_special_tokens=False, return_offsets_mapping=True)
         rows = [
             self._label(text, np.array(ids, dtype=np.int64), np.fromiter(chain.from_iterable(offsets), dtype=np.int64))
             for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
+        for row, document in zip(rows, documents, strict=True):
+            row |= {name: [number] for name, number in document.get("numbers", {}).items()}
         return {key: [row[key] for row in rows] for key in rows[0]}
 
     def _render(self, document: Document, where: str) -> _Text:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from .sources import read_sources
 
 ROWS_PER_PROCESS = 5_000  # with fewer, a process costs more to start than it saves
 ROWS_WITH_PROGRESS = 2_000
-IDS = datasets.List(Value("int32"))
+IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
 ENCODED = Features({"input_ids": IDS, "labels": IDS, "length": Value("int64"), "dropped": Value("string"), "ends": IDS})
 REMEDY = {
     TOO_LONG: "raise max_length, or set overlong: truncate",
@@ -59,10 +60,11 @@ class _Documents:
     places: list[str] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
     masks: dict[str, None] = field(default_factory=dict)
+    columns: Sequence[str] = ()
 
     def select(self, indices: np.ndarray) -> _Documents:
         texts, places = [self.texts[i] for i in indices], [self.places[i] for i in indices]
-        return _Documents(texts, places, self.sources, self.masks)
+        return _Documents(texts, places, self.sources, self.masks, self.columns)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class _Split:
     report: dict[str, Any]
 
 
-def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> PreparedData:
     """Read, recognise, split, mask, tokenize and (when asked) pack the data of a run.
 
     Conversations, and with a chat template also prompt-completion and alpaca rows, are rendered with the template and
@@ -84,6 +86,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     Args:
         config: the keys of `DataSection`, and seed.
         tokenizer: a fast one with EOS. Its chat template counts; chat_template_path is the loader's business.
+        columns: of the data, with a number in each row, that the prepared rows keep: as lists, a number a document.
 
     Raises:
         DataError: the data are missing, malformed, of unknown layout, or leave nothing to train on.
@@ -92,10 +95,10 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     """
     template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
-    training, evaluated = _read(config, config.dataset, template), None
+    training, evaluated = _read(config, config.dataset, template, columns), None
     sources = training.sources
     if config.eval_dataset is not None:
-        evaluated = _read(config, config.eval_dataset, template)
+        evaluated = _read(config, config.eval_dataset, template, columns)
         sources = sources + evaluated.sources
     elif config.eval_split_size:
         training, evaluated = _split(training, config.eval_split_size, config.seed)
@@ -114,8 +117,10 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
 
 
-def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | None) -> _Documents:
-    found = _Documents()
+def _read(
+    config: RunConfig, names: str | list[str], template: ChatTemplate | None, columns: Sequence[str]
+) -> _Documents:
+    found = _Documents(columns=columns)
     for source in read_sources(names, config.dataset_split):
         layout = recognise(
             source,
@@ -125,9 +130,11 @@ def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | No
         )
         pairs = layout.format in ("prompt-completion", "alpaca")
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
-        for where, document in documents(source, layout):
-            ready = _for_template(document, template, where)
-            text = json.dumps({**ready, "train_all": everything}, ensure_ascii=False, default=str)
+        for (where, document), row in zip(documents(source, layout), source.rows, strict=True):
+            ready = _for_template(document, template, where) | {"train_all": everything}
+            if columns:
+                ready["numbers"] = {name: _number(row, name, where) for name in columns}
+            text = json.dumps(ready, ensure_ascii=False, default=str)
             if not text.isascii():
                 _check_unicode(text, where)
             found.texts.append(text)
@@ -155,6 +162,13 @@ def _for_template(document: Document, template: ChatTemplate | None, where: str)
             "give one with chat_template_path, or use the tokenizer of the instruction-tuned model",
         )
     return template.adapt(document)
+
+
+def _number(row: Mapping[str, Any], column: str, where: str) -> float:
+    value = row.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{where}: column {column!r} holds {value!r}, not a number", "give one in every row")
+    return float(value)
 
 
 def _check_unicode(text: str, where: str) -> None:
@@ -209,7 +223,8 @@ def _finish(found: _Documents, encoder: Encoder, config: RunConfig, name: str) -
         notice(f"truncated:{name}", f"{truncated} of {total} {name} documents cut to max_length {config.max_length}")
     for reason, count in dropped.items():
         notice(f"dropped:{name}:{reason}", f"{count} of {total} {name} documents dropped: {reason}")
-    rows = _pack(kept, config.max_length) if config.packing else kept.select_columns(["input_ids", "labels"])
+    columns = ["input_ids", "labels", *found.columns]
+    rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
     return _Split(kept, rows, split_report(encoded, kept, rows, truncated, capacity))
 
@@ -225,7 +240,7 @@ def _encode(found: _Documents, encoder: Encoder, config: RunConfig) -> Dataset:
             batch_size=256,
             num_proc=min(processes, rows) if processes > 1 else None,
             remove_columns=["document", "where"],
-            features=ENCODED,
+            features=Features({**ENCODED, **{name: NUMBERS for name in found.columns}}),
             keep_in_memory=True,
             load_from_cache_file=False,
             new_fingerprint="tokenized",  # nothing is cached, so there is no need to hash the tokenizer
@@ -246,7 +261,7 @@ def _progress(wanted: bool) -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def _pack(kept: Dataset, max_length: int) -> Dataset:
+def _pack(kept: Dataset, max_length: int, columns: Sequence[str]) -> Dataset:
     (ids, lengths), (labels, _) = ragged(kept, "input_ids"), ragged(kept, "labels")
     stops = np.cumsum(lengths)
     rows = pack(lengths.tolist(), max_length)
@@ -254,7 +269,9 @@ def _pack(kept: Dataset, max_length: int) -> Dataset:
     def joined(values: np.ndarray) -> list[np.ndarray]:
         return [np.concatenate([values[stops[i] - lengths[i] : stops[i]] for i in row]) for row in rows]
 
-    return Dataset.from_dict(
-        {"input_ids": joined(ids), "labels": joined(labels), "seq_lengths": [lengths[row] for row in rows]},
-        features=Features({"input_ids": IDS, "labels": IDS, "seq_lengths": IDS}),
-    )
+    made = {"input_ids": joined(ids), "labels": joined(labels), "seq_lengths": [lengths[row] for row in rows]}
+    features = {name: IDS for name in made} | {name: NUMBERS for name in columns}
+    for name in columns:
+        numbers, _ = ragged(kept, name)  # one of each document
+        made[name] = [numbers[row] for row in rows]
+    return Dataset.from_dict(made, features=Features(features))

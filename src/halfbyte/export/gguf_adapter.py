@@ -16,7 +16,7 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import new_file
 from halfbyte.gguf.graph import checked_family
-from halfbyte.gguf.names import as_in_file, gguf_name, names_of
+from halfbyte.gguf.tensors import Layout
 from halfbyte.gguf.types import FLOATS, Type, quantize
 from halfbyte.runs.saved import find, saved_config
 
@@ -68,8 +68,7 @@ def export_adapter(
 def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Alpha, and name → A [rank, in] and B [out, rank] in fp32, in the order and with the rows of the base's file."""
     model_config = text_config(config)
-    family = checked_family(model_config)
-    names = names_of(family, model_config.num_hidden_layers)
+    layout = Layout(model_config, checked_family(model_config))
     adapter = AdapterLayers(config, folder, torch.device("cpu"))
     if adapter.whole:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
@@ -79,9 +78,9 @@ def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Te
         if not layer.lora_A or layer.use_dora.get("default"):
             what = "DoRA" if layer.lora_A else "an adapter of the embedding"
             raise CheckpointError(f"{folder}: {parameter}: --lora cannot apply {what}", "export the merged model")
-        name = gguf_name(parameter, names, family)
+        name = layout.name(parameter)
         a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
         found[f"{name}.lora_a"] = a
         scaled = b * (layer.scaling["default"] * a.shape[0] / alpha)
-        found[f"{name}.lora_b"] = as_in_file(name, scaled, model_config, family)
+        found[f"{name}.lora_b"] = layout.in_file(name, scaled)
     return alpha, found

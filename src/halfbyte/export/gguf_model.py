@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gguf import GGML_QUANT_VERSION, MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter
+import torch
+from gguf import GGML_QUANT_VERSION, GGUFWriter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -25,12 +26,11 @@ from halfbyte.gguf.graph import experts_of
 from halfbyte.gguf.hyperparameters import add_hyperparameters, written_keys
 from halfbyte.gguf.imatrix import matrix_path, read_importances
 from halfbyte.gguf.mixes import MIXES, check_mix, choose
-from halfbyte.gguf.read_back import Written, check_file
+from halfbyte.gguf.tensors import Planned, plan
 from halfbyte.gguf.tokenizer import add_tokenizer
 from halfbyte.gguf.types import FLOATS
-from halfbyte.gguf.vision import Vision, add_vision, plan_vision, vision_keys, vision_types
-from halfbyte.gguf.write_file import NewGguf, write_tensors
-from halfbyte.gguf.write_tensors import Planned, plan
+from halfbyte.gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_types
+from halfbyte.gguf.write_file import NewGguf, write_gguf
 
 from .gguf_source import Source, open_source
 from .importance import collect
@@ -112,36 +112,27 @@ def export_gguf(
     mix = check_mix(mix)
     source = open_source(str(run_or_model), device, trust_remote_code)
     path = output_path(run_or_model, out, f"{source.name}-{mix}.gguf")
-    planned = plan(source.weights, source.config, source.family)
-    types = choose(
-        planned,
-        mix,
-        layers=source.config.num_hidden_layers,
-        heads_per_kv=source.config.num_attention_heads // source.config.num_key_value_heads,
-        experts=experts_of(source.config, source.family),
-        important=importances is not None,
-    )
-    files = [NewGguf(path, planned, types)]
+    files = [_text_file(source, path, mix, importances is not None)]
     if source.vision:
-        seen = plan_vision(source.weights, source.vision)
-        files.append(NewGguf(mmproj_path(path), seen, vision_types(seen, MIXES[mix][0])))
+        beside = output_path(path.parent, path.with_name(f"mmproj-{path.name}"), "")
+        files.append(_vision_file(source.vision, source, beside, mix))
     check_space(
         path,
         sum(file.nbytes for file in files) + HEADROOM,
         "free some space, name a file on another disk (--out), or choose a smaller type",
     )
-    weighed = _importances(importances, run_or_model, mix, path, source, planned, console)
-    errors = _write_files(files, source, mix, weighed, console)
-    beside = write_text(path.with_suffix(".Modelfile"), modelfile([file.path.name for file in files], source))
+    weighed = _importances(importances, run_or_model, mix, path, source, files[0].planned, console)
+    errors = _write_files(files, source.device, weighed, console)
+    written = write_text(path.with_suffix(".Modelfile"), modelfile([file.path.name for file in files], source))
     return ExportReport(
         path,
         mix,
         path.stat().st_size,
         files[0].numel,
-        dict(Counter(type_.name for type_ in types.values()).most_common()),
+        dict(Counter(type_.name for type_ in files[0].types.values()).most_common()),
         errors,
         source.merged,
-        beside,
+        written,
         time.perf_counter() - started,
         files[1].path if source.vision else None,
     )
@@ -160,15 +151,6 @@ def output_path(source: Path | str, out: Path | str | None, name: str) -> Path:
     if path.exists():
         raise ConfigError(f"{path} exists already; export does not overwrite", "name another file, or remove this one")
     return path
-
-
-def mmproj_path(path: Path) -> Path:
-    """Where the vision part of the model in `path` goes.
-
-    Raises:
-        ConfigError: something is there.
-    """
-    return output_path(path.parent, path.with_name(f"mmproj-{path.name}"), "")
 
 
 def _importances(
@@ -203,7 +185,7 @@ def _importances(
 
 
 def _write_files(
-    files: list[NewGguf], source: Source, mix: str, importances: Mapping[str, Tensor], console: Console | None
+    files: list[NewGguf], device: torch.device, importances: Mapping[str, Tensor], console: Console | None
 ) -> dict[str, float]:
     """Write the language model and, where there is one, the vision part; both appear when both are checked.
 
@@ -212,41 +194,44 @@ def _write_files(
     """
     with _progress(console) as progress, ExitStack() as stack:
         asides = [stack.enter_context(new_file(file.path)) for file in files]
+        errors = []
+        for file, aside in zip(files, asides, strict=True):
+            advance = partial(progress.advance, progress.add_task("writing", total=file.numel))
+            errors.append(write_gguf(file, aside, importances, device, advance))
+    return errors[0]
 
-        def write(index: int, writer: GGUFWriter, importances: Mapping[str, Tensor]) -> list[Written]:
-            task = progress.add_task("writing", total=files[index].numel)
-            advance = partial(progress.advance, task)
-            return write_tensors(writer, files[index], importances, source.device, advance)
 
-        written = write(0, _open(asides[0], source, mix), importances)
-        errors = check_file(asides[0], written, written_keys(source.config, source.family), source.config.vocab_size)
-        if source.vision:
-            written = write(1, _open_vision(asides[1], source.name, source.vision), {})
-            check_file(asides[1], written, vision_keys(source.vision))
-    return errors
+def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf:
+    """The language model's file; `important`: there are importances."""
+    config, family = source.config, source.family
+    planned = plan(source.weights, config, family)
+    heads_per_kv = config.num_attention_heads // config.num_key_value_heads
+    shape = {"layers": config.num_hidden_layers, "heads_per_kv": heads_per_kv, "experts": experts_of(config, family)}
+
+    def add_keys(writer: GGUFWriter) -> None:
+        writer.add_type("model")
+        writer.add_name(source.name)
+        writer.add_file_type(MIXES[mix][1])
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+        add_hyperparameters(writer, config, family)
+        add_tokenizer(writer, source.tokenizer, config.vocab_size, source.end_ids)
+
+    types = choose(planned, mix, **shape, important=important)
+    return NewGguf(path, family.gguf.arch, add_keys, planned, types, written_keys(config, family), config.vocab_size)
+
+
+def _vision_file(vision: Vision, source: Source, path: Path, mix: str) -> NewGguf:
+    """The vision part's file."""
+    planned = plan_vision(source.weights, vision)
+
+    def add_keys(writer: GGUFWriter) -> None:
+        writer.add_name(source.name)
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+        add_vision(writer, vision)
+
+    return NewGguf(path, CLIP, add_keys, planned, vision_types(planned, MIXES[mix][0]), vision_keys(vision))
 
 
 def _progress(console: Console | None) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console or Console(quiet=True), transient=True)
-
-
-def _open(path: Path, source: Source, mix: str) -> GGUFWriter:
-    """A writer with all metadata."""
-    writer = GGUFWriter(path, source.family.gguf.arch)
-    writer.add_type("model")
-    writer.add_name(source.name)
-    writer.add_file_type(MIXES[mix][1])
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    add_hyperparameters(writer, source.config, source.family)
-    add_tokenizer(writer, source.tokenizer, source.config.vocab_size, source.end_ids)
-    return writer
-
-
-def _open_vision(path: Path, name: str, vision: Vision) -> GGUFWriter:
-    """A writer with all metadata of the vision part."""
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[MODEL_ARCH.MMPROJ])
-    writer.add_name(name)
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    add_vision(writer, vision)
-    return writer

@@ -13,8 +13,8 @@ import torch
 from halfbyte.config import RunConfig, resolve
 from halfbyte.families import Family
 from halfbyte.gguf.graph import checked_family
+from halfbyte.gguf.tensors import Weight
 from halfbyte.gguf.vision import Vision, vision_of
-from halfbyte.gguf.write_tensors import Weight
 from halfbyte.hardware import chosen_device
 from halfbyte.models.find import read_model_config
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer

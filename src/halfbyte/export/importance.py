@@ -15,7 +15,7 @@ from halfbyte.config import load_config
 from halfbyte.data.calibration import ROW, calibration_rows
 from halfbyte.families import Family
 from halfbyte.gguf.imatrix import Seen, write_importances
-from halfbyte.gguf.names import BESIDE_TEXT, STACKED_EXPERTS, experts_name, gguf_name, layer_of, names_of
+from halfbyte.gguf.tensors import BESIDE_TEXT, STACKED_EXPERTS, Layout, experts_name, layer_of
 from halfbyte.models.head import backbone_inputs
 from halfbyte.runs.saved import load_saved
 
@@ -44,6 +44,7 @@ def collect(
     config = load_config(None, [], keys | {"max_length": ROW, "packing": True, "device": str(device)})
     rows = list(calibration_rows(config, saved.tokenizer, TOKENS, torch.device("cpu")))
     model_config: Any = saved.model.config
+    layout = Layout(model_config.get_text_config(), family)
 
     def batches() -> Iterable[dict[str, Tensor]]:
         for index, row in enumerate(rows):
@@ -51,16 +52,15 @@ def collect(
             yield {key: value.to(device) for key, value in row.items()}
         progress(len(rows), len(rows))
 
-    seen = watch(saved.model, batches(), names, family, model_config.get_text_config().num_hidden_layers)
+    seen = watch(saved.model, batches(), names, layout)
     write_importances(out, seen, text, len(rows), ROW)
 
 
 @torch.inference_mode()
 def watch(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Collection[str], family: Family, layers: int
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Collection[str], layout: Layout
 ) -> dict[str, Seen]:
     """Name of a matrix in the file → what met it, from the batches (arguments of the model's forward)."""
-    known = names_of(family, layers)
     seen: dict[str, Seen] = {}
     handles = []
     for key, module in model.named_modules():
@@ -68,7 +68,7 @@ def watch(
         if BESIDE_TEXT.search(plain) or ".lora_" in plain:
             continue
         if isinstance(module, nn.Linear) and not plain.endswith("lm_head"):  # which llama-imatrix leaves out, too
-            name = gguf_name(f"{plain}.weight", known, family)
+            name = layout.name(f"{plain}.weight")
             if name in names:
                 handles.append(module.register_forward_pre_hook(partial(_linear, seen, name)))
         elif hasattr(module, "gate_up_proj") and STACKED_EXPERTS.fullmatch(f"{plain}.gate_up_proj"):

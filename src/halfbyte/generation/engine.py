@@ -26,6 +26,12 @@ from .linears import Linears, Unknown, adapter_names
 FP8 = torch.float8_e4m3fn
 
 
+def context_length(model: Any) -> int | None:
+    """Positions that the model has; None where its config names no bound."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if positions is not None and positions > 0 else None
+
+
 class Engine(Protocol):
     """A batch under way. Prompts are padded on the left to one length."""
 
@@ -276,7 +282,8 @@ def _views(causal: Any) -> list[LayerView]:
 
 
 class StockEngine:
-    """transformers' own forward and cache; one adapter, or none, for all rows."""
+    """transformers' own forward and cache, or without a cache where its output has none (Mamba); one adapter, or none,
+    for all rows."""
 
     def __init__(self, model: Any, adapters: Sequence[str | None]):
         if len(set(adapters)) > 1:
@@ -286,23 +293,25 @@ class StockEngine:
             )
         self.model, self.adapter = model, adapters[0]
         self.cache: Any = None
-        self.mask = torch.empty(0)
+        self.tokens = self.mask = torch.empty(0)
 
     def prefill(self, tokens: Tensor, padding: Tensor) -> Tensor:
         self.mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
+        self.tokens = tokens
         return self._forward(tokens)
 
     def step(self, tokens: Tensor) -> Tensor:
         self.mask = F.pad(self.mask, (0, 1), value=1)
-        return self._forward(tokens.unsqueeze(1))
+        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
+        return self._forward(self.tokens if self.cache is None else self.tokens[:, -1:])
 
-    @torch.inference_mode()
+    @torch.no_grad()  # in inference mode, torch hands quantized weights calls that it takes apart elsewhere (DoRA's)
     def _forward(self, tokens: Tensor) -> Tensor:
         model, keys = self.model, {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
         positions = (self.mask.cumsum(-1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=1, **keys)
-        self.cache = result.past_key_values
+        self.cache = getattr(result, "past_key_values", None)
         return result.logits[:, -1].float()
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ModelError
 from ..notices import notice
-from .engine import FP8, Engine, StaticEngine, StockEngine
+from .engine import FP8, Engine, StaticEngine, StockEngine, context_length
 from .linears import Unknown
 
 ROUND = 64  # the cache's size is a multiple of this
@@ -53,7 +53,7 @@ def _static(model: Any, key: Key, tokens: int) -> StaticEngine:
     if engine is not None:
         if engine.slots >= tokens and engine.renew():
             return engine
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
+        limit = context_length(model) or tokens
         tokens = max(tokens, min(2 * engine.slots, limit) if engine.slots < tokens else engine.slots)
         del engine  # its memory is free for the next
     with torch.inference_mode():

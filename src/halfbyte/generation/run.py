@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelError
+from .engine import context_length
 from .kept import CACHES, engine_for
 from .linears import adapter_names
 from .sampling import Sampling
@@ -125,7 +126,7 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, kv
     for row, ids in enumerate(prompts):
         if len(ids) == 0:
             raise ModelError(f"prompt {row} has no tokens", "give at least one, e.g. the BOS token")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_length(model)
     longest = max(map(len, prompts))
     if limit is not None and longest + max_new_tokens > limit:
         raise ModelError(

@@ -31,11 +31,16 @@ KEYS = {
 }
 EPSILON = "attention.layer_norm_rms_epsilon"
 WINDOW = "attention.sliding_window"  # 0 where a model has none
-SCALES = ("scale", "softcapping")  # how keys end whose values are fp32
+FACTOR, ORIGINAL_CONTEXT = "rope.scaling.factor", "rope.scaling.original_context_length"
+# RoPE's scaling, which the file and the config call the same → the file's keys → the config's.
+SCALINGS = {
+    "linear": {FACTOR: "factor"},
+    "yarn": {FACTOR: "factor", ORIGINAL_CONTEXT: "original_max_position_embeddings"},
+}
+FP32 = ("scale", "softcapping", "factor")  # how keys end whose values are fp32; others are uint32
 OTHERS_READ = {
     "vocab_size", "attention.key_length", "attention.value_length", EPSILON, "rope.dimension_count", "rope.freq_base",
-    "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.attn_factor",
+    "rope.freq_base_swa", "rope.scaling.type", FACTOR, ORIGINAL_CONTEXT, "rope.scaling.attn_factor",
 }  # fmt: skip
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # made from the config
 ORIGINAL = "use the original checkpoint"
@@ -46,7 +51,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
     arch, size = family.gguf.arch, head_dim(config)
     writer.add_vocab_size(config.vocab_size)
     for key, name in KEYS.items():
-        writer.add_uint32(f"{arch}.{key}", getattr(config, name))
+        _add(writer, f"{arch}.{key}", getattr(config, name))
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -54,8 +59,11 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
     for key, name in family.gguf.keys.items():
         value = getattr(config, name)
         if value or key == WINDOW:
-            add = writer.add_float32 if key.endswith(SCALES) else writer.add_uint32
-            add(f"{arch}.{key}", value or 0)
+            _add(writer, f"{arch}.{key}", value or 0)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    (writer.add_float32 if key.endswith(FP32) else writer.add_uint32)(key, value)
 
 
 def written_keys(config: Any, family: Family) -> dict[str, object]:
@@ -128,8 +136,7 @@ def _of_family(file: GgufFile, family: Family) -> dict[str, Any]:
     for name, linear in graph.bias_keys.items():
         found[name] = f"blk.0.{linear}.bias" in file.tensors
     if graph.partial_rope:
-        context = file.of_arch("rope.scaling.original_context_length", file.of_arch("context_length"))
-        found["original_max_position_embeddings"] = context
+        found["original_max_position_embeddings"] = file.of_arch(ORIGINAL_CONTEXT, file.of_arch("context_length"))
     return found
 
 
@@ -151,15 +158,12 @@ def _add_rope(writer: GGUFWriter, config: Any) -> None:
     if sections := rope.get("mrope_section"):  # pairs that turn with time, height and width
         writer.add_rope_dimension_sections([*sections, 0])
     kind = rope.get("rope_type", "default")
-    if kind == "linear":
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    elif kind == "yarn":
-        if rope.get("attention_factor") or rope.get("mscale"):
+    if kind in SCALINGS:
+        if kind == "yarn" and (rope.get("attention_factor") or rope.get("mscale")):
             raise ModelError("config.json: rope_parameters: yarn with an attention factor of its own is not exported")
-        writer.add_rope_scaling_type(RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_type(RopeScalingType(kind))
+        for key, name in SCALINGS[kind].items():
+            _add(writer, f"{writer.arch}.{key}", rope[name])
     elif kind == "longrope":
         original = _original_context(config, rope)
         writer.add_rope_scaling_orig_ctx_len(original)
@@ -256,12 +260,8 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     kind = file.of_arch("rope.scaling.type", "none")
     if "rope_factors_short.weight" in file.tensors:
         return _longrope(file)
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": file.of_arch("rope.scaling.factor")}
-    if kind == "yarn":
-        original = file.of_arch("rope.scaling.original_context_length")
-        factor = file.of_arch("rope.scaling.factor")
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    if kind in SCALINGS:
+        return {"rope_type": kind} | {name: file.of_arch(key) for key, name in SCALINGS[kind].items()}
     if kind != "none":
         raise ModelError(f"{file.path}: RoPE scaling {kind!r} is not imported", ORIGINAL)
     if "rope_freqs.weight" in file.tensors:
@@ -272,7 +272,7 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
 
 def _longrope(file: GgufFile) -> dict[str, Any]:
     short, long = (file.values(f"rope_factors_{each}.weight", torch.float32).tolist() for each in ("short", "long"))
-    original = file.of_arch("rope.scaling.original_context_length")
+    original = file.of_arch(ORIGINAL_CONTEXT)
     factors = [[float(str(np.float32(each))) for each in values] for values in (short, long)]
     found = {"short_factor": factors[0], "long_factor": factors[1], "original_max_position_embeddings": original}
     usual = _longrope_factor(file.of_arch("context_length"), original)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 
 from ..errors import ConfigError
+from .tensors import Planned
 from .types import FLOATS, Type
-from .write_tensors import Planned
 
 # name → type of most tensors, llama.cpp's number for the mix
 MIXES = {

@@ -23,7 +23,7 @@ from ..notices import notice
 from .cache import in_words
 from .file import GgufFile
 from .hyperparameters import read_config
-from .read_tensors import Entry, entries
+from .tensors import Entry, entries
 from .to_formats import KEPT
 from .tokenizer import read_tokenizer
 

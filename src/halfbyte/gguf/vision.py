@@ -14,16 +14,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gguf import MODEL_ARCH, GGUFType, GGUFWriter, TensorNameMap, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFType, GGUFWriter, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
 from ..families import Tower, tower_of, towers
 from ..notices import notice
-from .names import BESIDE_TEXT, KINDS
+from .tensors import BESIDE_TEXT, KINDS, Planned, Weight
 from .types import Type
-from .write_tensors import Planned, Weight
 
+CLIP = MODEL_ARCH_NAMES[MODEL_ARCH.MMPROJ]
 SERVE_OTHERWISE = "serve the model with transformers or vLLM"
 
 
@@ -154,7 +154,7 @@ def add_vision(writer: GGUFWriter, vision: Vision) -> None:
 
 def vision_keys(vision: Vision) -> dict[str, object]:
     """Keys of the file to look at again."""
-    return {"general.architecture": "clip", "clip.vision.block_count": vision.layers}
+    return {"general.architecture": CLIP, "clip.vision.block_count": vision.layers}
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Writing a GGUF file: one tensor after another is read, quantized and written.
+"""Writing a GGUF file: one tensor after another is read, quantized and written; then the file is read back.
 
 Host memory holds one tensor of the checkpoint and its quantized bytes.
 """
@@ -16,18 +16,31 @@ from gguf import GGUFWriter
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .read_back import Written
+from .read_back import Written, check_file
+from .tensors import Planned
 from .types import Type, quantize, row_bytes
-from .write_tensors import Planned
 
 
 @dataclass(frozen=True)
 class NewGguf:
-    """A file to write: where, its tensors, and their types by name."""
+    """A file to write.
+
+    Attributes:
+        path: where.
+        arch: llama.cpp's name of the architecture.
+        add_keys: adds all keys to the file.
+        planned, types: its tensors, and their types by name.
+        expected: some of the keys, to look at again when it is written.
+        tokens: of its vocabulary; 0: it has none.
+    """
 
     path: Path
+    arch: str
+    add_keys: Callable[[GGUFWriter], None]
     planned: list[Planned]
     types: Mapping[str, Type]
+    expected: Mapping[str, object]
+    tokens: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -40,20 +53,26 @@ class NewGguf:
         return sum(torch.Size(each.shape).numel() for each in self.planned)
 
 
-def write_tensors(
-    writer: GGUFWriter, file: NewGguf, importances: Mapping[str, Tensor], device: torch.device,
-    advance: Callable[[int], None],
-) -> list[Written]:  # fmt: skip
-    """Write the keys that `writer` has, and all tensors, and close the file.
+def write_gguf(
+    file: NewGguf, path: Path, importances: Mapping[str, Tensor], device: torch.device, advance: Callable[[int], None]
+) -> dict[str, float]:
+    """Write `file` to `path`, and read it back.
 
     Args:
+        path: a place aside.
         importances: tensor name → weights of the quantization errors, as `quantize` takes them.
         device: where to quantize.
         advance: called with the number of weights written.
 
+    Returns:
+        As `check_file`.
+
     Raises:
-        CheckpointError: a weight that the type cannot hold, or importances of another width.
+        CheckpointError: a weight that the type cannot hold, importances of another width, or a file that does not read
+            back as it was written.
     """
+    writer = GGUFWriter(path, file.arch)
+    file.add_keys(writer)
     for each in file.planned:
         type_ = file.types[each.name]
         writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _nbytes(each, type_), type_)
@@ -68,7 +87,7 @@ def write_tensors(
         written.append(Written(each.name, each.shape, type_, zlib.crc32(data.data), sample))
         advance(torch.Size(each.shape).numel())
     writer.close()
-    return written
+    return check_file(path, written, file.expected, file.tokens)
 
 
 def _nbytes(planned: Planned, type_: Type) -> int:

@@ -98,7 +98,6 @@ def load_model(
         ConfigError: no such key, keys that contradict each other, nothing to keep, or no such attention here.
     """
     from ..qat.model import fake_quantize_linears, qat_format
-    from .quantizer import quantizable
 
     storage = storage_of(storage, **keys)
     if isinstance(name_or_path, str):
@@ -120,7 +119,7 @@ def load_model(
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:
-        fake_quantize_linears(model, quantizable(model), qat_format(storage.qat_scheme))
+        fake_quantize_linears(model, qat_format(storage.qat_scheme))
     return model.eval()
 
 

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -146,6 +147,8 @@ class _Deserialize(ConversionOps):
             if self.hf_quantizer.quantization_config.others and state.keys() == {""} and state[""].dtype in FLOATS:
                 weight = state[""].to(model.get_parameter(full_layer_name).dtype)
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
+            if "" in state:
+                state[""] = _as_in_file(state[""])
             cls = recognize(state, prefer=type(self.hf_quantizer.format_of(full_layer_name)))
             format_, parts, shape, dtype = cls.from_state(state, full_layer_name)
             tensor = QuantizedTensor(format_, parts, shape, dtype)
@@ -158,6 +161,14 @@ class _Deserialize(ConversionOps):
     def __deepcopy__(self, memo: Any) -> _Deserialize:
         """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
         return self
+
+
+def _as_in_file(codes: Tensor) -> Tensor:
+    """transformers 5.17 casts E4M3 codes to the model's dtype, which holds them exactly; later versions do not."""
+    if codes.dtype not in FLOATS:
+        return codes
+    cast = codes.to(torch.float8_e4m3fn)
+    return cast if torch.equal(cast.to(codes.dtype), codes) else codes
 
 
 def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:

@@ -1,3 +1,3 @@
-"""References: short torch functions that specify each op, and run it where no device twin does."""
+"""References: short torch functions that specify each op, and run where no kernel does."""
 
 IGNORE_INDEX = -100  # the label of a token that is not trained

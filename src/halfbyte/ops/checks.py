@@ -1,6 +1,6 @@
 """What a kernel must know about its arguments before it reads memory through their pointers.
 
-An accelerator does not raise on a wrong shape: it reads beyond the end. So references and twins call these first; a
+An accelerator does not raise on a wrong shape: it reads beyond the end. So references and kernels call these first; a
 call costs about a microsecond and never waits for the device.
 """
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with an 8-bit weight, FP8 or int8; see `ops.gemv4`."""
+"""GEMV and small-batch GEMM with an 8-bit weight, FP8 or int8; see `ops.gemv4`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .int8 import dequantize_rows_int8
 def linear_float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
     """`F.linear` of rows with an E4M3 weight; no gradient.
 
-    Twins may sum in another order, and keep the weights unrounded where this one rounds them to x's dtype.
+    Kernels may sum in another order, and keep the weights unrounded where this one rounds them to x's dtype.
 
     Args:
         x: [M, K]; fp32, fp16 or bf16.

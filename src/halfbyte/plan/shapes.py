@@ -94,7 +94,7 @@ class ModelShapes:
             for name, format_ in stored_formats(storage, model_config, model, linears.keys()).items():
                 model.set_submodule(name, QuantizedLinear.from_linear(linears[name], format_))
         elif storage.qat_scheme is not None:
-            fake_quantize_linears(model, linears, qat_format(storage.qat_scheme))
+            fake_quantize_linears(model, qat_format(storage.qat_scheme))
 
     # --- what stays --------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
+from ..architectures import quantizable
 from ..errors import ModelError
 from ..formats import Format, named, names
 from ..layers import QuantizedLinear, quantized_parameter
@@ -35,12 +35,13 @@ def qat_format(scheme: str) -> Format:
     return format_
 
 
-def fake_quantize_linears(model: Any, linears: Mapping[str, nn.Linear], format: Format) -> None:
-    """Replace `linears`, layers of `model` by name, by `QATLinear`, in place.
+def fake_quantize_linears(model: Any, format: Format) -> None:
+    """Replace the linear layers that quantizing would store in `format` (not the head) by `QATLinear`, in place.
 
     Raises:
-        ModelError: there are none, or a weight has NaN or Inf, or a shape that the format cannot hold.
+        ModelError: the model has none, or a weight has NaN or Inf, or a shape that the format cannot hold.
     """
+    linears = quantizable(model)
     if not linears:
         raise ModelError(f"qat_scheme: {type(model).__name__} has no linear layer to quantize", "remove qat_scheme")
     for name, linear in linears.items():

@@ -85,14 +85,14 @@ def _usage(run: Run, whole: bool) -> str:
 
 
 def _results(run: Run) -> dict[str, str]:
-    results = {}
+    results, (loss, *others) = {}, run.numbers.evaluated
     if run.final_loss is not None:
-        results["final training loss"] = f"{run.final_loss:.4f}"
+        results[f"final training {loss.label}"] = format(run.final_loss, run.numbers.trained[0].format)
     if len(run.evals) > 1:
-        results["held-out loss before"] = f"{run.evals[0]['loss']:.4f} (step {run.evals[0]['step']})"
+        results[f"held-out {loss.label} before"] = f"{loss.shown(run.evals[0])} (step {run.evals[0]['step']})"
     if run.evals:
-        results["held-out loss"] = f"{run.evals[-1]['loss']:.4f} (step {run.evals[-1]['step']})"
-        results["held-out perplexity"] = f"{run.evals[-1]['perplexity']:.2f}"
+        results[f"held-out {loss.label}"] = f"{loss.shown(run.evals[-1])} (step {run.evals[-1]['step']})"
+        results |= {f"held-out {metric.label}": metric.shown(run.evals[-1]) for metric in others}
     if run.throughput:
         results["tokens per second"] = f"{run.throughput:,.0f}"
     if run.peak_bytes:

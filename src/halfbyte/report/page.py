@@ -5,7 +5,6 @@ Nothing is loaded from anywhere and no script runs; the page's own content secur
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,15 +79,17 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
     """Name, figure and remark of each headline figure."""
     if run.final_loss is not None:
         since = run.last_steps[0]["step"]
-        yield "Final training loss", f"{run.final_loss:.4f}", f"mean from step {since:,} to {run.train[-1]['step']:,}"
+        loss = run.numbers.trained[0]
+        figure = format(run.final_loss, loss.format)
+        yield f"Final training {loss.label}", figure, f"mean from step {since:,} to {run.train[-1]['step']:,}"
     if run.evals:
         before, after = run.evals[0], run.evals[-1]
-        was = (
-            f"from {before['loss']:.4f} at step {before['step']}" if len(run.evals) > 1 else f"at step {after['step']}"
-        )
-        yield "Held-out loss", f"{after['loss']:.4f}", was
-        perplexity = [f"{math.exp(record['loss']):.2f}" for record in (before, after)]
-        yield "Held-out perplexity", perplexity[1], f"from {perplexity[0]}" if len(run.evals) > 1 else ""
+        loss, *others = run.numbers.evaluated
+        several = len(run.evals) > 1
+        was = f"from {loss.shown(before)} at step {before['step']}" if several else f"at step {after['step']}"
+        yield f"Held-out {loss.label}", loss.shown(after), was
+        for metric in others:
+            yield f"Held-out {metric.label}", metric.shown(after), f"from {metric.shown(before)}" if several else ""
     if run.throughput:
         yield "Throughput", f"{run.throughput:,.0f} tok/s", f"{run.step_seconds:.3g} s per step (median)"
     if run.peak_bytes:

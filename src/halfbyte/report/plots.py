@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from ..methods import Metric
     from .run import Record
 
 INK, GRID, FIRST, SECOND = "#000001", "#000002", "#000003", "#000004"
@@ -50,16 +51,17 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def loss(train: list[Record], evals: list[Record]) -> str:
-    """Training and held-out loss by step."""
+def by_step(train: list[Record], evals: list[Record], metric: Metric) -> str:
+    """A number of training and of held-out rows by step."""
+    held_out = _series(evals, metric.name)
 
     def draw(axes: Axes) -> None:
-        _noisy(axes, *_series(train, "loss"), name="training")
-        if evals:
-            axes.plot(*_series(evals, "loss"), color=SECOND, marker="o", markersize=3.5, label="held out")
+        _noisy(axes, *_series(train, metric.name), name="training")
+        if held_out[0]:
+            axes.plot(*held_out, color=SECOND, marker="o", markersize=3.5, label="held out")
         _legend_above(axes)
 
-    return _svg("loss", "Training and held-out loss by step", draw, "step")
+    return _svg(metric.name, f"Training and held-out {metric.label} by step", draw, "step")
 
 
 def gradient_norm(records: list[Record]) -> str:

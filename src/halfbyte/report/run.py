@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from ..methods import METHODS, Numbers
+
 Record = dict[str, Any]
 
 
@@ -47,10 +49,16 @@ class Run:
         return self.train[-max(1, len(self.train) // 10) :]
 
     @property
+    def numbers(self) -> Numbers:
+        """What its method's records hold; a run of an earlier version was supervised fine-tuning."""
+        document = (self.environment or {}).get("numbers")
+        return Numbers.of_document(document) if document else METHODS["sft"].numbers
+
+    @property
     def final_loss(self) -> float | None:
-        """Mean loss per trained token over `last_steps`."""
-        records = self.last_steps if self.train else []
-        weights = [record.get("trained_tokens") or 1 for record in records]
+        """Mean loss over `last_steps`, each weighed as its method does."""
+        records, over = self.last_steps if self.train else [], self.numbers.trained[0].over
+        weights = [record.get(over) or 1 for record in records]
         if not records:
             return None
         return sum(record["loss"] * weight for record, weight in zip(records, weights, strict=True)) / sum(weights)

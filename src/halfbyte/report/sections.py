@@ -72,7 +72,8 @@ def figures(*pairs: tuple[str, str]) -> str:
 def training(run: Run) -> str:
     if not run.train:
         return missing("No training steps were recorded (metrics.jsonl is missing or empty).")
-    drawn = [("Loss", plots.loss(run.train, run.evals))]
+    trained = run.numbers.trained
+    drawn = [(metric.label.capitalize(), plots.by_step(run.train, run.evals, metric)) for metric in trained]
     drawn.append(("Learning rate", plots.learning_rate(run.train)))
     if any(record.get("grad_norm") is not None for record in run.train):
         drawn.append(("Gradient norm", plots.gradient_norm(run.train)))
@@ -86,11 +87,12 @@ def training(run: Run) -> str:
 
 
 def evaluations(run: Run) -> str:
+    metrics = run.numbers.evaluated
     rows = (
-        (f"step {text(record['step'])}", f"{record['loss']:.4f}", f"{record['perplexity']:.2f}", text(record["tokens"]))
+        (f"step {text(record['step'])}", *(metric.shown(record) for metric in metrics), text(record.get("tokens")))
         for record in run.evals
     )
-    return table(("after", "loss", "perplexity", "tokens"), rows)
+    return table(("after", *(metric.label for metric in metrics), "tokens"), rows)
 
 
 def memory(run: Run) -> str:

@@ -13,6 +13,7 @@ from ..adapters import check_adapter_files, load_adapter
 from ..chat import Conversation
 from ..errors import CheckpointError, ConfigError
 from ..generation import Sampling
+from ..generation.engine import context_length
 from ..generation.text import Piece, continue_texts
 from ..notices import notice
 from ..runs.saved import Saved, find, load_saved
@@ -67,7 +68,7 @@ class Served:
         self.saved, self.names, self.limits = saved, dict(names), limits
         self.talk = Conversation(saved, Sampling())
         model: Any = saved.model
-        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = context_length(model)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
 
     def prepare(self, request: Request) -> Work:

@@ -1,13 +1,14 @@
 """The training loop: the story of a step, and of the run around it.
 
-A step takes its rows; a stepper gives gradients and numbers; then gradients are clipped, a broken step is caught, the
+A step takes its rows; a stepper gives gradients and sums; then gradients are clipped, a broken step is caught, the
 optimizer moves, and the step's numbers are read and recorded when the next one is queued. What holds throughout:
 
-- The loss of a step is the sum over its trained tokens divided by their number, over the whole accumulation window, so
-  accumulating equals the large batch. It never goes through full logits (`models.head.causal_lm_loss`).
-- NaN or Inf in loss or gradient, and windows with nothing to train on, stop the run before a weight moves.
-- The host does not wait for the step it launches (`readback`) but where something depends on its numbers: a checkpoint,
-  an evaluation, the end. An optimizer that cannot be told on the device to leave the weights alone waits for them, too.
+- The loss of a step is its sum over the whole accumulation window divided by the count over that window (for
+  supervised fine-tuning: of trained tokens), so accumulating equals the large batch.
+- NaN or Inf in loss or gradient, and windows with nothing to train on, stop the run before a weight moves (`stops`).
+- The host does not wait for the step it launches (`readback`, `records`) but where something depends on its numbers: a
+  checkpoint, an evaluation, the end. An optimizer that cannot be told on the device to leave the weights alone waits
+  for them, too.
 - Checkpoints hold adapters, optimizer, schedule and random states, written aside and renamed.
 - Order of rows, schedule, parameter groups and checkpoints are those of transformers' Trainer (5.17 to 5.23), with
   which runs of earlier versions were made.
@@ -33,25 +34,27 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
 from halfbyte.hardware import is_out_of_memory
-from halfbyte.models.head import causal_lm_loss
+from halfbyte.methods import method_of
+from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS
+from halfbyte.parallel import ALONE, Mesh
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
-from .metrics import MetricsFile, Window, peak_memory
-from .readback import Mark, StepNumbers, guard
-from .rows import TOKENS, TRAINED, Collate, Counting, Rows, batches
+from .metrics import TOKENS, MetricsFile, Window
+from .readback import StepNumbers, guard
+from .records import Records
+from .rows import Counting, batches, counts_of
 from .snapshot import load_optimizer, load_random, load_weights, save_optimizer, save_random, save_weights
-from .stepper import Batch, GraphedStepper, Stepper
-
-SKIPS = 20  # steps in a row that float16 may skip: the scale of 65536 that it begins with is below 1 after 17
+from .stepper import GraphedStepper, Stepper
+from .stops import Stops
 
 
 class TrainingLoop:
-    """Trains a causal LM on rows of `input_ids` and `labels`, and evaluates it on others.
+    """Trains a causal LM on rows by the method of its configuration, and evaluates it on others.
 
     Args:
         config: the run's configuration; part of every checkpoint.
@@ -62,7 +65,8 @@ class TrainingLoop:
         args: `config` for transformers' callbacks.
         rows: of the training set.
         held_out: rows to evaluate on.
-        collate: rows → a batch.
+        collate: rows → a batch, the method's own.
+        mesh: the processes that train.
 
     Attributes:
         stepper: gives a step's gradients; `use_graphs` changes it.
@@ -82,11 +86,14 @@ class TrainingLoop:
         rows: Rows,
         held_out: Rows | None = None,
         collate: Collate,
+        mesh: Mesh = ALONE,
     ):
         self.config, self.data, self.metrics, self.compute_dtype = config, data, metrics, compute_dtype
-        self.model, self.args, self.device, self.rows, self.held_out = model, args, device, rows, held_out
-        self.collate = Counting(collate)
-        self.output = Path(config.output_dir)
+        self.model, self.args, self.device, self.mesh = model, args, device, mesh
+        self.rows, self.held_out, self.method = rows, held_out, method_of(config)
+        self.collate = Counting(self.method, collate)
+        self.loss_count = self.method.numbers.trained[0].over
+        self.output, self.row = Path(config.output_dir), OPTIMIZERS[config.optim]
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.scaler = torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
         self.stepper = Stepper(self._sums, self.scaler)
@@ -94,14 +101,9 @@ class TrainingLoop:
         self.callbacks = Callbacks(args, model)
         self.optimizer: Any = None
         self.schedule: Any = None
-        self.window = Window()
-        self._launched: StepNumbers | None = None  # the step being launched, from its gradient norm on
-        self._unread: StepNumbers | None = None  # the step before
-        self._since = Mark(device)  # until when the window counts the time
-        self._norm = math.nan  # the last gradient norm that was read
-        self._skipped = 0  # steps in a row, by float16's scaler
-        self._due: float | None = None  # learning rate of a record that waits for its step's numbers
-        self._mean_losses = 0.0  # summed over this training's steps
+        self.stops = Stops(config, self.loss_count)
+        scaled = self.scaler is not None
+        self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled)
         set_seed(config.seed)
 
     @property
@@ -128,7 +130,7 @@ class TrainingLoop:
         A run that raises has written the records of all steps before.
 
         Raises:
-            TrainingError: a step is broken, or has nothing to train on; see `_check`, `_check_scale` and `_take`.
+            TrainingError: a step is broken, or has nothing to train on; see `Stops`.
             CheckpointError: `checkpoint` cannot be read.
         """
         steps = total_steps(self.config, len(self.rows))
@@ -139,8 +141,7 @@ class TrainingLoop:
             with noisy_embeddings(self.model, self.config.neftune_noise_alpha):
                 self._run(checkpoint)
         except BaseException:
-            self._launched = None  # was not finished
-            self._read()
+            self.records.read_all()
             raise
         finally:
             self.stepper.close()
@@ -151,8 +152,8 @@ class TrainingLoop:
             load_weights(self.model, checkpoint)
             if self.scaling is not None:
                 checkpoints.load_scaling(checkpoint, self.scaling)
-            self.window = Window(**checkpoints.read_state(checkpoint)["window"])
-        self.optimizer = OPTIMIZERS[self.config.optim].make(self.model, self.config)
+            self.records.window = Window.of_dict(checkpoints.read_state(checkpoint)["window"])
+        self.optimizer = self.row.make(self.model, self.config)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
@@ -181,7 +182,7 @@ class TrainingLoop:
             epoch, done, checkpoint = epoch + 1, 0, None
         steps = self.state.global_step - first
         rows = steps * self.config.gradient_accumulation_steps * self.config.per_device_train_batch_size
-        summary = {"total_flos": 0, "train_loss": self._mean_losses / max(steps, 1)}
+        summary = {"total_flos": 0, "train_loss": self.records.mean_losses / max(steps, 1)}
         self.callbacks.log(speed_metrics("train", began, rows, steps) | summary)
         self.callbacks("on_train_end")
 
@@ -211,10 +212,9 @@ class TrainingLoop:
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _take(self, loader: Iterator[dict[str, Any]]) -> list[Batch]:
+    def _take(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
-        if self._unread is None:  # after a pause; else the step before ends where this one begins
-            self._since = Mark(self.device)
+        self.records.begin()
         return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -224,25 +224,26 @@ class TrainingLoop:
             for key, value in batch.items()
         }
 
-    def _step(self, taken: list[Batch], epoch: float) -> None:
+    def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
         self.callbacks("on_step_begin")
-        tokens, trained = (sum(batch[name] for batch in taken) for name in (TOKENS, TRAINED))
-        self._check_count(trained, len(taken))
+        number, counts = self.state.global_step + 1, counts_of(taken)
+        counts = {name: self.mesh.sum(count) for name, count in counts.items()}
+        self.stops.check_count(number, counts[self.loss_count], len(taken))
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
-        inputs = [{key: value for key, value in batch.items() if key not in (TOKENS, TRAINED)} for batch in taken]
-        sums = self.stepper(inputs, torch.full((), trained, device=self.device))  # a launch; a copy could wait
+        count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
+        sums = self.mesh.sum(self.stepper(taken, count))
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
-        if guarded := self._guarded:
+        if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
             guard(self.optimizer, numbers)
-        step = self._launched = StepNumbers(self.state.global_step + 1, tokens, trained, numbers)
-        self._read()  # the step before, while the device is busy with this one
-        if not guarded or step.number == 1:
-            self._check(step)
+        step = StepNumbers(number, counts, numbers)
+        self.records.launch(step)
+        if not guarded or number == 1:
+            self.records.check(step)
         if self.scaler is not None:
-            self._check_scale(step)
+            self.stops.check_scale(number, self.records.norm, self.scaler.get_scale())
         self.callbacks("on_pre_optimizer_step")
         self._finish_step(self._move(), epoch)
 
@@ -262,7 +263,7 @@ class TrainingLoop:
             self.scaler.update()
         self.callbacks("on_optimizer_step")
         # a step that the scaler leaves out is none of the schedule's; a fused optimizer leaves it out itself
-        if self.scaler is None or math.isfinite(self._norm) or OPTIMIZERS[self.config.optim].guarded:
+        if self.scaler is None or math.isfinite(self.records.norm) or self.row.guarded:
             self.schedule.step()
         self._drop_gradients()
         return rate
@@ -276,17 +277,13 @@ class TrainingLoop:
         state = self.state
         state.global_step, state.epoch = state.global_step + 1, epoch
         self.callbacks("on_step_end")
-        assert self._launched is not None
-        self._launched.finish()
-        self._unread, self._launched = self._launched, None
-        if self.scaling is not None:
-            self.scaling.roll()
         control = self.callbacks.control
         last = state.global_step >= state.max_steps  # whose record may span fewer than logging_steps
-        if control.should_log or last:
-            self._due = rate
+        self.records.finish(rate if control.should_log or last else None)
+        if self.scaling is not None:
+            self.scaling.roll()
         if last or control.should_training_stop or control.should_evaluate or control.should_save:
-            self._read()
+            self.records.read()
         self._evaluate_and_save()
 
     def _evaluate_and_save(self) -> None:
@@ -297,127 +294,39 @@ class TrainingLoop:
             self._save()
             self.callbacks("on_save")
 
-    # --- the loss, and what stops a run ------------------------------------------------------------------------------
-
     def _sums(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The sums of a micro-batch."""
         with compute(self.model, self.compute_dtype):
-            return {"loss": causal_lm_loss(self.model, batch)[0]}
+            return self.method.sums(self.model, batch)
 
-    @property
-    def _guarded(self) -> bool:
-        """Whether the device alone keeps a broken step from moving weights; float16's scaler does so in its own way."""
-        return self.scaler is None and OPTIMIZERS[self.config.optim].guarded
-
-    def _check_count(self, trained: int, micro_batches: int) -> None:
-        """Raise a TrainingError if there is nothing to learn in the next step."""
-        if not trained:
-            raise TrainingError(
-                f"step {self.state.global_step + 1} has no trained token in its {micro_batches} micro-batches",
-                "look at the masks with `halfbyte preview`; rows cut by max_length may have lost their answers",
-            )
-
-    def _check(self, step: StepNumbers) -> float:
-        """The step's summed loss.
-
-        Raises:
-            TrainingError: its loss or gradient norm is NaN or Inf, or no gradient reaches the trained weights.
-        """
-        loss_sum, self._norm = step.read()
-        scaled = self.scaler is not None  # float16: an overflow is skipped, and the scale lowered
-        if not math.isfinite(loss_sum) or not (math.isfinite(self._norm) or scaled):
-            numbers = f"loss {loss_sum:.4g} (sum), gradient norm {self._norm:.4g}"
-            raise TrainingError(
-                f"step {step.number}: {numbers}; stopped before updating any weight",
-                f"lower learning_rate ({self.config.learning_rate:g}); {self._last_checkpoint()}",
-            )
-        if step.number == 1 and self._norm == 0:
-            raise TrainingError("step 1: no gradient reaches the trained weights", "check target_modules")
-        return loss_sum
-
-    def _check_scale(self, step: StepNumbers) -> None:
-        """float16 skips a step whose gradients overflow and halves its scale, which ends overflows, but nothing else.
-
-        Raises:
-            TrainingError: it has skipped `SKIPS` steps in a row, or the scale is below 1.
-        """
-        assert self.scaler is not None
-        self._skipped = 0 if math.isfinite(self._norm) else self._skipped + 1
-        scale = self.scaler.get_scale()
-        if self._skipped >= SKIPS or (self._skipped and scale < 1):
-            raise TrainingError(
-                f"step {step.number}: the gradients of the last {self._skipped} steps were NaN or Inf in float16, at a"
-                f" loss scale down to {scale:g}: no overflow that scaling ends, and no weight has moved since",
-                f"set dtype: bfloat16 (float32 where the device lacks it); {self._last_checkpoint()}",
-            )
-
-    def _last_checkpoint(self) -> str:
-        last = checkpoints.checkpoints(self.output)
-        return f"the last checkpoint is {last[-1]}" if last else "there is no checkpoint yet"
-
-    # --- records, evaluation, checkpoints ----------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        """Take the unread step into the window, and write the record that is due.
-
-        At that time the state is still that step's own: the next one counts after its optimizer.
-
-        A step's time is that from the end of the step before to its own end, on the device's clock; after anything
-        else than a step, from where it began to take its rows.
-        """
-        step, rate = self._unread, self._due
-        self._unread = self._due = None
-        if step is not None:
-            loss_sum = self._check(step)
-            self._mean_losses += loss_sum / step.trained_tokens
-            self.window.loss_sum += loss_sum
-            self.window.tokens += step.tokens
-            self.window.trained_tokens += step.trained_tokens
-            self.window.seconds += step.end.seconds_since(self._since)
-            self.window.steps += 1
-            self._since = step.end
-        if rate is not None:
-            record, self.window = self.window.record(), Window()
-            norm = self._norm if math.isfinite(self._norm) else None  # float16's overflows: JSON has no Inf
-            numbers = {"loss": record["loss"], "grad_norm": norm, "learning_rate": rate} | record
-            numbers["memory_bytes"] = peak_memory(self.device)
-            self._write("train", numbers)
-            self.callbacks.log(numbers)
-
-    def _write(self, kind: str, numbers: dict[str, Any]) -> None:
-        """A record of metrics.jsonl."""
-        position = {"step": self.state.global_step, "epoch": self.state.epoch or 0.0, "time": time.time()}
-        self.metrics.append({"kind": kind, **position, **numbers})
+    # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss per trained token of the held-out rows, its exponential and the tokens, recorded.
+        """The method's numbers over the held-out rows, recorded.
 
         Raises:
-            TrainingError: the loss is NaN or Inf, or no token has a label.
+            TrainingError: the loss is NaN or Inf, or there is nothing to take it over.
         """
         assert self.held_out is not None
-        self._read()
-        began, loss_sum, trained = time.time(), 0.0, 0
+        self.records.read()
+        began, found = time.time(), Window.of(self.method.numbers.trained)
         self.model.eval()
-        with torch.no_grad():
-            size = self.args.per_device_eval_batch_size
-            for batch in batches(self.held_out, size, self.collate, pinned=self.device.type != "cpu"):
-                trained += batch.pop(TRAINED)
-                del batch[TOKENS]
-                loss_sum += float(self._held_out_sums(self._on_device(batch))["loss"])
-        if not trained:
-            raise TrainingError("the held-out rows have no trained token", "look at them with `halfbyte preview`")
-        loss = loss_sum / trained
-        if not math.isfinite(loss):
-            raise TrainingError(f"step {self.state.global_step}: the held-out loss is {loss}", self._last_checkpoint())
-        found = {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": trained}
-        found["seconds"] = time.time() - began
-        self._write("eval", found)
-        named = {f"eval_{name}": value for name, value in found.items()}
+        size = self.args.per_device_eval_batch_size
+        for batch in batches(self.held_out, size, self.collate, pinned=self.device.type != "cpu"):
+            counts = counts_of([batch])
+            with torch.no_grad():
+                sums = self._held_out_sums(self._on_device(batch))
+            found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
+        counts = {name: self.mesh.sum(count) for name, count in found.counts.items() if name != TOKENS}
+        self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
+        numbers = self.method.evaluation(found.means(self.method.numbers.trained), counts)
+        numbers["seconds"] = time.time() - began
+        self.records.write("eval", numbers)
+        named = {f"eval_{name}": value for name, value in numbers.items()}
         named |= speed_metrics("eval", began, len(self.held_out), math.ceil(len(self.held_out) / size))
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
-        return found
+        return numbers
 
     def _held_out_sums(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The sums of a batch; where there is no room beside CUDA graphs, the graphs go."""
@@ -435,6 +344,8 @@ class TrainingLoop:
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
+        if not self.mesh.is_main:
+            return
         place = self.output / f"checkpoint-{self.state.global_step}"
         try:
             with new_directory(place) as aside:
@@ -444,12 +355,12 @@ class TrainingLoop:
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
-                checkpoints.write_state(aside, self.config, self.data, self.window)
+                checkpoints.write_state(aside, self.config, self.data, self.records.window)
                 write_manifest(aside, self.state.global_step)
         # safetensors and torch.save have errors of their own for a disk that is full
         except (OSError, RuntimeError, SafetensorError, TrainingError) as error:
             reason = getattr(error, "message", str(error))
             raise TrainingError(
-                f"{place} could not be saved: {reason}", f"free some space and resume; {self._last_checkpoint()}"
+                f"{place} could not be saved: {reason}", f"free some space and resume; {self.stops.last_checkpoint()}"
             ) from error
         checkpoints.keep_newest(self.output, self.config.save_total_limit)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,31 +20,61 @@ from halfbyte.files import write_text
 if TYPE_CHECKING:
     import torch
 
+    from halfbyte.methods import Metric
+
+TOKENS = "tokens"  # the count of those that are processed, which padding is not among
+SUM = "_sum"  # at the end of a sum's name in a checkpoint
 Listener = Callable[[dict[str, Any]], None]
 
 
 @dataclass
 class Window:
-    """Sums since the last training record; part of a checkpoint, because a record may span one."""
+    """Sums since the last training record; part of a checkpoint, because a record may span one.
 
-    loss_sum: float = 0.0
-    tokens: int = 0
-    trained_tokens: int = 0
+    Attributes:
+        sums: of a method's metrics, by name.
+        counts: what they are divided by, and tokens, by name.
+    """
+
+    sums: dict[str, float]
+    counts: dict[str, float]
     seconds: float = 0.0
     steps: int = 0
 
-    def record(self) -> dict[str, Any]:
-        """The record's fields: totals of the window, and means per trained token, step and second."""
-        return {
-            "loss": self.loss_sum / self.trained_tokens,
-            "tokens": self.tokens,
-            "trained_tokens": self.trained_tokens,
-            "step_seconds": self.seconds / self.steps,
-            "tokens_per_second": self.tokens / self.seconds,
-        }
+    @classmethod
+    def of(cls, metrics: Sequence[Metric]) -> Window:
+        """An empty one."""
+        counts: dict[str, float] = dict.fromkeys([TOKENS, *(metric.over for metric in metrics)], 0)
+        return cls({metric.name: 0.0 for metric in metrics}, counts)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def add(self, sums: Mapping[str, float], counts: Mapping[str, float], seconds: float) -> None:
+        """Take in a step."""
+        for mine, theirs in ((self.sums, sums), (self.counts, counts)):
+            for name in mine:
+                mine[name] += theirs[name]
+        self.seconds += seconds
+        self.steps += 1
+
+    def means(self, metrics: Sequence[Metric]) -> dict[str, float]:
+        """Each metric's sum over its count; none of those without a count."""
+        return {m.name: self.sums[m.name] / self.counts[m.over] for m in metrics if self.counts[m.over]}
+
+    def totals(self) -> dict[str, float]:
+        """Counts of the window, and means per step and second."""
+        times = {"step_seconds": self.seconds / self.steps, "tokens_per_second": self.counts[TOKENS] / self.seconds}
+        return self.counts | times
+
+    def as_dict(self) -> dict[str, float]:
+        sums = {f"{name}{SUM}": value for name, value in self.sums.items()}
+        return {**sums, **self.counts, "seconds": self.seconds, "steps": self.steps}
+
+    @classmethod
+    def of_dict(cls, state: Mapping[str, float]) -> Window:
+        """The window that `as_dict` describes."""
+        rest = dict(state)
+        seconds, steps = rest.pop("seconds"), int(rest.pop("steps"))
+        sums = {name.removesuffix(SUM): rest.pop(name) for name in state if name.endswith(SUM)}
+        return cls(sums, rest, seconds, steps)
 
 
 class MetricsFile:

@@ -8,6 +8,7 @@ leaves weights, moments and step counts alone where its `found_inf` is 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
@@ -50,17 +51,16 @@ class StepNumbers:
 
     Args:
         number: of the step, from 1.
-        tokens: processed, without padding.
-        trained_tokens: with a label.
-        values: float32 of shape [2], the loss's sum and the gradient norm. From an accelerator they are copied to
-            pinned memory; the host does not wait.
+        counts: of its rows: name → number.
+        values: float32 [n + 1], the sums of the method's metrics and the gradient norm. From an accelerator they are
+            copied to pinned memory; the host does not wait.
 
     Attributes:
         end: of the step, as far as it was launched.
     """
 
-    def __init__(self, number: int, tokens: int, trained_tokens: int, values: Tensor):
-        self.number, self.tokens, self.trained_tokens = number, tokens, trained_tokens
+    def __init__(self, number: int, counts: Mapping[str, float], values: Tensor):
+        self.number, self.counts = number, counts
         self._values = values.to("cpu", non_blocking=values.device.type in ASYNCHRONOUS)
         self._read: list[float] | None = None
         self._device = values.device
@@ -71,7 +71,7 @@ class StepNumbers:
         self.end = Mark(self._device)
 
     def read(self) -> list[float]:
-        """The two values; the first call waits for what was launched of the step."""
+        """The values; the first call waits for what was launched of the step."""
         if self._read is None:
             self.end.wait()
             self._read = self._values.tolist()

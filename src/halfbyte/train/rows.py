@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from halfbyte.models.head import IGNORE_INDEX
+from halfbyte.methods.base import Collate, Method, Rows
 
-TOKENS = "tokens"
-TRAINED = "trained_tokens"
+from .metrics import TOKENS
 
-Rows = Sequence[dict[str, Any]]
-Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+COUNTS = "counts"  # of a batch: name → number, on the host
 
 
 class Counting:
-    """A collator that also counts, as plain numbers, which stay on the host.
+    """A collator that also counts, as plain numbers, which stay on the host."""
 
-    `tokens` are the rows', which padding hides. `trained_tokens` are those with a label; the first position predicts
-    nothing, wherever its label points.
-    """
-
-    def __init__(self, collate: Collate):
-        self.collate = collate
+    def __init__(self, method: Method, collate: Collate):
+        self.method, self.collate = method, collate
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.collate(rows)
-        trained = int((batch["labels"][..., 1:] != IGNORE_INDEX).sum())
-        return {**batch, TOKENS: sum(len(row["input_ids"]) for row in rows), TRAINED: trained}
+        return {**batch, COUNTS: {TOKENS: self.method.tokens(rows), **self.method.counts(batch)}}
 
 
 def batches(
@@ -49,3 +41,9 @@ def batches(
         sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(shuffled))
     order = list(BatchSampler(sampler, size, drop_last=False))[skip:]
     return DataLoader(rows, batch_sampler=order, collate_fn=collate, pin_memory=pinned)  # type: ignore[arg-type]
+
+
+def counts_of(batches: list[dict[str, Any]]) -> dict[str, float]:
+    """Take the counts out of `batches`: their sums."""
+    counts = [batch.pop(COUNTS) for batch in batches]
+    return {name: sum(each[name] for each in counts) for name in counts[0]}

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from halfbyte.adapters import compute
-from halfbyte.config import RunConfig
-from halfbyte.ops import IGNORE_INDEX
+from ..config import RunConfig
+from ..generation import forget, generate
+from ..generation.engine import context_length
+from ..ops import IGNORE_INDEX
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
 LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
@@ -67,28 +67,21 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-@torch.no_grad()
 def answer(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    stops: list[int],
-    dtype: torch.dtype,
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_new_tokens: int, stops: list[int]
 ) -> list[str]:
-    """Continue each prompt greedily; special tokens are left out of the text."""
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=stops,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    """Continue each prompt greedily, as far as the model's context has room; special tokens are left out of the text.
+
+    Nothing of it stays in memory.
+    """
     model.eval()
     answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt.ids], device=model.device)
-        with compute(model, dtype):
-            output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-        answers.append(_text(tokenizer, output[0, ids.shape[1] :]))
+    limit = context_length(model)
+    try:
+        for prompt in prompts:
+            new = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids))
+            tokens = generate(model, [prompt.ids], max_new_tokens=new, stops=stops)[0] if new > 0 else []
+            answers.append(_text(tokenizer, tokens))
+    finally:
+        forget(model)
     return answers

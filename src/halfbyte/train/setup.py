@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,17 @@ from transformers import PreTrainedTokenizerBase
 
 from halfbyte.adapters import check_adapter_files
 from halfbyte.config import Resolved, RunConfig, dump_config, resolve
-from halfbyte.data import PreparedData, prepare
+from halfbyte.data import PreparedData
 from halfbyte.data.batches import batches_of, widths_of
 from halfbyte.environment import environment
-from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
+from halfbyte.methods import Method, method_of
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.load import check_attention, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.notices import notice, said
+from halfbyte.parallel import Mesh, present_mesh
 from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.policy import in_words
 from halfbyte.qat.model import qat_format
@@ -62,6 +62,8 @@ class Job:
     files: ModelFiles
     plan: MemoryPlan
     metrics: MetricsFile
+    method: Method
+    mesh: Mesh
 
     @property
     def size(self) -> dict[str, int]:
@@ -79,8 +81,7 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     Raises:
         HalfbyteError: whatever is wrong with the configuration, the output folder, the data or the model's config.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this version trains in one process, on one device", "start it without torchrun")
+    mesh, method = present_mesh(), method_of(config)
     bound_cpu_primitives()
     checkpoint = checkpoints.starting_point(config, resume)
     device = chosen_device(config.device)
@@ -89,14 +90,14 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
     if run.storage.qat_scheme is not None:
         qat_format(run.storage.qat_scheme)
     compute_dtype = resolve_dtype(run.precision.compute, device)
-    facts = {**environment(str(device)), "started": time.time()}
+    facts = {**environment(str(device)), "numbers": method.numbers.document(), "started": time.time()}
     print_header(console, facts, config)
     files = find_model(run.origin)  # damaged ones are found before the data is tokenized
     check_attention(files.config, config.attn_implementation, device, trains=True)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = prepare(config, tokenizer)
+    data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
     batches = batches_of(config, data, device)
     plan = estimate(config, files.config, device=device, batches=batches)
@@ -118,8 +119,11 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
         files,
         plan,
         metrics,
+        method,
+        mesh,
     )
-    _open_output(job)
+    if mesh.is_main:
+        _open_output(job)
     return job
 
 

@@ -20,13 +20,14 @@ from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
-from halfbyte.data.collate import Collator, make_collator
+from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
+from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
@@ -113,14 +114,14 @@ def _release(device: torch.device) -> None:
 def _run(job: Job, console: Console) -> RunResult:
     measured: dict[str, int] = {}
     model = _trainable_model(job, measured)
-    collate = make_collator(job.config, job.tokenizer, job.device)
+    collate = job.method.collator(job.config, job.tokenizer, job.device)
     loop = _loop(job, model, collate)
     rows = job.data.train if job.data.eval is None else job.data.eval
     ids = torch.tensor([job.data.train[0]["input_ids"][: checks.TOKENS]], device=job.device)
     templated = job.data.report["template"] is not None
     prompts = samples.pick_prompts(job.config, job.tokenizer, rows, templated=templated)
     with no_input_casts(model, job.compute_dtype):
-        results, report = _make_ready(job, model, loop, ids, collate, console)
+        results, report = _make_ready(job, model, loop, ids, console)
         before = _answers(job, model, prompts)
         _train(job, loop, console)
         after = _answers(job, model, prompts)
@@ -144,7 +145,7 @@ def _run(job: Job, console: Console) -> RunResult:
 
 
 def _make_ready(
-    job: Job, model: Any, loop: TrainingLoop, ids: torch.Tensor, collate: Collator, console: Console
+    job: Job, model: Any, loop: TrainingLoop, ids: torch.Tensor, console: Console
 ) -> tuple[dict[str, Any], PatchReport | None]:
     """Patch the model, keep packed documents apart, and check each against what the model computed before."""
     report = None
@@ -154,7 +155,8 @@ def _make_ready(
         console.print(str(report), highlight=False)
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, job.compute_dtype, loss)
-    isolation = isolate_run(model, job.config, collate, job.data.train, job.compute_dtype)
+    plain = make_collator(job.config, job.tokenizer, job.device)
+    isolation = isolate_run(model, job.config, plain, job.data.train, job.compute_dtype)
     if isolation is not None:
         results["isolation"] = isolation.document()
     if job.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
@@ -194,7 +196,7 @@ def _recompute_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _loop(job: Job, model: Any, collate: Collator) -> TrainingLoop:
+def _loop(job: Job, model: Any, collate: Collate) -> TrainingLoop:
     data, evaluate = job.data, job.data.eval is not None
     return TrainingLoop(
         config=job.config,
@@ -207,6 +209,7 @@ def _loop(job: Job, model: Any, collate: Collator) -> TrainingLoop:
         rows=data.train,
         held_out=data.eval,
         collate=collate,
+        mesh=job.mesh,
     )
 
 
@@ -217,13 +220,13 @@ def _answers(job: Job, model: Any, prompts: list[samples.Prompt]) -> list[str]:
         prompts,
         max_new_tokens=job.config.sample_max_new_tokens,
         stops=stop_tokens(job.tokenizer, model, job.data.report.get("stop_tokens", [])),
-        dtype=job.compute_dtype,
     )
 
 
 def _train(job: Job, loop: TrainingLoop, console: Console) -> None:
     """Evaluate, train, evaluate; a resumed run repeats none of it."""
-    with LiveMetrics(console, job.total_steps, capacity_bytes=job.plan.capacity_bytes) as live:
+    numbers = job.method.numbers
+    with LiveMetrics(console, job.total_steps, numbers, capacity_bytes=job.plan.capacity_bytes) as live:
         job.metrics.listeners.append(live.update)
         if job.data.eval is not None and not job.metrics.records():
             loop.evaluate()
@@ -266,6 +269,7 @@ def _summary(job: Job, measured: dict[str, int]) -> dict[str, Any]:
     seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
     summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
     if evaluated:
-        summary |= {"eval_loss": evaluated[-1]["loss"], "perplexity": evaluated[-1]["perplexity"]}
-        summary["eval_loss_before"] = evaluated[0]["loss"]
+        summary |= {"eval_loss": evaluated[-1]["loss"], "eval_loss_before": evaluated[0]["loss"]}
+        others = [metric.name for metric in job.method.numbers.evaluated[1:]]
+        summary |= {name: evaluated[-1][name] for name in others if name in evaluated[-1]}
     return summary

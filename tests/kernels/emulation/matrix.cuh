@@ -26,7 +26,7 @@ void load(u32 (&m)[4], const u8 *row, bool turn) {
     __syncwarp();
 }
 void load_matrices(u32 (&m)[4], const u8 *row) { load(m, row, false); }
-void load_turned(u32 (&m)[4], const u8 *row) { load(m, row, true); }
+void load_matrices_transposed(u32 (&m)[4], const u8 *row) { load(m, row, true); }
 
 u32 turned(u32 matrix) {
     current->b[0] = matrix;
@@ -39,13 +39,13 @@ u32 turned(u32 matrix) {
     return other;
 }
 
-template <bool BFLOAT> void multiply_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <bool BFLOAT> void multiply_from_zero(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     d[0] = d[1] = d[2] = d[3] = 0;
     multiply<BFLOAT>(d, a, b0, b1);
 }
 
-float power_of_two(float x) { return std::exp2(x); }
-float reciprocal(float x) { return 1 / x; }
+float exp2_approx(float x) { return std::exp2(x); }
+float rcp_approx(float x) { return 1 / x; }
 float larger(float magnitude, float x) {
     return x != x || magnitude != magnitude ? NAN : std::fmax(magnitude, std::fabs(x));
 }

@@ -64,12 +64,12 @@ void meet(u32 first, u32 count) {
 }
 void __syncwarp() { meet(current->number / 32 * 32, 32); }
 void __syncthreads() { meet(current->number - current->thread.x, threads_of_block); }
-template <int COUNT> void group_arrives(u32 group) { meet(current->number - current->thread.x + group * COUNT, COUNT); }
-void begin_after_others() {}
+template <int COUNT> void group_sync(u32 group) { meet(current->number - current->thread.x + group * COUNT, COUNT); }
+void griddepcontrol_wait() {}
 
 /* Blocks of a cluster are neighbours that run together; who waits has arrived. */
-void cluster_arrives() {}
-void cluster_waits(u32 blocks) {
+void cluster_arrive() {}
+void cluster_wait(u32 blocks) {
     meet(current->number - current->thread.x - current->block.x % blocks * threads_of_block, blocks * threads_of_block);
 }
 void put_in_cluster(const float *to, u32 block, float value, u32 blocks) {
@@ -86,31 +86,31 @@ float shuffle(float value, u32 mask) {
 }
 void prefetch(const void *) {}
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
-u32 count_up(u32 *counter) { return (*counter)++; }
-void wait_for(const u32 *counter, u32 number) {
+u32 atomic_add_release(u32 *counter) { return (*counter)++; }
+void spin_until(const u32 *counter, u32 number) {
     while (*counter < number)
         meet(0, 0);
 }
-void tell(u32 *counter) { ++*counter; }
-void tell_block(u32 *counter) { ++*counter; }
-void wait_in_block(const u32 *counter, u32 number) { wait_for(counter, number); }
-template <int COUNT> void workers_arrive() { meet(current->number - current->thread.x, COUNT); }
+void red_add_release(u32 *counter) { ++*counter; }
+void red_add_release_cta(u32 *counter) { ++*counter; }
+void spin_until_cta(const u32 *counter, u32 number) { spin_until(counter, number); }
+template <int COUNT> void mma_warps_sync() { meet(current->number - current->thread.x, COUNT); }
 struct Numbered { u32 came = 0, round = 0; };
 std::map<std::pair<u32, u32>, Numbered> numbered; /* barriers by block and number */
-template <int COUNT> void block_goes_on(u32 number) {
+template <int COUNT> void named_barrier_arrive(u32 number) {
     Numbered &barrier = numbered[{current->block.x, number}];
     if (++barrier.came == COUNT)
         barrier.came = 0, barrier.round++;
 }
-template <int COUNT> void block_waits(u32 number) {
+template <int COUNT> void named_barrier_sync(u32 number) {
     Numbered &barrier = numbered[{current->block.x, number}];
     u32 round = barrier.round;
-    block_goes_on<COUNT>(number);
+    named_barrier_arrive<COUNT>(number);
     while (barrier.round == round)
         meet(0, 0);
 }
 float rsqrtf(float value) { return 1 / std::sqrt(value); }
-template <typename T> void keep(T &) {}
+template <typename T> void opaque(T &) {}
 u32 choose(u32 mask, u32 yes, u32 no) { return yes & mask | no & ~mask; }
 u32 __funnelshift_l(u32 low, u32 high, u32 shift) { return high << shift | (shift ? low >> (32 - shift) : 0); }
 uint4 from_global(const void *pointer) { return *(const uint4 *)pointer; }
@@ -139,10 +139,10 @@ template <int LATER> void wait() {
     }
 }
 
-void put_tagged(u64 *to, float value, u32 tag) {
+void put_with_epoch(u64 *to, float value, u32 epoch) {
     u32 bits;
     memcpy(&bits, &value, 4);
-    *to = (u64)tag << 32 | bits;
+    *to = (u64)epoch << 32 | bits;
 }
 u64 peek(const u64 *from) { return *from; }
 uint4 peek(const uint4 *from) { return *from; }
@@ -151,8 +151,8 @@ uint4 take_written(const uint4 *from, uint4 eight) {
         meet(0, 0);
     return eight;
 }
-float take_tagged(const u64 *from, u32 tag, u64 both) {
-    for (; both >> 32 != tag; both = *from)
+float take_at_epoch(const u64 *from, u32 epoch, u64 both) {
+    for (; both >> 32 != epoch; both = *from)
         meet(0, 0);
     float value;
     memcpy(&value, &both, 4);

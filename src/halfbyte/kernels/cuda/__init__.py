@@ -17,7 +17,7 @@ from ...dispatch import Unavailable
 from ..device import device_at
 from .nvrtc import Image, cubin
 
-__all__ = ["Attempts", "Image", "Kernel", "cubin", "remembered"]
+__all__ = ["Image", "Kernel", "cubin", "remembered"]
 
 Result = TypeVar("Result")
 

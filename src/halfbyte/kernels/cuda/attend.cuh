@@ -1,11 +1,12 @@
-/* Attention of one new token (ops.decode_attention is the specification). A unit is QUERIES query heads of one row, which
-share a key; SPLITS blocks share its slots. Each rotates the queries and the new key, and one for each key writes what is
-new to the cache. Eight lanes have AHEAD slots of the cache at a time, each HEAD / 8 of their values, and a running
-maximum of flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own. A warp joins its lanes, a clerk
-its block's warps, and the clerk of the first split all blocks, which put theirs with tags: SPLITS above 1 needs a block
-for each unit's split. What comes from the cache is on its way before it is needed: old slots do not wait for the new query.
+/* Attention of one new token (ops.decode_attention is the specification). A unit is QUERIES query heads of one row,
+which share a key; SPLITS blocks share its slots. Each rotates the queries and the new key, and one for each key
+writes what is new to the cache. Eight lanes have AHEAD slots of the cache at a time, each HEAD / 8 of their values,
+and a running maximum of flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own. A warp joins
+its lanes, a index its block's warps, and an epilogue warp of the first split all blocks, which put theirs with
+epochs: SPLITS above 1 needs a block for each unit's split. What comes from the cache is on its way before it is
+needed: old slots do not wait for the new query.
 
-Constants: HEAD, QUERIES, SPLITS, KV8, FLOW. */
+Constants: HEAD, QUERIES, SPLITS, KV8, FLAG_SYNC. */
 
 #pragma once
 
@@ -17,7 +18,7 @@ typedef u16 Cell;
 
 enum { KEY = QUERIES, VALUE }; /* parts of a unit, after its queries */
 constexpr u32 PER_WORD = 4 / sizeof(Cell), EACH = HEAD / 8, TEAMS = THREADS / 8;
-constexpr u32 AHEAD = EACH / PER_WORD > 4 ? 1 : 2; /* so that chunks leave registers to what a worker keeps */
+constexpr u32 AHEAD = EACH / PER_WORD > 4 ? 1 : 2; /* so that chunks leave registers to what an MMA warp keeps */
 constexpr u32 STRIDE = TEAMS * AHEAD, APART = SPLITS * STRIDE; /* slots of a chunk of all teams; to the block's next */
 
 struct Cells { /* a lane's part of a slot */
@@ -69,8 +70,8 @@ struct Attention {
         return u;
     }
 
-    /* Begin to bring what a block's units need near, a long cache's first part; one unit does it for all with its key. */
-    __device__ __forceinline__ void foresee(u32 turns) const {
+    /* Bring near what a block's units need, a long cache's first part; one unit does it for all with its key. */
+    __device__ __forceinline__ void prefetch_cache(u32 turns) const {
         constexpr u32 LINE = 128 / sizeof(Cell), ALL_SPLITS = SPLITS * THREADS;
         for (u32 turn = gridDim.x - 1 - blockIdx.x; turn < turns; turn += gridDim.x) {
             Unit u = unit(turn);
@@ -117,8 +118,8 @@ struct Attention {
         __syncwarp();
     }
 
-    /* A part is made ready by one warp, for q [QUERIES, HEAD] or kv [2, HEAD]. If FLOW, it comes to its place there before,
-       the key and the value together. */
+    /* A part is made ready by one warp, for q [QUERIES, HEAD] or kv [2, HEAD]. If FLAG_SYNC, it comes to its place there
+       before, the key and the value together. */
     __device__ __forceinline__ void prepare(
         const u16 *qkv, const Unit &u, u32 part, u32 lane, float *q, Cell *kv) const {
         constexpr u32 E = HEAD / 32;
@@ -132,7 +133,7 @@ struct Attention {
             weight[j] = norm ? number<BF16>(norm[i]) : 1.0f;
         }
         const u16 *from = part_of(qkv, u, part);
-        if (FLOW) {
+        if (FLAG_SYNC) {
             u16 *place = part < KEY ? (u16 *)(q + part * HEAD) : (u16 *)kv + (part - KEY) * HEAD;
             if (part <= KEY)
                 take(place, qkv, u, part, part < KEY ? 1 : 2, lane);
@@ -247,17 +248,17 @@ struct Attention {
         add(queries, chunk, q, last - threadIdx.x / 32 * 4, last + 1);
     }
 
-    /* A unit's split of qkv [batch, heads + 2 key heads, HEAD], but for joining what the warps have. `chunk` is its first;
-       `room` is shared memory. If FLOW, old slots do not wait for the new key and value. */
-    __device__ __forceinline__ void attend(const u16 *qkv, const Unit &u, Chunk &chunk, float *room) const {
+    /* A unit's split of qkv [batch, heads + 2 key heads, HEAD], but for joining what the warps have. `chunk` is its
+       first; `buffer` is shared memory. If FLAG_SYNC, old slots do not wait for the new key and value. */
+    __device__ __forceinline__ void attend(const u16 *qkv, const Unit &u, Chunk &chunk, float *buffer) const {
         u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = lane % 8 * EACH;
-        float *q = room, *parts = room + (QUERIES + 1) * HEAD;
-        Cell *kv = (Cell *)(room + QUERIES * HEAD);
-        for (u32 part = warp; part < (FLOW ? KEY : VALUE + 1); part += WARPS)
+        float *q = buffer, *parts = buffer + (QUERIES + 1) * HEAD;
+        Cell *kv = (Cell *)(buffer + QUERIES * HEAD);
+        for (u32 part = warp; part < (FLAG_SYNC ? KEY : VALUE + 1); part += WARPS)
             prepare(qkv, u, part, lane, q, kv);
-        workers_arrive<THREADS>();
+        mma_warps_sync<THREADS>();
         Query queries[QUERIES];
-        for (u32 base = u.begin + u.split * STRIDE; base < last; base += 2 * APART) { /* by turns: no move waits for a load */
+        for (u32 base = u.begin + u.split * STRIDE; base < last; base += 2 * APART) { /* no move waits for a load */
             Chunk other;
             fetch(other, u, base + APART);
             add(queries, chunk, q, base, last);
@@ -268,7 +269,7 @@ struct Attention {
         }
         if (u.split == 0 && warp == WARPS - 1) {
 #pragma unroll 1
-            for (u32 part = KEY; FLOW && part <= VALUE; part++)
+            for (u32 part = KEY; FLAG_SYNC && part <= VALUE; part++)
                 prepare(qkv, u, part, lane, q, kv);
             __syncwarp();
             add_newest(queries, q, kv);
@@ -286,13 +287,13 @@ struct Attention {
         }
     }
 
-    /* What a unit's split left in its room, to out [QUERIES, HEAD], by one of the clerks. `shares`: [units, QUERIES,
-       SPLITS - 1, HEAD + 2] for what other splits put. */
+    /* What a unit's split left in its buffer, to out [QUERIES, HEAD], by one of the epilogue warps. `shares`:
+       [units, QUERIES, SPLITS - 1, HEAD + 2] for what other splits put. */
     static __device__ __forceinline__ void finish(
-        u16 *out, const float *room, const Unit &u, u32 clerk, u32 lane, u64 *shares, u32 tag) {
+        u16 *out, const float *buffer, const Unit &u, u32 index, u32 lane, u64 *shares, u32 epoch) {
         constexpr u32 E = HEAD / 32, WARP = QUERIES * (HEAD + 2), OTHERS = SPLITS - 1;
-        for (u32 j = clerk; j < QUERIES; j += CLERKS) {
-            const float *parts = room + (QUERIES + 1) * HEAD + j * (HEAD + 2);
+        for (u32 j = index; j < QUERIES; j += EPILOGUE_WARPS) {
+            const float *parts = buffer + (QUERIES + 1) * HEAD + j * (HEAD + 2);
             float top = parts[HEAD], weights[WARPS], total = 0, sum[E] = {};
 #pragma unroll
             for (u32 w = 1; w < WARPS; w++)
@@ -310,9 +311,9 @@ struct Attention {
                 u64 *to = of_others + (u.split - 1) * (HEAD + 2);
 #pragma unroll
                 for (u32 e = 0; e < E; e++)
-                    put_tagged(to + lane + 32 * e, sum[e], tag);
+                    put_with_epoch(to + lane + 32 * e, sum[e], epoch);
                 if (lane < 2)
-                    put_tagged(to + HEAD + lane, lane ? total : top, tag);
+                    put_with_epoch(to + HEAD + lane, lane ? total : top, epoch);
                 continue;
             }
             u64 first[OTHERS + 1][E + 2];
@@ -324,12 +325,12 @@ struct Attention {
 #pragma unroll
             for (u32 k = 0; k < OTHERS; k++) {
                 const u64 *from = of_others + k * (HEAD + 2);
-                float theirs = take_tagged(from + HEAD, tag, first[k][E]), higher = fmaxf(top, theirs);
+                float theirs = take_at_epoch(from + HEAD, epoch, first[k][E]), higher = fmaxf(top, theirs);
                 float mine = exp2f(top - higher), weight = exp2f(theirs - higher);
-                top = higher, total = total * mine + weight * take_tagged(from + HEAD + 1, tag, first[k][E + 1]);
+                top = higher, total = total * mine + weight * take_at_epoch(from + HEAD + 1, epoch, first[k][E + 1]);
 #pragma unroll
                 for (u32 e = 0; e < E; e++)
-                    sum[e] = sum[e] * mine + weight * take_tagged(from + lane + 32 * e, tag, first[k][e]);
+                    sum[e] = sum[e] * mine + weight * take_at_epoch(from + lane + 32 * e, epoch, first[k][e]);
             }
 #pragma unroll
             for (u32 e = 0; e < E; e++)

@@ -34,25 +34,25 @@ struct Step {
     u16 *hidden;                 /* [batch, width]: the residual stream */
     u16 *normed[2];              /* [batch, width]: it times the norms' weights, for QKV and GATED */
     u16 *qkv, *attended, *gated; /* [batch, ...]: what products and attention put */
-    u64 *squares;                /* [batch, width / ROWS], tagged */
-    u64 *shares;                 /* of attention's splits, tagged */
-    u64 *low;                    /* u [shares of K, batch, ranks], tagged */
+    u64 *squares;                /* [batch, width / ROWS], with epochs */
+    u64 *shares;                 /* of attention's splits, with epochs */
+    u64 *low;                    /* u [shares of K, batch, ranks], with epochs */
     u32 *counters;               /* blocks that came to barriers, zero; earlier launches */
     const u16 *cos, *sin;
     const int *padding;
     const long long *slot;
     u32 count, batch, width, heads, key_heads, slots;
     float eps, scale;
-    u32 record, columns;         /* numbers from a layer's `normed` ... `gated` to the next's, or 0; of QKV's and GATED's x */
+    u32 slab, columns;         /* numbers of a layer's exchange slab, or 0; of QKV's and GATED's x */
 };
 
 /* Where a row of a tile is. */
-struct Place {
+struct Located {
     const Linear *linear;
     u32 row;
 };
 
-__device__ __forceinline__ Place place(const Product &product, u32 kind, u32 tile, u32 i) {
+__device__ __forceinline__ Located locate(const Product &product, u32 kind, u32 tile, u32 i) {
     if (kind == GATED)
         return {product.parts + i / 8 % 2, tile * (ROWS / 2) + i / 16 * 8 + i % 8};
     const Linear *linear = product.parts;
@@ -63,45 +63,47 @@ __device__ __forceinline__ Place place(const Product &product, u32 kind, u32 til
 }
 
 /* Three layers' tables in shared memory. */
-__device__ __forceinline__ Layer *tables() { return (Layer *)(shared + Weight::TABLE + WARPS * STAGES * Weight::SLOT); }
+__device__ __forceinline__ Layer *tables() {
+    return (Layer *)(shared + Weight::TABLE + WARPS * STAGES * Weight::STAGE);
+}
 
 /* A warp's copies, which run ahead over all products of all layers. */
 struct Copies {
     const Step &s;
     u32 first, first_tile, stride, lane;            /* constants of the warp */
-    u32 layer = 0, kind = 0, tile, step, filled = 0, now = 0; /* `now`: the layer under way */
-    const u8 *codes[2], *scales;                    /* of rows i and i + 8 in the tile, at this lane's piece; of row `lane` */
+    u32 layer = 0, kind = 0, tile, k_tile, filled = 0, now = 0; /* `now`: the layer under way */
+    const u8 *codes[2], *scales;                    /* of rows i and i + 8 at this lane's piece; of row `lane` */
     const float *second;
     u32 block, columns, tiles;
-    u32 edge, stretch;                              /* the first tile beyond these linears; bytes to the warp's next tile */
+    u32 edge, stretch;                              /* the first tile beyond; bytes to the warp's next tile */
 
     __device__ __forceinline__ Copies(const Step &s, u32 first, u32 first_tile, u32 stride, u32 lane)
-        : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), step(first) {}
+        : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), k_tile(first) {}
 
     /* Layer l: this one and the next are in shared memory. */
     __device__ __forceinline__ const Layer *at(u32 l) const { return l - now < 2 ? tables() + l % 3 : s.layers + l; }
 
-    /* Go to the next step, from this one on, that there is, and look up where its tile is. */
+    /* Go to the next K tile, from this one on, that there is, and look up where its tile is. */
     __device__ __forceinline__ void enter() {
         const Product *product;
-        for (;; tile = first_tile, step = first) {
+        for (;; tile = first_tile, k_tile = first) {
             if (layer == s.count)
                 return;
             product = at(layer)->products + kind;
             columns = product->columns, tiles = product->tiles;
-            for (; tile < tiles && step >= columns / 256; tile += stride)
-                step -= columns / 256;
+            for (; tile < tiles && k_tile >= columns / 256; tile += stride)
+                k_tile -= columns / 256;
             if (tile < tiles)
                 break;
             layer += kind == DOWN, kind = (kind + 1) % 4;
         }
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
-            Place p = place(*product, kind, tile, 8 * half + lane / 8);
+            Located p = locate(*product, kind, tile, 8 * half + lane / 8);
             codes[half] = p.linear->packed + (u64)p.row * (columns / 2) + lane % 8 * 16;
         }
         if (lane < ROWS) {
-            Place p = place(*product, kind, tile, lane);
+            Located p = locate(*product, kind, tile, lane);
             scales = p.linear->absmax, second = p.linear->second, block = p.row * (columns / 64);
         }
         stretch = stride * (kind == GATED ? ROWS / 2 : ROWS) * (columns / 2);
@@ -110,27 +112,28 @@ struct Copies {
             edge += linear->rows / ROWS;
     }
 
-    /* Begin to copy the next step into the ring. 16-byte pieces change places as they do for who reads them. */
+    /* Begin to copy the next K tile into the ring. 16-byte pieces change places as they do for who reads them. */
     __device__ __forceinline__ void next(u8 *ring) {
         if (layer < s.count) {
-            u8 *slot = ring + filled * Weight::SLOT;
+            u8 *stage = ring + filled * Weight::STAGE;
             u32 at = lane / 8, piece = lane % 8, row = columns / 2, apart = kind == GATED ? 8 : 16;
 #pragma unroll
             for (u32 i = 0; i < ROWS; i += 4) {
-                const u8 *from = codes[i / 8 % 2] + (u64)(i / 16 * apart + i % 8) * row + step * 128;
-                u32 to = FLOW ? piece_of_row(at, piece) : Weight::piece_of(at, piece);
-                copy<16>(slot + (i + at) * 128 + to * 16, from, true);
+                const u8 *from = codes[i / 8 % 2] + (u64)(i / 16 * apart + i % 8) * row + k_tile * 128;
+                u32 to = FLAG_SYNC ? swizzle_of_row(at, piece) : Weight::swizzle(at, piece);
+                copy<16>(stage + (i + at) * 128 + to * 16, from, true);
             }
             if (lane < ROWS) {
-                u32 now = block + step * 4;
-                copy<Weight::SCALE>(slot + Weight::CODES + lane * Weight::SCALE, scales + (u64)now * (Weight::SCALE / 4), true);
+                u32 now = block + k_tile * 4;
+                constexpr u32 SCALE = Weight::SCALE;
+                copy<SCALE>(stage + Weight::CODES + lane * SCALE, scales + (u64)now * (SCALE / 4), true);
                 if (NESTED)
-                    copy<4>(slot + Weight::CODES + ROWS * 4 + lane * 4, second + now / 256, true);
+                    copy<4>(stage + Weight::CODES + ROWS * 4 + lane * 4, second + now / 256, true);
             }
-            step += WK;
-            if (step >= columns / 256) {
-                step -= columns / 256, tile += stride;
-                if (tile < edge && step < columns / 256)
+            k_tile += WK;
+            if (k_tile >= columns / 256) {
+                k_tile -= columns / 256, tile += stride;
+                if (tile < edge && k_tile < columns / 256)
                     codes[0] += stretch, codes[1] += stretch, block += stretch / 32;
                 else
                     enter();

@@ -46,7 +46,7 @@ struct Sums {
     float origin = LOWEST, total = 0, moment = 0, plain = 0; /* Σ 2^(z − origin), Σ z 2^(z − origin), Σ z */
 
     __device__ __forceinline__ void move(float to) {
-        float shrink = power_of_two(origin - to);
+        float shrink = exp2_approx(origin - to);
         total *= shrink, moment *= shrink, origin = to;
     }
 
@@ -66,7 +66,7 @@ struct Sums {
         float power[8], products[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            power[i] = power_of_two(fmaf(x[i], outer, -origin));
+            power[i] = exp2_approx(fmaf(x[i], outer, -origin));
             products[i] = power[i] > 0 ? power[i] * (x[i] * outer) : 0;
             x[i] = i < left ? x[i] * outer : 0;
         }
@@ -108,7 +108,7 @@ struct Gradient {
         unpack(v, x);
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            x[i] = fmaf(power_of_two(fmaf(x[i], outer, -logsumexp)), factor, -share);
+            x[i] = fmaf(exp2_approx(fmaf(x[i], outer, -logsumexp)), factor, -share);
         if ((u32)label - at < 8)
 #pragma unroll
             for (int i = 0; i < 8; i++)
@@ -165,7 +165,7 @@ __device__ __forceinline__ Gradient finish(const Task &t, Sums sums, u32 row, in
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) cross_entropy(Task t) {
-    begin_after_others();
+    griddepcontrol_wait();
     const u32 mine = threadIdx.x * 8, slots = t.chunks + AHEAD;
     u8 *ring = shared + threadIdx.x * 16;
     float4 *scratch = (float4 *)(shared + slots * CHUNK);

@@ -1,23 +1,25 @@
-/* One token of each row through all decoder layers, in one launch (ops.decode_layers is the specification).
+/* One token of each row through all decoder layers, in one launch: a persistent cooperative kernel (ops.decode_layers
+is the specification).
 
 The blocks stay, one on each multiprocessor. Between launches the memory would idle; here each warp's ring of copies
-(product.cuh) runs ahead over the ends of tiles and of products, since weights wait for nothing.
+runs ahead over the ends of tiles and of products, since weights wait for nothing.
 
-Where one product needs what another wrote, five times a layer, blocks meet at a barrier of the whole grid. If FLOW they
-wait for the numbers instead, which saves most of a barrier's time: a layer's numbers have a place of their own, where all
-bits are ones until they are written. There are two such sets; a launch uses one and makes the other ready for the next.
+Where one product needs what another wrote, five times a layer, blocks meet at a barrier of the whole grid. With
+FLAG_SYNC they wait for the numbers instead, which saves most of a barrier's time: a layer's numbers have places of
+their own, an exchange slab, where all bits are ones until they are written. There are two sets of slabs; a launch
+uses one and makes the other ready for the next.
 
-A layer is four products: q, k and v; out; gate and up; down. Attention (attend.cuh) is between the first two. Norms have no
-pass of their own: out and down put their tile of the residual stream h, of h times the next norm's weight, and of the sum
-of h's squares; the product that follows multiplies its sums by 1 / rms. Gate and up take turns within a tile, in eights of
-rows, and silu(gate) · up is put.
+A layer is four products: q, k and v; out; gate and up; down. Attention (attend.cuh) is between the first two. Norms
+have no pass of their own: out and down put their tile of the residual stream h, of h times the next norm's weight,
+and of the sum of h's squares; the product that follows multiplies its sums by 1 / rms. Gate and up take turns
+within a tile, in eights of rows, and silu(gate) · up is put.
 
-Workers, WK warps, multiply and attend. Clerks, the CLERKS warps after them, finish: they add up what the workers leave in
-shared memory, in one of two rooms by turns, and put the result where other blocks find it, while the workers are at the
-next tile. No worker waits for another within a product.
+The MMA warps, WK of them, multiply and attend. The epilogue warps after them finish: they add up the partial sums
+that the MMA warps leave in shared memory, in one of two buffers by turns, and put the result where other blocks
+find it, while the MMA warps are at the next tile. No MMA warp waits for another within a product.
 
-Adapters: u = A x is taken by the blocks that have fewest tiles of W, 16 rows of A and a share of K each, before anything
-else, and put with tags, for which the clerks wait, who add B u to a tile. */
+Adapters: u = A x is taken by the blocks that have fewest tiles of W, 16 rows of A and a share of K each, before
+anything else, and put with epochs, for which the epilogue warps wait, who add B u to a tile. */
 
 #include "one_row.cuh"
 
@@ -25,38 +27,41 @@ else, and put with tags, for which the clerks wait, who add B u to a tile. */
 
 #include "copies.cuh"
 
-#include "clerk.cuh"
+#include "epilogue.cuh"
 
-/* Three tables, two rooms, inputs, the count of rooms served; for each row 1 / rms, its first slot and, by the launch, u. */
-LAYOUT(Weight::TABLE + WARPS * STAGES * Weight::SLOT + 3 * sizeof(Layer) + 2 * HELD + 4 * (2 * ROOM + 1), 8, sizeof(Linear),
-       sizeof(Product), sizeof(Layer), sizeof(Step), sizeof(Weight));
+/* Three tables, two buffers, inputs, the count of buffers served; for each row 1 / rms, its first slot and, by the
+launch, u. */
+LAYOUT(Weight::TABLE + WARPS * STAGES * Weight::STAGE + 3 * sizeof(Layer) + 2 * HELD + 4 * (2 * BUFFER + 1), 8,
+       sizeof(Linear), sizeof(Product), sizeof(Layer), sizeof(Step), sizeof(Weight));
+static_assert(sizeof(Layer) % 16 == 0, "tables of layers are copied, and what follows them is aligned, by 16 bytes");
+static_assert(HELD % 8 == 0 && BUFFER % 4 == 0, "inputs and buffers are taken 16 bytes at a time");
 
-struct Worker : Member {
+struct MmaWarp : WarpState {
     Weight w;
     Copies copies;
     u8 *ring;
     u32 stage = 0;
 
-    __device__ __forceinline__ Worker(const Step &s, Weight w)
-        : Member(s), w(w), copies(s, threadIdx.x / 32, blockIdx.x, gridDim.x, threadIdx.x % 32) {
-        ring = shared + Weight::TABLE + warp * STAGES * Weight::SLOT;
+    __device__ __forceinline__ MmaWarp(const Step &s, Weight w)
+        : WarpState(s), w(w), copies(s, threadIdx.x / 32, blockIdx.x, gridDim.x, threadIdx.x % 32) {
+        ring = shared + Weight::TABLE + warp * STAGES * Weight::STAGE;
     }
 
-    /* Until the clerks are done with what was in this room before: workers do not wait for each other. */
-    __device__ __forceinline__ void enter_room() const {
+    /* Until the epilogue warps are done with what was in this buffer before: MMA warps do not wait for each other. */
+    __device__ __forceinline__ void acquire_buffer() const {
         if (turn >= 2)
-            wait_in_block(served, (turn - 1) * CLERKS);
+            spin_until_cta(served, (turn - 1) * EPILOGUE_WARPS);
     }
 
-    __device__ __forceinline__ void leave_room() {
-        block_goes_on<ALL>(FULL + turn % 2);
+    __device__ __forceinline__ void release_buffer() {
+        named_barrier_arrive<ALL>(FULL + turn % 2);
         turn++;
     }
 
-    /* The workers' sums come to a room, and are the clerks' from there. */
-    template <u32 TILES> __device__ __forceinline__ void hand_over(const float (&sum)[TILES][NT][4]) {
-        enter_room();
-        float *to = room() + warp * s.batch * ROWS;
+    /* The MMA warps' partial sums come to a buffer, and are the epilogue warps' from there. */
+    template <u32 TILES> __device__ __forceinline__ void put_sums(const float (&sum)[TILES][NT][4]) {
+        acquire_buffer();
+        float *to = buffer() + warp * s.batch * ROWS;
 #pragma unroll
         for (u32 r = 0; r < TILES; r++)
 #pragma unroll
@@ -67,19 +72,19 @@ struct Worker : Member {
                     if (m < s.batch)
                         to[m * ROWS + 16 * r + i / 2 * 8 + lane / 4] = sum[r][n][i];
                 }
-        leave_room();
+        release_buffer();
     }
 
     /* This block's shares of u = A x. */
     __device__ __forceinline__ void low_rank(const Product &product, const u16 *x) {
-        u32 steps = product.columns / 256, g = lane / 4, t = lane % 4;
-        Turns turns(product);
+        u32 k_tiles = product.columns / 256, g = lane / 4, t = lane % 4;
+        LowRankShares turns(product);
         for (u32 unit = turns.unit; unit < turns.count; unit += turns.apart) {
-            u32 rows = unit / turns.shares * 16, step = unit % turns.shares * WK + warp;
+            u32 rows = unit / turns.shares * 16, k_tile = unit % turns.shares * WK + warp;
             float sum[1][NT][4] = {};
-            const u16 *a = product.down + (u64)(rows + g) * product.columns + step * 256 + t * 16;
-            const u16 *from = x + (u64)g * product.columns + step * 256 + t * 16;
-            if (step < steps)
+            const u16 *a = product.down + (u64)(rows + g) * product.columns + k_tile * 256 + t * 16;
+            const u16 *from = x + (u64)g * product.columns + k_tile * 256 + t * 16;
+            if (k_tile < k_tiles)
 #pragma unroll(NT > 1 ? 1 : 4)
             for (u32 b = 0; b < 4; b++, a += 64, from += 64) {
                 const uint4 *upper = (const uint4 *)a, *lower = (const uint4 *)(a + 8 * (u64)product.columns);
@@ -97,49 +102,51 @@ struct Worker : Member {
                     multiply<BF16>(sum[0][n], left[3], x1.z, x1.w);
                 }
             }
-            hand_over(sum);
+            put_sums(sum);
         }
     }
 
     /* Begin to bring the rows of A that this warp is going to need near. */
-    __device__ __forceinline__ void foresee(const Product &product) const {
-        Turns turns(product);
+    __device__ __forceinline__ void prefetch_a(const Product &product) const {
+        LowRankShares turns(product);
         for (u32 unit = turns.unit; unit < turns.count; unit += turns.apart) {
-            u32 step = unit % turns.shares * WK + warp;
-            const u16 *a = product.down + (u64)(unit / turns.shares * 16) * product.columns + step * 256;
-            for (u32 i = lane; i < 64 && step < product.columns / 256; i += 32) /* 16 rows of four lines */
+            u32 k_tile = unit % turns.shares * WK + warp;
+            const u16 *a = product.down + (u64)(unit / turns.shares * 16) * product.columns + k_tile * 256;
+            for (u32 i = lane; i < 64 && k_tile < product.columns / 256; i += 32) /* 16 rows of four lines */
                 prefetch(a + (u64)(i / 4) * product.columns + i % 4 * 64);
         }
     }
 
     /* A product's input comes to shared memory as soon as it is there. Nobody reads what was there two products ago. */
-    __device__ __forceinline__ void bring(u16 *to, const u16 *from, u32 steps) const {
+    __device__ __forceinline__ void bring(u16 *to, const u16 *from, u32 k_tiles) const {
         constexpr u32 MANY = (64 + WK - 1) / WK;
-        for (u32 step = warp; step < steps; step += MANY * WK) {
+        for (u32 k_tile = warp; k_tile < k_tiles; k_tile += MANY * WK) {
             uint4 pieces[MANY];
 #pragma unroll
             for (u32 j = 0; j < MANY; j++)
-                if (step + j * WK < steps)
-                    pieces[j] = peek((const uint4 *)(from + (step + j * WK) * 256) + lane);
+                if (k_tile + j * WK < k_tiles)
+                    pieces[j] = peek((const uint4 *)(from + (k_tile + j * WK) * 256) + lane);
 #pragma unroll
             for (u32 j = 0; j < MANY; j++)
-                if (step + j * WK < steps) {
-                    u32 at = (step + j * WK) * 256;
+                if (k_tile + j * WK < k_tiles) {
+                    u32 at = (k_tile + j * WK) * 256;
                     ((uint4 *)(to + at))[lane] = take_written((const uint4 *)(from + at) + lane, pieces[j]);
                 }
         }
-        workers_arrive<THREADS>();
+        mma_warps_sync<THREADS>();
     }
 
-    /* One of the four products. The workers take turns over all steps of all tiles. */
+    /* One of the four products. The MMA warps take turns over all K tiles of all tiles. */
     __device__ __forceinline__ void run(const Layer &layer, u32 kind) {
         const Product &product = layer.products[kind];
-        const u16 *from = (kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed[kind == GATED]) + record(copies.now);
-        u32 steps = product.columns / 256, step = warp;
+        const u16 *from = kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed[kind == GATED];
+        from += slab(copies.now);
+        u32 k_tiles = product.columns / 256, k_tile = warp;
         u16 *held = x + (kind == OUT || kind == DOWN ? s.columns : 0);
-        if (FLOW)
-            bring(held, from, steps);
-        const u16 *input = FLOW ? held : from, *of_lane = input + (u64)(lane / 4) * product.columns + lane % 4 * 16;
+        if (FLAG_SYNC)
+            bring(held, from, k_tiles);
+        const u16 *input = FLAG_SYNC ? held : from;
+        const u16 *of_lane = input + (u64)(lane / 4) * product.columns + lane % 4 * 16;
         RowOfX row;
         w.columns = product.columns;
         if (product.ranks)
@@ -148,30 +155,30 @@ struct Worker : Member {
             if (NESTED && (kind == QKV || tile == blockIdx.x))
 #pragma unroll
                 for (u32 half = 0; half < 2; half++)
-                    w.shift[half] = place(product, kind, tile, 8 * half).linear->offset;
+                    w.shift[half] = locate(product, kind, tile, 8 * half).linear->offset;
             Sums sum = {};
-            for (; step < steps; step += WK) {
-                if (FLOW)
-                    row.load(input + step * 256, lane);
+            for (; k_tile < k_tiles; k_tile += WK) {
+                if (FLAG_SYNC)
+                    row.load(input + k_tile * 256, lane);
                 wait<STAGES - 2>();
-                __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
+                __syncwarp(); /* every lane's copies are there, and every lane has read the stage that is filled next */
                 copies.next(ring);
-                const u8 *slot = ring + stage * Weight::SLOT;
-                if (FLOW)
-                    add_row(w, sum, slot, row, lane);
+                const u8 *here = ring + stage * Weight::STAGE;
+                if (FLAG_SYNC)
+                    add_row(w, sum, here, row, lane);
                 else
-                    w.compute(sum, slot, of_lane + step * 256, s.batch, lane);
+                    w.compute(sum, here, of_lane + k_tile * 256, s.batch, lane);
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
-            step -= steps;
-            if (FLOW)
+            k_tile -= k_tiles;
+            if (FLAG_SYNC)
                 add_blocks(sum);
-            hand_over(sum);
+            put_sums(sum);
         }
         if (kind != DOWN)
-            foresee(layer.products[kind + 1]);
+            prefetch_a(layer.products[kind + 1]);
         else if (copies.now + 1 < s.count)
-            foresee(copies.at(copies.now + 1)->products[QKV]);
+            prefetch_a(copies.at(copies.now + 1)->products[QKV]);
     }
 
     /* The units of attention, whose first part of the cache is on its way before the barrier. */
@@ -182,14 +189,14 @@ struct Worker : Member {
         Chunk chunk;
         if (each < units)
             a.fetch(chunk, unit);
-        if (!FLOW)
+        if (!FLAG_SYNC)
             __syncthreads();
         for (; each < units; each += gridDim.x) {
             if (each >= gridDim.x)
                 unit = a.unit(each), a.fetch(chunk, unit);
-            enter_room();
-            a.attend(s.qkv + record(copies.now), unit, chunk, room());
-            leave_room();
+            acquire_buffer();
+            a.attend(s.qkv + slab(copies.now), unit, chunk, buffer());
+            release_buffer();
         }
     }
 
@@ -202,10 +209,10 @@ struct Worker : Member {
         for (u32 l = 0; l < s.count; l++) {
             const Layer &layer = tables()[l % 3];
             copies.now = l;
-            attention(layer).foresee(s.batch * s.heads / QUERIES * SPLITS);
+            attention(layer).prefetch_cache(s.batch * s.heads / QUERIES * SPLITS);
 #pragma unroll 1
             for (u32 kind = QKV; kind <= DOWN; kind++) {
-                if (!FLOW || kind == QKV)
+                if (!FLAG_SYNC || kind == QKV)
                     __syncthreads();
                 run(layer, kind);
                 if (kind == QKV)
@@ -218,14 +225,14 @@ struct Worker : Member {
 extern "C" __global__ void __launch_bounds__(ALL, 1) decode(Step s, Weight w) {
     for (u32 i = threadIdx.x; i < min(s.count, 2) * (sizeof(Layer) / 8); i += ALL)
         ((u64 *)tables())[i] = ((const u64 *)s.layers)[i];
-    if (FLOW) { /* what the next launch's blocks exchange is not there yet */
-        uint4 *next = (uint4 *)(s.normed[0] + (u64)((s.counters[1] + 1) % 2 * s.count) * s.record);
-        for (u32 i = blockIdx.x * ALL + threadIdx.x; i < s.count * (s.record / 8); i += gridDim.x * ALL)
+    if (FLAG_SYNC) { /* what the next launch's blocks exchange is not there yet */
+        uint4 *next = (uint4 *)(s.normed[0] + (u64)((s.counters[1] + 1) % 2 * s.count) * s.slab);
+        for (u32 i = blockIdx.x * ALL + threadIdx.x; i < s.count * (s.slab / 8); i += gridDim.x * ALL)
             next[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
     }
     __syncthreads();
     if (threadIdx.x < THREADS)
-        Worker(s, w).work();
+        MmaWarp(s, w).work();
     else
-        Clerk(s).work();
+        EpilogueWarp(s).work();
 }

@@ -36,16 +36,16 @@ Layer = _struct(
 Step = _struct(
     "Step", layers=_P, norm=_P, hidden=_P, normed=_P * 2, qkv=_P, attended=_P, gated=_P, squares=_P, shares=_P,
     low=_P, counters=_P, cos=_P, sin=_P, padding=_P, slot=_P, count=_I, batch=_I, width=_I, heads=_I, key_heads=_I,
-    slots=_I, eps=_F, scale=_F, record=_I, columns=_I,
+    slots=_I, eps=_F, scale=_F, slab=_I, columns=_I,
 )  # fmt: skip
 
 
 def blocks_for(batch: int) -> Blocks:
-    """What `benchmarks.decode_layers` found best; one group, with `clerks_of` twelve warps in all."""
+    """What `benchmarks.decode_layers` found best; one group, with `epilogue_warps_of` twelve warps in all."""
     return Blocks(2, 1, 11, 2) if batch == 1 else Blocks(2, 1, 8, 3)
 
 
-def clerks_of(batch: int) -> int:
+def epilogue_warps_of(batch: int) -> int:
     """Warps that finish tiles; from 9 to 12 warps of a block leave each as many registers."""
     return 1 if batch == 1 else 4
 
@@ -56,8 +56,8 @@ def queries_of(batch: int, size: int, group: int) -> int:
     return math.gcd(wanted, group)
 
 
-def room_floats(blocks: Blocks, batch: int, size: int, queries: int) -> int:
-    """Of a room: sums of a tile, or what attention's warps exchange; in whole pieces of 16 bytes."""
+def buffer_floats(blocks: Blocks, batch: int, size: int, queries: int) -> int:
+    """Of a buffer of partial sums: sums of a tile, or what attention's warps exchange; in whole pieces of 16 bytes."""
     attention = (queries + 1) * size + blocks.wk * queries * (size + 2)
     return 4 * ceil_div(max(blocks.wk * batch * 16 * blocks.rt, attention), 4)
 
@@ -131,7 +131,7 @@ class Stacked:
             cos=self._hold(stack.cos), sin=self._hold(stack.sin), padding=stack.padding.data_ptr(),
             slot=stack.slot.data_ptr(), count=len(layers), batch=batch, width=width, heads=stack.heads,
             key_heads=key_heads, slots=first.keys.shape[2], eps=stack.eps, scale=stack.scale,
-            record=sum(sizes) if self.held else 0, columns=columns[0],
+            slab=sum(sizes) if self.held else 0, columns=columns[0],
         )  # fmt: skip
 
     def constants(self, held: int | None = None) -> dict[str, int]:
@@ -140,17 +140,17 @@ class Stacked:
         queries = queries_of(batch, self.head, self.group)
         return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
             "NT": 1,
-            "FLOW": int(held > 0),
+            "FLAG_SYNC": int(held > 0),
             "HELD": held,
-            "CLERKS": clerks_of(batch),
-            "VALUES": ceil_div(ceil_div(batch * self.blocks.rt, 2), clerks_of(batch)),
+            "EPILOGUE_WARPS": epilogue_warps_of(batch),
+            "VALUES": ceil_div(ceil_div(batch * self.blocks.rt, 2), epilogue_warps_of(batch)),
             "BF16": int(self.hidden.dtype is torch.bfloat16),
             "NESTED": int(self.weight.code is not None),
             "KV8": int(self.fp8),
             "HEAD": self.head,
             "QUERIES": queries,
             "SPLITS": self.splits,
-            "ROOM": room_floats(self.blocks, batch, self.head, queries),
+            "BUFFER": buffer_floats(self.blocks, batch, self.head, queries),
         }
 
     def shared_bytes(self, held: int | None = None) -> int:
@@ -193,7 +193,7 @@ class Stacked:
         return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)
 
     def threads(self) -> int:
-        return 32 * (self.blocks.wk + clerks_of(self.batch))
+        return 32 * (self.blocks.wk + epilogue_warps_of(self.batch))
 
     def __call__(self, kernel: Kernel, hidden: Tensor) -> Tensor:
         self.hidden.copy_(hidden)

@@ -117,7 +117,7 @@ dequantize_planes(
     float by = *factor;
     build(codebook);
     __syncthreads();
-    begin_after_others(); /* all that is read before are weights */
+    griddepcontrol_wait(); /* all that is read before are weights */
     for (; block < blocks; block += stride) {
         wait<STAGES - 2>();
         __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */

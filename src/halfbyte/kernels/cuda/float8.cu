@@ -55,7 +55,7 @@ struct Table {
         }
     }
 
-    // Values 1, 0, 3, 2 of the four codes in the lower half of `selectors` and `tops` (their three lower bits; the fourth).
+    // Values 1, 0, 3, 2 of the four codes in the lower half of `selectors` and `tops` (three lower bits; the fourth).
     __device__ __forceinline__ u32 four(u32 selectors, u32 tops) const {
         const u32 upper = prmt(0xff00, 0, tops);
         return (prmt(words[0], words[1], selectors) & ~upper) | (prmt(words[2], words[3], selectors) & upper);
@@ -139,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(128) turned(Weight weight, u8* out,
 }
 
 // A thread takes four rows of 16 codes, a warp 128 rows, a block 128 columns.
-extern "C" __global__ void __launch_bounds__(256) transposed(const u8* codes, u8* out, u32 rows, u32 columns, u32 stride) {
+extern "C" __global__ void __launch_bounds__(256)
+transposed(const u8* codes, u8* out, u32 rows, u32 columns, u32 stride) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const u32 across = (columns + 127) / 128;
     const u32 first = blockIdx.x % across * 128 + threadIdx.x / 32 * 16;

@@ -1,66 +1,68 @@
 /* y = x Wᵀ + b for up to 64 rows of x, on Hopper's tensor cores: what the formats' kernels share.
 
-With so many rows what counts is how often x comes from the second-level cache: once for every tile of rows of W. So a
-tile has 64·GROUPS rows, and K is cut instead, in steps of 128 columns. The pairs of steps of all tiles, tile after tile,
-are dealt out to the blocks evenly, in one piece each. A block puts its sums of each tile that it meets at place block +
-tile of `parts`, and the second kernel, add(), adds up a tile's parts in the blocks' order.
+With so many rows what counts is how often x comes from the second-level cache: once for every tile of rows of W. So
+a tile has 64·GROUPS rows, and K is cut instead, in K tiles of 128 columns. The pairs of K tiles of all tiles, tile
+after tile, are dealt out to the blocks evenly, in one piece each. A block puts its partial sums of each tile that
+it meets at place block + tile of `partials`, and the second kernel, add(), adds up a tile's in the blocks' order.
 
 A group of four warps has 64 rows of W as wgmma's left operand, in registers: 16 rows a warp, laid out as for
-mma.m16n8k16. While a group's products of 32 columns run, it makes the operands of the next 32: with 64, registers would
-be spilled or too few left to PRODUCERS more warps. These copy steps of W and x to a ring of STAGES slots, so that groups
-wait for copies alone, not for each other.
+mma.m16n8k16. While a group's products of 32 columns run, it makes the operands of the next 32: with 64, registers
+would be spilled or too few left to PRODUCERS more warps. These copy K tiles of W and x to a ring of STAGES stages,
+so that groups wait for copies alone, not for each other.
 
-With g = lane / 4 and t = lane % 4, a lane has pairs of neighbouring columns of rows g and g + 8 of W: what of 128 columns
-is in whose operands is the format's. x's pairs take the places that these have in K as they are copied, 4 bytes each.
+With g = lane / 4 and t = lane % 4, a lane has pairs of neighbouring columns of rows g and g + 8 of W: what of 128
+columns is in whose operands is the format's. x's pairs take the places that these have in K as they are copied, 4
+bytes each.
 
-A format is a class with W's shape (rows, columns), TABLE and BYTES (of W in a slot), and these functions: place says
-where a pair of columns goes, half of the step · 32 + 16-byte piece of a row of x · 4 + t; fetch begins to copy a
-producer's share of a step of a tile; build fills the table; make gives the operands of a quarter of a step, from what it
-keeps of a step in Kept. SCALED says that they are multiplied by their scales; else the sums of each half are.
+A format is a class with W's shape (rows, columns), TABLE and BYTES (of W in a stage), and these functions: position
+says where a pair of columns goes, half of the K tile · 32 + 16-byte piece of a row of x · 4 + t; fetch begins to
+copy a producer's share of a K tile of a tile; build fills the table; make gives the operands of a quarter of a K
+tile, from what it keeps of a K tile in Kept. SCALED says that they are multiplied by their scales; else the sums of
+each half are.
 
 Constants: NT (2, 4, 6 or 8 tiles of 8 rows of x), GROUPS (1, 2 or 4), STAGES, BF16 (else fp16). */
 
 #pragma once
 
-#include "group.cuh"
+#include "wgmma.cuh"
 
 constexpr u32 PRODUCERS = 4, WARPS = 4 * GROUPS, ROWS = 16 * WARPS, THREADS = 32 * WARPS; /* all but the producers */
-constexpr u32 HALF = 1024 * NT; /* bytes of x for half a step */
-constexpr u32 PART = WARPS * NT * 32; /* of four sums */
+constexpr u32 HALF = 1024 * NT; /* bytes of x for half a K tile */
+constexpr u32 PARTIAL = WARPS * NT * 32; /* of four sums */
 /* For so many threads the compiler leaves 96 registers each, or 80, so that a block of add() fits beside; then groups
 take some of the producers'. */
 constexpr u32 BOUND = NT < 6 ? 768 : 640;
-constexpr u32 TOGETHER = 4; /* parts that are on their way at once */
-constexpr int EARLY = 2; /* slots whose weights are copied before x may be */
+constexpr u32 TOGETHER = 4; /* partials that are on their way at once */
+constexpr int EARLY = 2; /* stages whose weights are copied before x may be */
 
-/* Bytes of a slot and of a block, for a format W; a slot has two barriers. */
-template <typename W> constexpr u32 SLOT = (2 * HALF + W::BYTES + 1023) / 1024 * 1024;
-template <typename W> constexpr u32 SHARED = W::TABLE + STAGES * (SLOT<W> + 16);
+/* Bytes of a stage and of a block, for a format W; a stage has two barriers. */
+template <typename W> constexpr u32 STAGE = (2 * HALF + W::BYTES + 1023) / 1024 * 1024;
+template <typename W> constexpr u32 SHARED = W::TABLE + STAGES * (STAGE<W> + 16);
 
-struct Quarter { /* a lane's operands of 32 columns and, where these are not scaled yet, the scales of rows g and g + 8 */
+struct Quarter { /* a lane's operands of 32 columns and, where they are not scaled yet, scales of rows g and g + 8 */
     u32 a[2][4];
     float scale[2];
 };
 
-/* The first pair of steps of a block, all tiles' pairs counted. */
+/* The first pair of K tiles of a block, all tiles' pairs counted. */
 __device__ __forceinline__ u32 first_pair(u32 block, u32 blocks, u32 pairs) { return block * pairs / blocks; }
 /* The block that has a pair. */
 __device__ __forceinline__ u32 block_of(u32 pair, u32 blocks, u32 pairs) { return ((pair + 1) * blocks - 1) / pairs; }
 
-/* A ring's slots, where they begin in shared memory, and barriers, and the slot that is next. */
+/* A ring's stages, where they begin in shared memory, and barriers, and the stage that is next. */
 struct Ring {
-    u32 slots;
+    u32 begin;
     u64 *full, *empty; /* [STAGES] */
     u32 size, at = 0, offset = 0, turn = 0;
 
-    __device__ __forceinline__ Ring(u32 slots, u32 size)
-        : slots(slots), full((u64 *)(shared + slots + STAGES * size)), empty(full + STAGES), size(size) {}
+    __device__ __forceinline__ Ring(u32 begin, u32 size)
+        : begin(begin), full((u64 *)(shared + begin + STAGES * size)), empty(full + STAGES), size(size) {}
 
     __device__ __forceinline__ void set_up() {
         for (u32 i = 0; i < STAGES; i++)
-            set_barrier(full + i, 32 * PRODUCERS), set_barrier(empty + i, WARPS);
+            mbarrier_init(full + i, 32 * PRODUCERS), mbarrier_init(empty + i, WARPS);
     }
-    __device__ __forceinline__ u32 slot() { return slots + offset; }
+    __device__ __forceinline__ u32 stage() { return begin + offset; }
     __device__ __forceinline__ void next() {
         at++, offset += size;
         if (at == STAGES)
@@ -68,18 +70,19 @@ struct Ring {
     }
 };
 
-/* Begin to copy a producer's share of x's columns of a step to a slot: rows 2 · part and + 1 of every 8. Rows beyond the
-batch are the last again; their sums are not read. */
+/* Begin to copy a producer's share of x's columns of a K tile to a stage: rows 2 · producer and + 1 of every 8. Rows
+beyond the batch are the last again; their sums are not read. */
 template <typename W>
-__device__ __forceinline__ void fetch_x(u32 slot, const u16 *x, u32 columns, u32 step, u32 batch, u32 part, u32 lane) {
-    constexpr u32 APART = W::place(32) / 32 * HALF + W::place(32) % 4 * 4; /* from a lane's first pair to its second */
-    u32 at = W::place(lane), place = at / 32 * HALF + at / 4 % 8 * 16 + at % 4 * 4;
-    const u16 *from = x + step * 128 + lane * 2;
-    keep(from);
+__device__ __forceinline__ void
+fetch_x(u32 stage, const u16 *x, u32 columns, u32 k_tile, u32 batch, u32 producer, u32 lane) {
+    constexpr u32 APART = W::position(32) / 32 * HALF + W::position(32) % 4 * 4; /* to a lane's second pair */
+    u32 at = W::position(lane), position = at / 32 * HALF + at / 4 % 8 * 16 + at % 4 * 4;
+    const u16 *from = x + k_tile * 128 + lane * 2;
+    opaque(from);
 #pragma unroll
     for (u32 k = 0; k < 2; k++) {
-        u32 r = part * 2 + k, to = slot + (place ^ r * 16) + r * 128;
-        keep(to);
+        u32 r = producer * 2 + k, to = stage + (position ^ r * 16) + r * 128;
+        opaque(to);
 #pragma unroll
         for (u32 i = 0; i < NT; i++) {
             const u8 *source = (const u8 *)from + (u64)min(i * 8 + r, batch - 1) * (2 * columns);
@@ -89,68 +92,68 @@ __device__ __forceinline__ void fetch_x(u32 slot, const u16 *x, u32 columns, u32
     }
 }
 
-/* What a producer does for a block's steps from `now` to `end`. */
+/* What a producer does for a block's K tiles from `now` to `end`. */
 template <typename W>
 __device__ __forceinline__ void
-produce(const W &w, Ring ring, const u16 *x, u32 batch, u32 now, u32 end, u32 part, u32 lane) {
-    u32 steps = w.columns / 128, row = now / steps * ROWS, step = now % steps, last = now;
+produce(const W &w, Ring ring, const u16 *x, u32 batch, u32 now, u32 end, u32 producer, u32 lane) {
+    u32 k_tiles = w.columns / 128, row = now / k_tiles * ROWS, k_tile = now % k_tiles, last = now;
     auto fetch_weights = [&] {
         if (last < end) {
-            w.fetch(address(shared) + ring.slot() + 2 * HALF, row, step, part, lane);
-            last++, step++;
-            if (step == steps)
-                step = 0, row += ROWS;
+            w.fetch(address(shared) + ring.stage() + 2 * HALF, row, k_tile, producer, lane);
+            last++, k_tile++;
+            if (k_tile == k_tiles)
+                k_tile = 0, row += ROWS;
         }
     };
     Ring later = ring;
     for (int i = 0; i < EARLY; i++)
         fetch_weights(), ring.next();
     __syncthreads();
-    begin_after_others();
+    griddepcontrol_wait();
     ring = later;
-    u32 x_step = now % steps;
+    u32 x_k_tile = now % k_tiles;
     for (u32 i = 0; now < end; now++, i++) {
         if (i >= STAGES)
-            wait_barrier(ring.empty + ring.at, ring.turn ^ 1);
+            mbarrier_wait(ring.empty + ring.at, ring.turn ^ 1);
         if (i >= EARLY)
             fetch_weights();
-        fetch_x<W>(address(shared) + ring.slot(), x, w.columns, x_step, batch, part, lane);
-        copies_arrive(ring.full + ring.at);
-        x_step = x_step + 1 == steps ? 0 : x_step + 1;
+        fetch_x<W>(address(shared) + ring.stage(), x, w.columns, x_k_tile, batch, producer, lane);
+        cp_async_mbarrier_arrive(ring.full + ring.at);
+        x_k_tile = x_k_tile + 1 == k_tiles ? 0 : x_k_tile + 1;
         ring.next();
     }
 }
 
 /* What the other warps do. */
 template <typename W>
-__device__ __forceinline__ void consume(const W &w, Ring ring, float4 *parts, u32 now, u32 end, u32 warp, u32 lane) {
-    u32 steps = w.columns / 128, step = now % steps;
-    u32 described = describe(address(shared) + ring.slots);
+__device__ __forceinline__ void consume(const W &w, Ring ring, float4 *partials, u32 now, u32 end, u32 warp, u32 lane) {
+    u32 k_tiles = w.columns / 128, k_tile = now % k_tiles;
+    u32 described = descriptor_of(address(shared) + ring.begin);
     Quarter first, second;
     typename W::Kept kept;
     const typename W::Lane own(warp, lane);
     float sum[NT][4] = {};
-    wait_barrier(ring.full, 0);
-    w.make(first, kept, ring.slot() + 2 * HALF, step, 0, own);
+    mbarrier_wait(ring.full, 0);
+    w.make(first, kept, ring.stage() + 2 * HALF, k_tile, 0, own);
     for (; now < end; now++) {
         float d[NT][4];
-        u32 slot = ring.slot() + 2 * HALF;
+        u32 stage = ring.stage() + 2 * HALF;
         auto begin = [&](Quarter &quarter, u32 number) {
             u32 rows = described + (ring.offset + number / 2 * HALF) / 16 + number % 2 * 4;
-            begin_multiply();
+            wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 2; k++)
                 if constexpr (W::SCALED)
-                    multiply_later(sum, quarter.a[k], rows + 2 * k, true);
+                    wgmma(sum, quarter.a[k], rows + 2 * k, true);
                 else
-                    multiply_later(d, quarter.a[k], rows + 2 * k, number % 2 || k);
-            end_multiply();
+                    wgmma(d, quarter.a[k], rows + 2 * k, number % 2 || k);
+            wgmma_commit();
         };
         auto complete = [&](Quarter &quarter, u32 number) {
             if constexpr (W::SCALED)
-                wait_multiply(sum);
+                wgmma_wait(sum);
             else {
-                wait_multiply(d);
+                wgmma_wait(d);
                 if (number % 2) /* the half is complete */
 #pragma unroll
                     for (int i = 0; i < 4 * NT; i++)
@@ -158,27 +161,27 @@ __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *parts, u3
             }
         };
         begin(first, 0);
-        w.make(second, kept, slot, step, 1, own);
+        w.make(second, kept, stage, k_tile, 1, own);
         complete(first, 0);
         begin(second, 1);
-        w.make(first, kept, slot, step, 2, own);
+        w.make(first, kept, stage, k_tile, 2, own);
         complete(second, 1);
         begin(first, 2);
-        w.make(second, kept, slot, step, 3, own);
+        w.make(second, kept, stage, k_tile, 3, own);
         complete(first, 2);
         begin(second, 3);
         u64 *empty = ring.empty + ring.at;
         ring.next();
-        step = step + 1 == steps ? 0 : step + 1;
+        k_tile = k_tile + 1 == k_tiles ? 0 : k_tile + 1;
         if (now + 1 < end)
-            wait_barrier(ring.full + ring.at, ring.turn);
-        w.make(first, kept, ring.slot() + 2 * HALF, step, 0, own); /* past the end it is of what was there before */
+            mbarrier_wait(ring.full + ring.at, ring.turn);
+        w.make(first, kept, ring.stage() + 2 * HALF, k_tile, 0, own); /* past the end it is of what was there before */
         complete(second, 3);
         __syncwarp();
         if (lane == 0)
-            arrive(empty);
-        if (step == 0 || now + 1 == end) {
-            float4 *to = parts + (u64)(blockIdx.x + now / steps) * PART + warp * NT * 32 + lane;
+            mbarrier_arrive(empty);
+        if (k_tile == 0 || now + 1 == end) {
+            float4 *to = partials + (u64)(blockIdx.x + now / k_tiles) * PARTIAL + warp * NT * 32 + lane;
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 to[n * 32] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
@@ -190,24 +193,24 @@ __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *parts, u3
     }
 }
 
-template <typename W> __device__ __forceinline__ void product(const W &w, const u16 *x, float4 *parts, u32 batch) {
+template <typename W> __device__ __forceinline__ void product(const W &w, const u16 *x, float4 *partials, u32 batch) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 pairs = (w.rows + ROWS - 1) / ROWS * (w.columns / 256);
     u32 now = 2 * first_pair(blockIdx.x, gridDim.x, pairs), end = 2 * first_pair(blockIdx.x + 1, gridDim.x, pairs);
-    Ring ring(W::TABLE, SLOT<W>);
+    Ring ring(W::TABLE, STAGE<W>);
     if (threadIdx.x == 0)
         ring.set_up();
     if (warp >= WARPS) {
         if constexpr (GROUPS == 4)
-            give_registers<NT < 6 ? 48 : 64>();
+            setmaxnreg_dec<NT < 6 ? 48 : 64>();
         produce(w, ring, x, batch, now, end, warp - WARPS, lane);
     } else {
         if constexpr (GROUPS == 4)
-            take_registers<NT < 6 ? 88 : 104>();
+            setmaxnreg_inc<NT < 6 ? 88 : 104>();
         w.build();
         __syncthreads();
-        begin_after_others();
-        consume(w, ring, parts, now, end, warp, lane);
+        griddepcontrol_wait();
+        consume(w, ring, partials, now, end, warp, lane);
     }
 }
 
@@ -217,7 +220,7 @@ struct Term {
     const u16 *u, *b;
     u32 apart, rank; /* multiples of 8 */
 
-    struct Operands { /* 16 ranks of a lane's two rows of B and its row of u: neighbours, so that the order is another */
+    struct Operands { /* 16 ranks of a lane's two rows of B and its row of u: neighbours, in another order */
         uint2 low, high, with;
 
         __device__ __forceinline__ void add_to(float (&sum)[4]) const {
@@ -244,26 +247,26 @@ struct Term {
     }
 };
 
-/* y: `factor` times the sum of each tile's parts, of a product that `blocks` blocks made. A thread has four sums. */
+/* y: `factor` times the sum of each tile's partials, of a product that `blocks` blocks made. A thread has four sums. */
 extern "C" __global__ void __launch_bounds__(256)
-add(const float4 *parts, const u16 *bias, u16 *out, const float *factor, u32 rows, u32 columns, u32 batch, u32 blocks,
-    Term term) {
-    u32 steps = columns / 256, pairs = (rows + ROWS - 1) / ROWS * steps;
-    u32 at = blockIdx.x * 256 + threadIdx.x, tile = at / PART, i = at % PART, lane = i % 32;
+add(const float4 *partials, const u16 *bias, u16 *out, const float *factor, u32 rows, u32 columns, u32 batch,
+    u32 blocks, Term term) {
+    u32 k_tiles = columns / 256, pairs = (rows + ROWS - 1) / ROWS * k_tiles;
+    u32 at = blockIdx.x * 256 + threadIdx.x, tile = at / PARTIAL, i = at % PARTIAL, lane = i % 32;
     u32 row = tile * ROWS + i / (NT * 32) * 16 + lane / 4, m = i / 32 % NT * 8 + lane % 4 * 2;
     u32 u_row = i / 32 % NT * 8 + lane / 4; /* of the term */
-    u32 block = block_of(tile * steps, blocks, pairs), last = block_of(tile * steps + steps - 1, blocks, pairs);
+    u32 block = block_of(tile * k_tiles, blocks, pairs), last = block_of(tile * k_tiles + k_tiles - 1, blocks, pairs);
     float total[4] = {}, scale = factor ? *factor : 1.0f;
-    parts += (u64)tile * PART + i;
+    partials += (u64)tile * PARTIAL + i;
     term.begin(row, rows);
-    begin_after_others();
+    griddepcontrol_wait();
     float more[4] = {};
     Term::Operands first = term.load(0, row, u_row, rows, batch);
     for (; m < batch && block <= last; block += TOGETHER) {
         float4 some[TOGETHER];
 #pragma unroll
         for (u32 k = 0; k < TOGETHER; k++)
-            some[k] = block + k <= last ? parts[(u64)(block + k) * PART] : make_float4(0, 0, 0, 0);
+            some[k] = block + k <= last ? partials[(u64)(block + k) * PARTIAL] : make_float4(0, 0, 0, 0);
 #pragma unroll
         for (u32 k = 0; k < TOGETHER; k++)
             total[0] += some[k].x, total[1] += some[k].y, total[2] += some[k].z, total[3] += some[k].w;

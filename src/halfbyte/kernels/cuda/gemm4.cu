@@ -18,7 +18,7 @@ struct Weight : Table4 {
 
         __device__ __forceinline__ Lane(u32 warp, u32 lane) {
             row = warp * 16 + lane / 4, codes = row * 64 + (lane / 8 % 2 * 32 | lane % 4 * 8), lane4 = lane * 4;
-            keep(row), keep(codes), keep(lane4);
+            opaque(row), opaque(codes), opaque(lane4);
         }
     };
 
@@ -28,31 +28,31 @@ struct Weight : Table4 {
         float second[2], scale[2];
     };
 
-    static constexpr __device__ __forceinline__ u32 place(u32 pair) {
+    static constexpr __device__ __forceinline__ u32 position(u32 pair) {
         return pair / 32 * 32 + pair % 8 * 4 + pair / 8 % 4;
     }
 
     /* The two 32-byte halves of a row change places in every second pair of rows, so that reading 8 bytes of each of 4
-       rows takes every bank once. Rows beyond the last are the last again. Nested scales come with every second step. */
-    __device__ __forceinline__ void fetch(u32 slot, u32 tile, u32 step, u32 part, u32 lane) const {
+       rows takes every bank once. Rows beyond the last are the last again. Nested scales come with every 2nd K tile. */
+    __device__ __forceinline__ void fetch(u32 stage, u32 tile, u32 k_tile, u32 producer, u32 lane) const {
         u32 at = lane / 4, piece = lane % 4, last = rows - 1;
-        const u8 *codes = packed + step * 64 + piece * 16;
-        u32 to = slot + at * 64 + (piece ^ (at & 2)) * 16 + part * 512;
-        keep(codes), keep(to);
+        const u8 *codes = packed + k_tile * 64 + piece * 16;
+        u32 to = stage + at * 64 + (piece ^ (at & 2)) * 16 + producer * 512;
+        opaque(codes), opaque(to);
 #pragma unroll
         for (u32 k = 0; k < ROWS / 8 / PRODUCERS; k++) {
-            u32 row = min(tile + at + (k * PRODUCERS + part) * 8, last);
+            u32 row = min(tile + at + (k * PRODUCERS + producer) * 8, last);
             copy_to<16>(to + k * PRODUCERS * 512, codes + (u64)row * (columns / 2));
         }
-        if (NESTED && step % 2)
+        if (NESTED && k_tile % 2)
             return;
-        to = slot + CODES + (part * 16 + lane % 16) * SCALE + (lane < 16 ? 0 : 4 * ROWS);
+        to = stage + CODES + (producer * 16 + lane % 16) * SCALE + (lane < 16 ? 0 : 4 * ROWS);
         const u8 *scales = lane < 16 ? absmax : (const u8 *)second;
-        keep(scales), keep(to);
+        opaque(scales), opaque(to);
 #pragma unroll
         for (u32 k = 0; k < ROWS / 16 / PRODUCERS; k++) {
-            u32 row = min(tile + lane % 16 + (k * PRODUCERS + part) * 16, last);
-            u32 block = row * (columns / 64) + step / 2 * 4;
+            u32 row = min(tile + lane % 16 + (k * PRODUCERS + producer) * 16, last);
+            u32 block = row * (columns / 64) + k_tile / 2 * 4;
             if (NESTED)
                 copy_to<4>(to + k * PRODUCERS * 64, scales + (lane < 16 ? block : block / 256 * 4));
             else if (lane < 16)
@@ -60,17 +60,18 @@ struct Weight : Table4 {
         }
     }
 
-    __device__ __forceinline__ void make(Quarter &quarter, Kept &kept, u32 slot, u32 step, u32 i, const Lane &at) const {
+    __device__ __forceinline__ void
+    make(Quarter &quarter, Kept &kept, u32 stage, u32 k_tile, u32 i, const Lane &at) const {
 #pragma unroll
         for (int high = 0; high < 2; high++) { /* rows g, then g + 8 */
             u32 word = kept.word[high];
             if (i % 2 == 0) {
-                const u8 *scales = shared + slot + CODES + (at.row + 8 * high) * SCALE;
-                u32 b = step % 2 * 2 + i / 2;
-                uint2 words = *(const uint2 *)(shared + slot + (at.codes ^ i * 16) + high * 512);
+                const u8 *scales = shared + stage + CODES + (at.row + 8 * high) * SCALE;
+                u32 b = k_tile % 2 * 2 + i / 2;
+                uint2 words = *(const uint2 *)(shared + stage + (at.codes ^ i * 16) + high * 512);
                 word = words.x, kept.word[high] = words.y;
                 if (NESTED) {
-                    if (i == 0 && step % 2 == 0) {
+                    if (i == 0 && k_tile % 2 == 0) {
                         kept.four[high] = *(const u32 *)scales;
                         kept.second[high] = *(const float *)(scales + 4 * ROWS);
                     }
@@ -88,7 +89,7 @@ struct Weight : Table4 {
 
 LAYOUT(SHARED<Weight>, 0, sizeof(Weight), sizeof(Term));
 
-extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm4(Weight w, const u16 *x, float4 *parts, u32 batch) {
+extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm4(Weight w, const u16 *x, float4 *partials, u32 batch) {
     w.shift = NESTED ? *w.offset : 0.0f;
-    product(w, x, parts, batch);
+    product(w, x, partials, batch);
 }

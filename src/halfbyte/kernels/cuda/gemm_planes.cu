@@ -1,19 +1,15 @@
 /* Products of up to 64 rows with weights of 4 bits in bit planes (ops.bitplane, ops.hqq), see gemm.cuh; the table is
 planes.cu's. Of 128 columns of a row, a lane has the block of 32 that is lane % 4-th: 16 bytes of codes.
 
-Constants: BITS (4), GROUP (weights that share HQQ's scale and zero; 0: E4M4 scales of blocks), and those of gemm.cuh. */
+Constants: BITS (4), GROUP (weights that share HQQ's scale and zero; 0: E4M4 scales of blocks), and those of
+gemm.cuh. */
 
 #include "planes.cuh"
 #include "gemm.cuh"
 
-struct Planes {
-    const u8 *packed;         /* [N, K/32, 4] words */
-    const u8 *scales, *zeros; /* [N, K/32] E4M4, or [N, K/GROUP] bf16 and fp16 */
-    const float *codebook;    /* [16], not with GROUP */
-    u32 rows, columns;        /* N, K */
-
+struct Weight : Planes {
     static constexpr u32 SHARED_BY = GROUP ? GROUP : 32;
-    /* Of a slot: a row's words of scales, behind which are as many of zeros. */
+    /* Of a stage: a row's words of scales, behind which are as many of zeros. */
     static constexpr u32 WORDS = GROUP == 32 ? 2 : 1, SCALES = GROUP ? 8 * WORDS : 4;
     static constexpr u32 TABLE = 65536, CODES = 64 * ROWS, BYTES = CODES + ROWS * SCALES;
     static constexpr bool SCALED = true;
@@ -22,7 +18,7 @@ struct Planes {
         u32 words[2][4], scale[2], zero[2];
     };
 
-    static constexpr __device__ __forceinline__ u32 place(u32 pair) {
+    static constexpr __device__ __forceinline__ u32 position(u32 pair) {
         return pair % 16 / 8 * 32 + pair % 8 * 4 + pair / 16;
     }
 
@@ -32,30 +28,31 @@ struct Planes {
         __device__ __forceinline__ Lane(u32 warp, u32 lane) {
             row = warp * 16 + lane / 4, codes = row * 64 + lane % 4 * 16, lane4 = lane * 4;
             scales = CODES + row * SCALES + (GROUP == 0 ? lane % 4 : GROUP < 128 ? lane % 4 * 32 / SHARED_BY * 2 : 0);
-            keep(row), keep(codes), keep(scales), keep(lane4);
+            opaque(row), opaque(codes), opaque(scales), opaque(lane4);
         }
     };
 
     /* Rows beyond the last are the last again. */
-    __device__ __forceinline__ void fetch(u32 slot, u32 tile, u32 step, u32 part, u32 lane) const {
-        u32 last = rows - 1, to = slot + (part * 32 + lane) * 16;
-        const u8 *codes = packed + step * 64 + lane % 4 * 16;
-        keep(codes), keep(to);
+    __device__ __forceinline__ void fetch(u32 stage, u32 tile, u32 k_tile, u32 producer, u32 lane) const {
+        u32 last = rows - 1, to = stage + (producer * 32 + lane) * 16;
+        const u8 *codes = packed + k_tile * 64 + lane % 4 * 16;
+        opaque(codes), opaque(to);
 #pragma unroll
         for (u32 k = 0; k < ROWS / 8 / PRODUCERS; k++) {
-            u32 row = min(tile + lane / 4 + (k * PRODUCERS + part) * 8, last);
+            u32 row = min(tile + lane / 4 + (k * PRODUCERS + producer) * 8, last);
             copy_to<16>(to + k * PRODUCERS * 512, codes + (u64)row * (columns / 2));
         }
-        to = slot + CODES + (part * 16 + lane % 16) * SCALES + (GROUP == 0 || lane < 16 ? 0 : 4 * WORDS);
-        keep(to);
+        to = stage + CODES + (producer * 16 + lane % 16) * SCALES + (GROUP == 0 || lane < 16 ? 0 : 4 * WORDS);
+        opaque(to);
 #pragma unroll
         for (u32 k = 0; k < ROWS / 16 / PRODUCERS; k++) {
-            u32 row = min(tile + lane % 16 + (k * PRODUCERS + part) * 16, last), next = to + k * PRODUCERS * 16 * SCALES;
+            u32 row = min(tile + lane % 16 + (k * PRODUCERS + producer) * 16, last);
+            u32 next = to + k * PRODUCERS * 16 * SCALES;
             if constexpr (GROUP == 0) {
                 if (lane < 16)
-                    copy_to<4>(next, scales + (u64)row * (columns / 32) + step * 4);
+                    copy_to<4>(next, scales + (u64)row * (columns / 32) + k_tile * 4);
             } else { /* half the lanes copy scales, half zeros */
-                u64 first = (u64)row * (columns / SHARED_BY) + step * 128 / SHARED_BY;
+                u64 first = (u64)row * (columns / SHARED_BY) + k_tile * 128 / SHARED_BY;
                 const u8 *source = (lane < 16 ? scales : zeros) + (first & ~1ull) * 2;
 #pragma unroll
                 for (u32 word = 0; word < WORDS; word++)
@@ -72,20 +69,23 @@ struct Planes {
         }
     }
 
-    __device__ __forceinline__ void make(Quarter &quarter, Kept &kept, u32 slot, u32 step, u32 i, const Lane &at) const {
+    __device__ __forceinline__ void
+    make(Quarter &quarter, Kept &kept, u32 stage, u32 k_tile, u32 i, const Lane &at) const {
 #pragma unroll
         for (int high = 0; high < 2; high++) { /* rows g, then g + 8 */
             if (i == 0) {
-                uint4 words = *(const uint4 *)(shared + slot + at.codes + high * 512);
+                uint4 words = *(const uint4 *)(shared + stage + at.codes + high * 512);
                 kept.words[high][0] = words.x, kept.words[high][1] = words.y;
                 kept.words[high][2] = words.z, kept.words[high][3] = words.w;
                 exchange_pairs(kept.words[high]);
-                const u8 *scales = shared + slot + at.scales + high * 8 * SCALES;
+                const u8 *scales = shared + stage + at.scales + high * 8 * SCALES;
                 if constexpr (GROUP == 0) {
                     float scale = e4m4(*scales);
                     kept.scale[high] = pair<BF16>(scale, scale);
                 } else {
-                    u32 odd = GROUP == 128 ? step % 2 : GROUP == 256 ? (at.row * (columns / 256) + step / 2) % 2 : 0;
+                    u32 odd = GROUP == 128   ? k_tile % 2
+                              : GROUP == 256 ? (at.row * (columns / 256) + k_tile / 2) % 2
+                                             : 0;
                     float scale = number<true>(*(const u16 *)(scales + odd * 2));
                     float shift = -scale * number<false>(*(const u16 *)(scales + 4 * WORDS + odd * 2));
                     kept.scale[high] = pair<BF16>(scale, scale), kept.zero[high] = pair<BF16>(shift, shift);
@@ -101,8 +101,9 @@ struct Planes {
     }
 };
 
-LAYOUT(SHARED<Planes>, 0, sizeof(Planes), sizeof(Term));
+LAYOUT(SHARED<Weight>, 0, sizeof(Planes), sizeof(Term));
 
-extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm_planes(Planes w, const u16 *x, float4 *parts, u32 batch) {
-    product(w, x, parts, batch);
+extern "C" __global__ void __launch_bounds__(BOUND, 1)
+gemm_planes(Weight w, const u16 *x, float4 *partials, u32 batch) {
+    product(w, x, partials, batch);
 }

@@ -21,7 +21,7 @@ Term = tuple[Tensor, Tensor] | None  # u [M, r], B [N, r]
 
 
 class Blocks(NamedTuple):
-    """Constants of `cuda/product.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+    """Constants of `cuda/split_k.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
 
     rt: int
     wr: int
@@ -29,20 +29,15 @@ class Blocks(NamedTuple):
     stages: int
 
 
-class Table4(ctypes.Structure):
-    """The struct of this name in `cuda/table4.cuh`."""
+class Weight(ctypes.Structure):
+    """The struct of this name in `cuda/weight4.cuh`; those of `cuda/row4.cu` and `cuda/gemm4.cu` are as large."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
+        ("shift", ctypes.c_float * 2),  # the kernel's own
     )
-
-
-class Weight(Table4):
-    """The struct of this name in `cuda/weight4.cuh` and, with one number less, in `cuda/gemm4.cu`."""
-
-    _fields_ = (("shift", ctypes.c_float * 2),)  # the kernel's own
 
 
 def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
@@ -74,7 +69,7 @@ def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_t
 
 
 def mma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
-    """Why kernels of `cuda/product.cuh` do not take these, whatever x's rows; None: they do."""
+    """Why kernels of `cuda/split_k.cuh` do not take these, whatever x's rows; None: they do."""
     if not device_of(x).at_least(HOPPER):  # griddepcontrol
         return NEEDS_HOPPER
     if x.dtype is torch.float32:

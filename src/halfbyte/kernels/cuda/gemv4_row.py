@@ -12,13 +12,13 @@ from ...ops.gemv4 import add_term, linear_blockwise4
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Image, Kernel, cubin, remembered
-from .gemv4 import Nested, Table4, Term, mma_obstacle, weight_of
+from .gemv4 import Nested, Term, Weight, mma_obstacle, weight_of
 
 BATCH, ROWS = 2, 16  # rows of x at most; rows of W in a tile, of which W must have one
 
 
 class Blocks(NamedTuple):
-    """Constants of `row4.cu`: `rt` tiles at a time, `wr` groups of `wk` warps."""
+    """Constants of `cuda/mma_gemv.cuh`: `rt` tiles at a time, `wr` groups of `wk` warps."""
 
     rt: int
     wr: int
@@ -35,7 +35,7 @@ def image(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blo
     """`row4.cu`, compiled."""
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"BATCH": batch, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "SHIFT": (blocksize // 32).bit_length() - 1, "ORIGIN": origin_of(device)}
-    return cubin("row4", device_at(device).capability, constants, [Table4])
+    return cubin("row4", device_at(device).capability, constants, [Weight])
 
 
 @remembered

@@ -13,23 +13,14 @@ from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Kernel, cubin, remembered
 from .gemv4 import BATCH, mma_obstacle
+from .gemv_planes_row import Planes
 
 NEEDS_BF16 = "needs bf16, as fp16 does not hold every scale"
 ROWS = 16  # of W in a tile, of which W must have one
 
 
-class Planes(ctypes.Structure):
-    """The struct of this name in `planes.cu`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("packed", "scales", "zeros", "codebook")),
-        ("rows", ctypes.c_uint32),
-        ("columns", ctypes.c_uint32),
-    )
-
-
 class Blocks(NamedTuple):
-    """Constants of `planes.cu`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
+    """Constants of `cuda/split_k.cuh`: 16 · `rt` rows a tile, `wr` groups of `wk` warps, `stages` of the ring."""
 
     rt: int
     wr: int

@@ -18,17 +18,17 @@ ROWS, COLUMNS = 16, 512  # of a tile; what a warp takes at a time, of which K mu
 
 
 class Planes(ctypes.Structure):
-    """The struct of this name in `row_planes.cu`."""
+    """The struct of this name in `cuda/planes.cuh`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("packed", "scales", "codebook")),
+        *((name, ctypes.c_void_p) for name in ("packed", "scales", "zeros", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
     )
 
 
 class Blocks(NamedTuple):
-    """Constants of `row_planes.cu`: `rt` tiles at a time, `wr` groups of `wk` warps."""
+    """Constants of `cuda/mma_gemv.cuh`: `rt` tiles at a time, `wr` groups of `wk` warps."""
 
     rt: int
     wr: int
@@ -48,7 +48,7 @@ def blocks_for(bits: int, rows: int, multiprocessors: int) -> Blocks:
 @remembered
 def _kernel(blocks: Blocks, device: int, bf16: bool, bits: int) -> Kernel:
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True))
-    constants |= {"BITS": bits, "BF16": int(bf16), "ORIGIN": origin_of(device)}
+    constants |= {"BITS": bits, "BATCH": 1, "BF16": int(bf16), "ORIGIN": origin_of(device)}
     image = cubin("row_planes", device_at(device).capability, constants, [Planes])
     return Kernel(image, "row_planes")
 
@@ -68,7 +68,7 @@ def gemv(
 ) -> Tensor:  # fmt: skip
     x, device, bits = x.contiguous(), x.get_device(), codebook.numel().bit_length() - 1
     blocks = blocks or blocks_for(bits, rows, multiprocessors_of(device))
-    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, codebook)], rows, x.shape[1])
+    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, scales, codebook)], rows, x.shape[1])
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out, factor)]
     with torch.cuda.device(device):

@@ -1,6 +1,6 @@
 /* Products of a tensor's numbers, as warps have them in registers, with few columns or rows: what lora_glu.cu and
-   lora_read.cu share. A warp has 16 rows by 32 columns as four tiles of 16×8; number n of tile j (n, j below 8 and 4) is
-   column 8 (n / 2) + 2 j + n % 2, so that a lane's numbers are eight neighbours in each of two rows.
+lora_read.cu share. A warp has 16 rows by 32 columns as four tiles of 16×8; number n of tile j (n, j below 8 and 4)
+is column 8 (n / 2) + 2 j + n % 2, so that a lane's numbers are eight neighbours in each of two rows.
 
    Constants: BF16 (else fp16), FLOAT8 (0; 1 for E4M3, 2 for E5M2), COLUMNS (factors of those before). */
 
@@ -37,11 +37,11 @@ __device__ __forceinline__ void gather(
     float (&sums)[2][4], const u32 (&tiles)[4][2], const u8 *factor, u32 p, u32 lane) {
     const u32 a[4] = {tiles[2 * p][0], tiles[2 * p][1], tiles[2 * p + 1][0], tiles[2 * p + 1][1]};
     u32 b[4];
-    load_turned(b, factor + p * 512 + turned_place(lane));
+    load_matrices_transposed(b, factor + p * 512 + turned_place(lane));
 #pragma unroll
     for (u32 half = 0; half < 2; half++)
         if (p == 0)
-            multiply_first<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
+            multiply_from_zero<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
         else
             multiply<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void gather(
 /* sums [r, columns] += low-rank rows · tiles 2 p and 2 p + 1, both turned. */
 __device__ __forceinline__ void learn(float (&sums)[4][4], const u8 *rows, const u32 (&tiles)[4][2], u32 p, u32 lane) {
     u32 a[4];
-    load_turned(a, rows + turned_place(lane));
+    load_matrices_transposed(a, rows + turned_place(lane));
 #pragma unroll
     for (u32 j = 2 * p; j < 2 * p + 2; j++)
         multiply<BF16>(sums[j], a, turned(tiles[j][0]), turned(tiles[j][1]));

@@ -2,7 +2,7 @@
 
 A block takes a strip of 32·WARPS columns and walks down a part of the rows, 16 at a time; a warp takes 32 columns of
 them. All blocks have as many steps, so that some go on at the top of the next strip. Every number [M, I] is touched by
-one lane only: it copies its own 16 bytes a row into its own place of the ring, and stores what becomes of them from
+one lane only: it copies its own 16 bytes a row into its own stage_of of the ring, and stores what becomes of them from
 registers. So that a lane's sums are eight neighbours in a row, columns change places within a warp: number n of tile j
 (n, j below 8 and 4; tiles of 8 columns, as mma.m16n8k16 has them) is column 8 (n / 2) + 2 j + n % 2.
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ constexpr u32 begin_of(u32 i) { return i == 0 ? 0 : i
 __device__ __forceinline__ float activate(float g, float &derivative) {
     const float square = g * g, twice = 1.5957691216057308f; /* 2 √(2/π) */
     const float z = SILU ? g : twice * g * (1.0f + 0.044715f * square);
-    const float p = reciprocal(1.0f + power_of_two(z * -1.4426950408889634f)), activated = g * p;
+    const float p = rcp_approx(1.0f + exp2_approx(z * -1.4426950408889634f)), activated = g * p;
     derivative = p + activated * (1.0f - p) * (SILU ? 1.0f : twice * (1.0f + 0.134145f * square));
     return activated;
 }
@@ -101,7 +101,7 @@ struct Columns {
         }
     }
 
-    __device__ __forceinline__ u8 *place(u32 step) const {
+    __device__ __forceinline__ u8 *stage_of(u32 step) const {
         return shared + RING + (step % STAGES * WARPS + warp) * STAGE + lane * 16;
     }
 
@@ -109,7 +109,7 @@ struct Columns {
     __device__ __forceinline__ void fetch(u32 step) const {
         const u32 row = first + 16 * step;
         if (row < end) {
-            u8 *to = place(step);
+            u8 *to = stage_of(step);
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
                 const u32 at = row + 8 * half + lane / 4;
@@ -201,8 +201,8 @@ struct Columns {
 __device__ __forceinline__ void complete(float (&sums)[2][4], const u32 (&x)[4], const u8 *factor, u32 p, u32 lane) {
     u32 b[4];
     load_matrices(b, factor + p * 512 + lane * 16);
-    multiply_first<BF16>(sums[0], x, b[0], b[1]);
-    multiply_first<BF16>(sums[1], x, b[2], b[3]);
+    multiply_from_zero<BF16>(sums[0], x, b[0], b[1]);
+    multiply_from_zero<BF16>(sums[1], x, b[2], b[3]);
 }
 
 /* Numbers of a step: [tile][half of rows], those of columns 2 j and 2 j + 1 of this lane's eight. */
@@ -255,7 +255,7 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
         uint4 raw[TENSORS][2];
 #pragma unroll
         for (u32 i = 0; i < 2 * TENSORS; i++)
-            raw[i / 2][i % 2] = *(const uint4 *)(columns.place(step) + i * 512);
+            raw[i / 2][i % 2] = *(const uint4 *)(columns.stage_of(step) + i * 512);
         columns.fetch(step + STAGES);
         if (step)
             columns.put(step - 1);
@@ -302,7 +302,7 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
 }
 
 extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
-    begin_after_others();
+    griddepcontrol_wait();
     const u32 steps = (unit.rows + 15) / 16, end = min(steps * unit.strips, (blockIdx.x + 1) * unit.share);
     float amax = 0;
     for (u32 at = blockIdx.x * unit.share; at < end;) {
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) 
 /* Add up what strips left of v or u_d, a thread a lane's four numbers; then what parts left of dB and dA, four a
    thread. */
 extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
-    begin_after_others();
+    griddepcontrol_wait();
     const u32 steps = (unit.rows + 15) / 16;
     const u64 count = (u64)steps * SUMS * 32, thread = (u64)blockIdx.x * 256 + threadIdx.x;
     if (thread < count) {

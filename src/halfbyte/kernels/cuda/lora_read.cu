@@ -5,12 +5,14 @@ them, ops/lora_read.py: for ranks of 8 and 16.
     dBᵀ   [r, columns] = s · low-rank rows [r, rows] · x, turned in registers (movmatrix)
     codes              = x in FP8
 
-Blocks, strips, steps and the ring are those of lora_glu.cu: a block takes a strip of 32·WARPS columns of one tensor and
-walks down a part of the rows, 16 at a time; dB stays in registers down the part; v is added over a block's warps in
-shared memory, in order, while the next step is under way; what strips and parts leave, `finish` adds, in order.
+Blocks, strips, steps and the ring are those of lora_glu.cu: a block takes a strip of 32·WARPS columns of one tensor
+and walks down a part of the rows, 16 at a time; dB stays in registers down the part; v is added over a block's
+warps in shared memory, in order, while the next step is under way; what strips and parts leave, `finish` adds, in
+order.
 
-Constants: WARPS, BLOCKS (of a multiprocessor), STAGES (of the ring), BF16 (else fp16), LEARN (1: dB is wanted), TURNED
-(1: factors are [r, width]), FLOAT8 (0; 1 for E4M3, 2 for E5M2: what the codes are), COLUMNS (factors of those before). */
+Constants: WARPS, BLOCKS (of a multiprocessor), STAGES (of the ring), BF16 (else fp16), LEARN (1: dB is wanted),
+TURNED (1: factors are [r, width]), FLOAT8 (0; 1 for E4M3, 2 for E5M2: what the codes are), COLUMNS (factors of
+those before). */
 
 #include "warp.cuh"
 #include "matrix.cuh"
@@ -90,7 +92,7 @@ struct Columns {
                 mine < part.width ? read.columns[part.first_column + mine] : 0;
     }
 
-    __device__ __forceinline__ u8 *place(u32 step) const {
+    __device__ __forceinline__ u8 *stage_of(u32 step) const {
         return shared + RING + (step % STAGES * WARPS + warp) * 1024 + lane * 16;
     }
 
@@ -102,7 +104,7 @@ struct Columns {
             for (u32 half = 0; half < 2; half++) {
                 const u32 at = row + 8 * half + lane / 4;
                 const bool there = inside && at < end;
-                copy<16>(place(step) + half * 512, part.x + (there ? (u64)at * part.stride + column : 0), there);
+                copy<16>(stage_of(step) + half * 512, part.x + (there ? (u64)at * part.stride + column : 0), there);
             }
             if (LEARN && warp == 0) { /* half of r, half of rows, row */
                 const u32 half = lane / 16, at = row + lane % 16;
@@ -178,7 +180,7 @@ __device__ __forceinline__ void walk(const Read &read, u32 strip, u32 before, u3
         u32 tiles[4][2];
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
-            const uint4 eight = *(const uint4 *)(columns.place(step) + half * 512);
+            const uint4 eight = *(const uint4 *)(columns.stage_of(step) + half * 512);
             tiles[0][half] = eight.x, tiles[1][half] = eight.y, tiles[2][half] = eight.z, tiles[3][half] = eight.w;
         }
         columns.fetch(step + STAGES);
@@ -203,7 +205,7 @@ __device__ __forceinline__ void walk(const Read &read, u32 strip, u32 before, u3
 }
 
 extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_read(Read read) {
-    begin_after_others();
+    griddepcontrol_wait();
     const u32 steps = steps_of(read), end = min(steps * read.strips, (blockIdx.x + 1) * read.share);
     float amax = 0;
     for (u32 at = blockIdx.x * read.share; at < end;) {
@@ -218,11 +220,12 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_read(Read read)
 /* Add up what strips left of v, a thread a lane's four numbers of a part; then what parts of the rows left of dB, four
    numbers of a column's r a thread. */
 extern "C" __global__ void __launch_bounds__(256) finish(Read read) {
-    begin_after_others();
+    griddepcontrol_wait();
     const u32 steps = steps_of(read), count = steps * 64;
     const u64 thread = (u64)blockIdx.x * 256 + threadIdx.x;
     if (thread < 3 * count) {
-        const u32 at = thread % count, lane = at % 32, r = at / 32 % 2 * 8 + lane % 4 * 2, row = at / 64 * 16 + lane / 4;
+        const u32 at = thread % count, lane = at % 32, r = at / 32 % 2 * 8 + lane % 4 * 2;
+        const u32 row = at / 64 * 16 + lane / 4;
         const u32 p = thread / count;
         const Part &part = read.parts[p];
         if (r >= part.rank)

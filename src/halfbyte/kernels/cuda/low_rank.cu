@@ -1,7 +1,7 @@
-/* u = x Aᵀ for up to 64 rows of x and an adapter's few rows of A: little work, so that what counts is how long it takes to
-fetch it. A cluster of SPLIT blocks has 16 rows of A and 16 of x, each of its warps every SPLIT·WARPS-th piece of 32
-columns. Sums are added up in a block, then put to the block of the cluster whose share of u they are, and added in a
-fixed order.
+/* u = x Aᵀ for up to 64 rows of x and an adapter's few rows of A: little work, so that what counts is how long it
+takes to fetch it. A cluster of SPLIT blocks has 16 rows of A and 16 of x, each of its warps every SPLIT·WARPS-th
+piece of 32 columns. Sums are added up in a block, then put to the block of the cluster whose share of u they are,
+and added in a fixed order.
 
 A is mma's left operand, and K is taken in another order: a lane's eight columns are the operands of two products.
 
@@ -20,13 +20,13 @@ low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 c
     u32 tile = blockIdx.x / SPLIT % tiles * 16, begin = blockIdx.x / SPLIT / tiles * 8 * NT; /* rows of A, of x */
     float *sums = (float *)shared, *shares = sums + WARPS * VALUES; /* [WARPS, VALUES], [SPLIT, SHARE] */
     const u16 *rows = a + (u64)(tile + g) * columns + t * 8, *of_x[NT];
-    cluster_arrives();
+    cluster_arrive();
     for (u32 c = first; t == 0 && c < columns; c += 32 * SPLIT * WARPS)
         prefetch(rows + c), prefetch(rows + 8 * (u64)columns + c);
 #pragma unroll
     for (u32 n = 0; n < NT; n++) /* rows beyond the batch are the last again; their sums are not read */
         of_x[n] = x + (u64)min(begin + 8 * n + g, batch - 1) * columns + t * 8;
-    begin_after_others();
+    griddepcontrol_wait();
 
     float sum[NT][4] = {};
 #pragma unroll 4
@@ -49,7 +49,7 @@ low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 c
         for (u32 i = 0; i < 4; i++)
             sums[warp * VALUES + (8 * n + 2 * t + i % 2) * 16 + i / 2 * 8 + g] = sum[n][i];
     __syncthreads();
-    cluster_waits(SPLIT); /* all blocks are there */
+    cluster_wait(SPLIT); /* all blocks are there */
     for (u32 v = threadIdx.x; v < VALUES; v += THREADS) {
         float total = 0;
 #pragma unroll
@@ -57,8 +57,8 @@ low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 c
             total += sums[w * VALUES + v];
         put_in_cluster(shares + block * SHARE + v % SHARE, v / SHARE, total, SPLIT);
     }
-    cluster_arrives();
-    cluster_waits(SPLIT);
+    cluster_arrive();
+    cluster_wait(SPLIT);
     for (u32 at = threadIdx.x; at < SHARE; at += THREADS) {
         u32 v = block * SHARE + at, m = begin + v / 16, r = tile + v % 16;
         float total = 0;

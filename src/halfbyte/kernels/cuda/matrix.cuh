@@ -10,7 +10,7 @@ __device__ __forceinline__ void load_matrices(u32 (&m)[4], const u8 *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address(row)) : "memory");
 }
-__device__ __forceinline__ void load_turned(u32 (&m)[4], const u8 *row) {
+__device__ __forceinline__ void load_matrices_transposed(u32 (&m)[4], const u8 *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address(row)) : "memory");
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ u32 turned(u32 matrix) {
 
 /* d = a b, as multiply() adds it. */
 template <bool BFLOAT>
-__device__ __forceinline__ void multiply_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+__device__ __forceinline__ void multiply_from_zero(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (BFLOAT)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
             "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
@@ -37,12 +37,12 @@ __device__ __forceinline__ void multiply_first(float (&d)[4], const u32 (&a)[4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-__device__ __forceinline__ float power_of_two(float x) {
+__device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float reciprocal(float x) {
+__device__ __forceinline__ float rcp_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;

@@ -1,24 +1,17 @@
-/* The product of one row of x with NF4 or FP4 weights, which costs fewer instructions than that of several.
-
-A row of x would fill one column of eight of mma's right operand. Here the columns are the eight parts of 32 weights that a
-row of W has in a step: column n has x's part n, and zeros elsewhere along K. So each part has a sum of its own, and a
-block's scale, of two parts, is one FMA.
-
-With g = lane / 4 and t = lane % 4, a lane decodes of its rows of W block t, parts 2t and 2t + 1, and holds of x the part g if
-it is one of these, else zeros. Products with parts 2t go to one set of sums and those with parts 2t + 1 to another, so that
-one right operand serves both: columns of the other's parts mean nothing. */
+/* The scheme of mma_gemv.cuh for one row of x and NF4 or FP4 weights, where x is in shared memory and a ring has
+stages as weight4.cuh lays them out: a lane's two K slices are one block, whose scale is one FMA. */
 
 #pragma once
 
 #include "weight4.cuh"
 
-/* Where a row's 16-byte pieces lie in a slot: what lanes that are served together read is in every bank once. */
-__device__ __forceinline__ u32 piece_of_row(u32 row, u32 piece) { return piece ^ row & 1; }
+/* Where a row's 16-byte pieces lie in a stage: what lanes that are served together read is in every bank once. */
+__device__ __forceinline__ u32 swizzle_of_row(u32 row, u32 piece) { return piece ^ row & 1; }
 
 struct RowOfX {
     alignas(16) u32 pairs[16] = {}; /* 32 values */
 
-    /* This lane's part of a step. `x` is in shared memory. */
+    /* This lane's part of a K tile. `x` is in shared memory. */
     __device__ __forceinline__ void load(const u16 *x, u32 lane) {
         if (lane / 8 == lane % 4)
 #pragma unroll
@@ -27,8 +20,8 @@ struct RowOfX {
     }
 };
 
-/* Add a step's products to a lane's sums of its block, [RT][0][0] for rows g and [RT][0][2] for rows g + 8. */
-__device__ __forceinline__ void add_row(const Weight &w, Sums &sum, const u8 *slot, const RowOfX &x, u32 lane) {
+/* Add a K tile's products to a lane's sums of its block, [RT][0][0] for rows g and [RT][0][2] for rows g + 8. */
+__device__ __forceinline__ void add_row(const Weight &w, Sums &sum, const u8 *stage, const RowOfX &x, u32 lane) {
     u32 g = lane / 4, t = lane % 4, lane4 = lane * 4;
     u32 words[RT][2][8];
     float scale[RT][2], parts[RT][2][4] = {};
@@ -39,8 +32,9 @@ __device__ __forceinline__ void add_row(const Weight &w, Sums &sum, const u8 *sl
             u32 row = 16 * r + 8 * half + g;
 #pragma unroll
             for (int u = 0; u < 2; u++)
-                *(uint4 *)(words[r][half] + 4 * u) = *(const uint4 *)(slot + row * 128 + piece_of_row(g, 2 * t + u) * 16);
-            scale[r][half] = w.scale_of_block(slot, row, t, lane4, w.shift[half]);
+                *(uint4 *)(words[r][half] + 4 * u) =
+                    *(const uint4 *)(stage + row * 128 + swizzle_of_row(g, 2 * t + u) * 16);
+            scale[r][half] = w.scale_of_block(stage, row, t, lane4, w.shift[half]);
         }
 #pragma unroll
     for (int j = 0; j < 8; j++) /* four columns of each part */

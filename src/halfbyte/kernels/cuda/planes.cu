@@ -1,116 +1,37 @@
-/* y = x Wᵀ + b for up to 16 rows of x and weights in bit planes (ops.bitplane, ops.hqq), on tensor cores.
+/* Products of up to 16 rows with weights in bit planes (ops.bitplane, ops.hqq), see split_k.cuh.
 
-A code becomes a number by a table in shared memory. A step is 256 columns of 16·RT rows of W. With mma.m16n8k16, W on
-the left, g = lane / 4 and t = lane % 4, a lane has rows g and g + 8 of W and, of 128 columns, the block of 32 that is
-t-th: BITS words of a row. The order of K may be any, so the words are only exchanged until a byte has the bits of
-columns that are neighbours (of 4 columns at 2 bits, else of 2), and x comes as it lies in memory. The table's index
-is that byte as it is, and an entry is those columns' numbers in x's dtype: operands as they stand. Each lane has an
-entry of its own, so that lanes never wait for each other; at 2 bits, where an entry is 8 bytes, and at 5, for 1024
+A code becomes a number by a table in shared memory. A lane has of 128 columns the block of 32 that is lane % 4-th:
+BITS words of a row. The order of K may be any, so the words are only exchanged until a byte has the bits of columns
+that are neighbours (of 4 columns at 2 bits, else of 2), and x comes as it lies in memory. The table's index is that
+byte as it is, and an entry is those columns' numbers in x's dtype: operands as they stand. Each lane has an entry
+of its own, so that lanes never wait for each other; at 2 bits, where an entry is 8 bytes, and at 5, for 1024
 entries of 4, two lanes share.
 
-A block is WR groups of WK warps with the table in common. A group has a tile of 16·RT rows at a time, and its warps
-take turns over the steps; their sums are added in a fixed order. Each warp's copies run ahead, in a ring of STAGES
-slots of its own, past the end of a tile too. x comes half a step ahead. All that is read before begin_after_others()
-are weights.
+x comes half a K tile ahead.
 
 Constants: BITS (2, 3, 4, 5 with E4M4 scales a block; 2, 3, 4, 8 with GROUP), GROUP (weights that share HQQ's scale
-and zero; 0: E4M4), RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16), ORIGIN (where a block's shared memory begins). */
+and zero; 0: E4M4), ORIGIN (where a block's shared memory begins), and those of split_k.cuh. */
 
 #include "planes.cuh"
+#include "split_k.cuh"
 
-constexpr u32 ROWS = 16 * RT, WARPS = WR * WK, THREADS = 32 * WARPS, PIECES = 2 * BITS;
+constexpr u32 PIECES = 2 * BITS; /* copies of 16 bytes of a row's K tile */
 constexpr int AHEAD = 3; /* look-ups that are on their way */
-/* Of a slot: bytes from row to row, and more after 4 rows; pairs of bytes copied for a row's scales; bytes of its scales and,
-behind them, zeros. */
+/* Of a stage: bytes from row to row, and more after 4 rows; pairs of bytes copied for a row's scales; bytes of its
+scales and, behind them, zeros. */
 constexpr u32 ROW = BITS == 8 ? 272 : 32 * BITS, SKEW = BITS % 2 ? 16 : 0;
 constexpr u32 HALVES = GROUP == 0 ? 4 : GROUP == 32 ? 8 : GROUP == 64 ? 4 : 2;
 constexpr u32 SCALES = HALVES * (GROUP ? 4 : 2);
-constexpr u32 CODES = ROWS * ROW + ROWS / 4 * SKEW, SLOT = CODES + ROWS * SCALES, RING = STAGES * SLOT;
+constexpr u32 CODES = ROWS * ROW + ROWS / 4 * SKEW, STAGE = CODES + ROWS * SCALES, RING = STAGES * STAGE;
 /* Bytes of the table, and what divides its address: an index is a byte of an address, which one PRMT puts together. */
 constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, ALIGN = 65536;
 
-struct Planes {
-    const u8 *packed;          /* [N, K/32, BITS] words */
-    const u8 *scales, *zeros;  /* [N, K/32] E4M4, or [N, K/GROUP] bf16 and fp16 */
-    const float *codebook;     /* [2^BITS], not with GROUP */
-    u32 rows, columns;         /* N, K */
-};
-
 /* The table lies where its address divides by ALIGN, as many rings as fit before it, the others and sums behind. */
 constexpr u32 FRONT = (ALIGN - ORIGIN % ALIGN) % ALIGN, BEFORE = FRONT / RING < WARPS ? FRONT / RING : WARPS;
-constexpr u32 SUMS = FRONT + TABLE + (WARPS - BEFORE) * RING;
-LAYOUT(SUMS, 2 * WARPS * ROWS * 4, sizeof(Planes));
-
-typedef float Sums[RT][NT][4];
-
-/* The last tile begins early enough to be whole: rows that two tiles have come out alike. */
-__device__ __forceinline__ u32 first_row(const Planes &w, u32 tile) {
-    return tile * ROWS + ROWS <= w.rows ? tile * ROWS : w.rows - ROWS;
-}
-
-/* Where byte `at` of a row lies in a slot: a block of each of 8 rows is in every bank once (at 8 bits twice). */
-__device__ __forceinline__ u32 place(u32 row, u32 at) {
+/* Where byte `at` of a row lies in a stage: a block of each of 8 rows is in every bank once (at 8 bits twice). */
+__device__ __forceinline__ u32 swizzle(u32 row, u32 at) {
     return row * ROW + row / 4 * SKEW + (BITS == 2 ? at ^ (row & 2) << 4 : BITS == 4 ? at ^ (row & 1) << 6 : at);
 }
-
-/* Where a warp copies from: step after step of the tiles that are its group's. */
-struct Source {
-    const Planes &w;
-    const u8 *codes, *scales; /* of the next step, the warp's and this lane's */
-    u32 tile, step, row, lane;
-    u32 from[BITS * RT], to[BITS * RT]; /* a lane's pieces; if BITS is even, they follow from the first */
-
-    __device__ __forceinline__ Source(const Planes &w, u32 tile, u32 step, u32 lane)
-        : w(w), tile(tile), step(step), lane(lane) {
-#pragma unroll
-        for (u32 i = 0; i < (BITS % 2 ? BITS * RT : 1); i++) {
-            u32 piece = lane + 32 * i, r = piece / PIECES, at = piece % PIECES * 16;
-            from[i] = r * (w.columns / 8 * BITS) + at, to[i] = place(r, at);
-            keep(from[i]), keep(to[i]);
-        }
-        seek();
-    }
-
-    __device__ __forceinline__ void seek() {
-        row = first_row(w, tile);
-        codes = w.packed + (u64)row * (w.columns / 8 * BITS) + step * (32 * BITS);
-        u64 at = (u64)row * (w.columns / 32) + step * 8;
-        scales = w.scales + at + lane / 2 * (w.columns / 32) + lane % 2 * 4;
-    }
-
-    /* Begin to copy the next step to a slot. */
-    __device__ __forceinline__ void fetch(u8 *slot) {
-        constexpr u32 APART = 32 / PIECES; /* rows from piece to piece of a lane */
-#pragma unroll
-        for (u32 i = 0; i < BITS * RT; i++)
-            if (BITS % 2)
-                copy<16>(slot + to[i], codes + from[i], true);
-            else
-                copy<16>(slot + to[0] + i * APART * ROW, codes + from[0] + i * APART * (w.columns / 8 * BITS), true);
-        u8 *tail = slot + CODES;
-        if constexpr (GROUP == 0) {
-#pragma unroll
-            for (u32 i = 0; i < RT; i++)
-                copy<4>(tail + i * 128 + lane * 4, scales + 16 * i * (w.columns / 32), true);
-        } else {
-            constexpr u32 WORDS = HALVES / 2;
-            for (u32 i = lane; i < ROWS * WORDS; i += 32) {
-                u64 first = (u64)(row + i / WORDS) * (w.columns / GROUP) + step * 256 / GROUP;
-                u64 at = (first & ~1ull) * 2 + i % WORDS * 4;
-                copy<4>(tail + i / WORDS * SCALES + i % WORDS * 4, w.scales + at, true);
-                copy<4>(tail + i / WORDS * SCALES + HALVES * 2 + i % WORDS * 4, w.zeros + at, true);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void next(u32 first, u32 steps, u32 stride) {
-        step += WK, codes += WK * 32 * BITS, scales += WK * 8;
-        if (step >= steps) {
-            step = first, tile += stride;
-            seek();
-        }
-    }
-};
 
 /* Numbers of an entry's columns 2i and 2i + 1. */
 template <int COUNT> __device__ __forceinline__ u32 entry(const float *codebook, u32 index, int i) {
@@ -130,12 +51,12 @@ __device__ __forceinline__ void build(u8 *table, const float *codebook) {
     }
 }
 
-/* The entry of byte i of `word`. `place` is the lane's address in the first entry; at 5 bits the table's, and byte i of
-`fifth` has this pair's two bits of the fifth plane, and below them the lane's place. */
-template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, int i, u32 place) {
+/* The entry of byte i of `word`. `entry` is the lane's address in the first entry; at 5 bits the table's, and byte i of
+`fifth` has this pair's two bits of the fifth plane, and below them the lane's entry. */
+template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, int i, u32 entry) {
     if (BITS == 5)
-        return from_shared<T>(__byte_perm(fifth, word, 0x40 + i * 0x11) & 0xffff | place);
-    return from_shared<T>(__byte_perm(word, place, 0x7604 | i << 4));
+        return from_shared<T>(__byte_perm(fifth, word, 0x40 + i * 0x11) & 0xffff | entry);
+    return from_shared<T>(__byte_perm(word, entry, 0x7604 | i << 4));
 }
 
 /* A lane's 32 weights of one row. */
@@ -143,9 +64,9 @@ struct Block {
     u32 low[4], high[4]; /* planes 0 to 3; planes 4 to 7, or what look_up wants of the fifth for low[r] */
     u32 scale, zero;     /* pairs of one number in x's dtype: zero · scale */
 
-    __device__ __forceinline__ void load(const u8 *slot, u32 row, u32 u, u32 lane, u32 odd) {
+    __device__ __forceinline__ void load(const u8 *stage, u32 row, u32 u, u32 lane, u32 odd) {
         u32 b = 4 * u + lane % 4, word[BITS];
-        const u8 *from = slot + place(row, b * 4 * BITS), *tail = slot + CODES + row * SCALES;
+        const u8 *from = stage + swizzle(row, b * 4 * BITS), *tail = stage + CODES + row * SCALES;
 #pragma unroll
         for (int i = 0; i < BITS; i += BITS % 4 == 0 ? 4 : BITS == 2 ? 2 : 1)
             if (BITS % 4 == 0)
@@ -180,18 +101,18 @@ struct Block {
     }
 
     /* Columns 8j + 4h and on. */
-    __device__ __forceinline__ uint2 decode(int j, int h, u32 place) const {
+    __device__ __forceinline__ uint2 decode(int j, int h, u32 entry) const {
         uint2 found;
         if (BITS == 2)
-            found = look_up<uint2>(low[h], 0, j, place);
+            found = look_up<uint2>(low[h], 0, j, entry);
         else {
-            found.x = look_up<u32>(low[2 * h], high[2 * h], j, place);
-            found.y = look_up<u32>(low[2 * h + 1], high[2 * h + 1], j, place);
+            found.x = look_up<u32>(low[2 * h], high[2 * h], j, entry);
+            found.y = look_up<u32>(low[2 * h + 1], high[2 * h + 1], j, entry);
         }
         if (BITS == 8) {
             const u32 sixteen = pair<BF16>(16, 16);
-            found.x = fused<BF16>(look_up<u32>(high[2 * h], 0, j, place), sixteen, found.x);
-            found.y = fused<BF16>(look_up<u32>(high[2 * h + 1], 0, j, place), sixteen, found.y);
+            found.x = fused<BF16>(look_up<u32>(high[2 * h], 0, j, entry), sixteen, found.x);
+            found.y = fused<BF16>(look_up<u32>(high[2 * h + 1], 0, j, entry), sixteen, found.y);
         }
         return found;
     }
@@ -217,119 +138,150 @@ struct Inputs {
     }
 };
 
-/* Add the products of half a step, u, to `sum`, of which every second one has a part. */
-__device__ __forceinline__ void
-compute(Sums (&sum)[2], const u8 *slot, const Inputs &x, u32 u, u32 columns, u32 lane, u32 place, u32 odd) {
-#pragma unroll
-    for (int r = 0; r < RT; r++) {
-        Block block[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 row = 16 * r + lane / 4 + 8 * half;
-            block[half].load(slot, row, u, lane, odd & 1 ^ row & columns / 256 & 1);
-        }
-        uint2 found[8][2];
-        auto look_up = [&](int i) {
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                found[i][half] = block[half].decode(i / 2, i % 2, place);
-        };
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-            look_up(i);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            if (i + AHEAD < 8)
-                look_up(i + AHEAD);
-            const Block &low = block[0], &high = block[1];
-            const uint2 &first = found[i][0], &second = found[i][1];
-            u32 a[4] = {low.scaled(first.x), high.scaled(second.x), low.scaled(first.y), high.scaled(second.y)};
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const uint4 &b = x.v[n][i / 2];
-                multiply<BF16>(sum[i % 2][r][n], a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
-            }
-        }
-    }
-}
+struct Weight : Planes {
+    typedef Sums Total[2]; /* every second product's */
+    const float *from;     /* the factor of all scales */
+    float scale;
 
-/* Put a group's sums [warp, row of x, row of the tile] in shared memory, then y: `factor` times their sum. */
-__device__ __forceinline__ void finish(
-    const Sums (&sum)[2], float *sums, u16 *out, const u16 *bias, float factor, u32 row, u32 rows, u32 batch, u32 warp,
-    u32 lane) {
-    u32 group = warp / WK, part = warp % WK;
-#pragma unroll
-    for (int r = 0; r < RT; r++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 m = 8 * n + lane % 4 * 2 + i % 2;
-                if (m < batch)
-                    sums[(part * batch + m) * ROWS + 16 * r + i / 2 * 8 + lane / 4] = sum[0][r][n][i] + sum[1][r][n][i];
-            }
-    group_arrives<32 * WK>(group);
-    for (u32 i = part * 32 + lane; i < batch * ROWS; i += 32 * WK) {
-        u32 n = row + i % ROWS;
-        float total = 0;
-#pragma unroll
-        for (u32 k = 0; k < WK; k++)
-            total += sums[k * batch * ROWS + i];
-        total = total * factor + (bias ? number<BF16>(bias[n]) : 0.0f);
-        out[(u64)(i / ROWS) * rows + n] = (u16)pair<BF16>(total, 0.0f);
+    static constexpr u32 STAGE = ::STAGE, SUMS = FRONT + TABLE + (WARPS - BEFORE) * RING;
+
+    static __device__ __forceinline__ u32 ring(u32 warp) {
+        u32 begin = warp < BEFORE ? warp * RING : FRONT + TABLE + (warp - BEFORE) * RING;
+        opaque(begin);
+        return begin;
     }
-}
+    /* The last tile begins early enough to be whole: rows that two tiles have come out alike. */
+    __device__ __forceinline__ u32 first_row(u32 tile) const {
+        return tile * ROWS + ROWS <= rows ? tile * ROWS : rows - ROWS;
+    }
+    __device__ __forceinline__ void build() {
+        ::build(shared + FRONT, codebook);
+        scale = GROUP ? 1.0f : *from;
+    }
+    __device__ __forceinline__ float factor() const { return scale; }
+
+    /* Where a warp copies from: K tile after K tile of the tiles that are its group's. */
+    struct Source {
+        const Weight &w;
+        const u8 *codes, *scales; /* of the next K tile, the warp's and this lane's */
+        u32 tile, k_tile, row, lane;
+        u32 from[BITS * RT], to[BITS * RT]; /* a lane's pieces; if BITS is even, they follow from the first */
+
+        __device__ __forceinline__ Source(const Weight &w, u32 tile, u32 k_tile, u32 lane)
+            : w(w), tile(tile), k_tile(k_tile), lane(lane) {
+#pragma unroll
+            for (u32 i = 0; i < (BITS % 2 ? BITS * RT : 1); i++) {
+                u32 piece = lane + 32 * i, r = piece / PIECES, at = piece % PIECES * 16;
+                from[i] = r * (w.columns / 8 * BITS) + at, to[i] = swizzle(r, at);
+                opaque(from[i]), opaque(to[i]);
+            }
+            seek();
+        }
+
+        __device__ __forceinline__ void seek() {
+            row = w.first_row(tile);
+            codes = w.packed + (u64)row * (w.columns / 8 * BITS) + k_tile * (32 * BITS);
+            u64 at = (u64)row * (w.columns / 32) + k_tile * 8;
+            scales = w.scales + at + lane / 2 * (w.columns / 32) + lane % 2 * 4;
+        }
+
+        /* Begin to copy the next K tile to a stage. */
+        __device__ __forceinline__ void fetch(u8 *stage) {
+            constexpr u32 APART = 32 / PIECES; /* rows from piece to piece of a lane */
+#pragma unroll
+            for (u32 i = 0; i < BITS * RT; i++)
+                if (BITS % 2)
+                    copy<16>(stage + to[i], codes + from[i], true);
+                else
+                    copy<16>(
+                        stage + to[0] + i * APART * ROW, codes + from[0] + i * APART * (w.columns / 8 * BITS), true);
+            u8 *tail = stage + CODES;
+            if constexpr (GROUP == 0) {
+#pragma unroll
+                for (u32 i = 0; i < RT; i++)
+                    copy<4>(tail + i * 128 + lane * 4, scales + 16 * i * (w.columns / 32), true);
+            } else {
+                constexpr u32 WORDS = HALVES / 2;
+                for (u32 i = lane; i < ROWS * WORDS; i += 32) {
+                    u64 first = (u64)(row + i / WORDS) * (w.columns / GROUP) + k_tile * 256 / GROUP;
+                    u64 at = (first & ~1ull) * 2 + i % WORDS * 4;
+                    copy<4>(tail + i / WORDS * SCALES + i % WORDS * 4, w.scales + at, true);
+                    copy<4>(tail + i / WORDS * SCALES + HALVES * 2 + i % WORDS * 4, w.zeros + at, true);
+                }
+            }
+        }
+
+        __device__ __forceinline__ void next(u32 first, u32 k_tiles, u32 stride) {
+            k_tile += WK, codes += WK * 32 * BITS, scales += WK * 8;
+            if (k_tile >= k_tiles) {
+                k_tile = first, tile += stride;
+                seek();
+            }
+        }
+    };
+
+    struct Operands {
+        const Weight &w;
+        const u16 *x;
+        u32 batch, lane, entry;
+        Inputs now, later; /* of the half K tile that is multiplied, and on their way for the one after */
+
+        __device__ __forceinline__ Operands(const Weight &w, const u16 *from, u32 batch, u32 lane, u32 k_tile)
+            : w(w), x(from + (u64)(lane / 4) * w.columns + lane % 4 * 32), batch(batch), lane(lane) {
+            entry = ORIGIN + FRONT + (BITS == 5 ? 0 : BITS == 2 ? lane % 16 * 8 : lane * 4);
+            now.load(x + k_tile * 256, w.columns, batch, lane);
+        }
+
+        /* Add the products of half a K tile, u, to `sum`, of which every second one has a part. */
+        __device__ __forceinline__ void compute(Total &sum, const u8 *stage, const Inputs &x, u32 u, u32 odd) const {
+#pragma unroll
+            for (int r = 0; r < RT; r++) {
+                Block block[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    u32 row = 16 * r + lane / 4 + 8 * half;
+                    block[half].load(stage, row, u, lane, odd & 1 ^ row & w.columns / 256 & 1);
+                }
+                uint2 found[8][2];
+                auto look_up = [&](int i) {
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        found[i][half] = block[half].decode(i / 2, i % 2, entry);
+                };
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++)
+                    look_up(i);
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    if (i + AHEAD < 8)
+                        look_up(i + AHEAD);
+                    const Block &low = block[0], &high = block[1];
+                    const uint2 &first = found[i][0], &second = found[i][1];
+                    u32 a[4] = {low.scaled(first.x), high.scaled(second.x), low.scaled(first.y), high.scaled(second.y)};
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        const uint4 &b = x.v[n][i / 2];
+                        multiply<BF16>(sum[i % 2][r][n], a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
+                    }
+                }
+            }
+        }
+
+        __device__ __forceinline__ void accumulate(Total &sum, const u8 *stage, u32 row, u32 k_tile, u32 next) {
+            u32 odd = (row & w.columns / 256) + k_tile;
+            later.load(x + k_tile * 256 + 128, w.columns, batch, lane);
+            compute(sum, stage, now, 0, odd);
+            next *= 256;
+            opaque(next);
+            now.load(x + next, w.columns, batch, lane);
+            compute(sum, stage, later, 1, odd);
+        }
+    };
+};
+
+LAYOUT(Weight::SUMS, SUMS_OF_ROW, sizeof(Planes));
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor, u32 batch) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
-    u32 tiles = (w.rows + ROWS - 1) / ROWS, steps = w.columns / 256;
-    u32 first_tile = group * gridDim.x + blockIdx.x, stride = gridDim.x * WR;
-    u32 ring = warp < BEFORE ? warp * RING : FRONT + TABLE + (warp - BEFORE) * RING;
-    keep(ring);
-    float *sums = (float *)(shared + SUMS) + group * 2 * WK * batch * ROWS;
-    u32 place = ORIGIN + FRONT + (BITS == 5 ? 0 : BITS == 2 ? lane % 16 * 8 : lane * 4);
-
-    Source source(w, first < steps ? first_tile : tiles, first, lane);
-    u32 filled = 0;
-    auto fetch_next = [&] {
-        if (source.tile < tiles) {
-            source.fetch(shared + ring + filled * SLOT);
-            source.next(first, steps, stride);
-        }
-        filled = filled + 1 == STAGES ? 0 : filled + 1;
-        commit();
-    };
-    for (int i = 0; i < STAGES - 1; i++)
-        fetch_next();
-    build(shared + FRONT, w.codebook);
-    float scale = GROUP ? 1.0f : *factor;
-    __syncthreads();
-    begin_after_others();
-
-    u32 stage = 0, turn = 0, x_step = first < steps ? first * 256 : 0;
-    const u16 *x_lane = x + (u64)(lane / 4) * w.columns + lane % 4 * 32;
-    Inputs now, later; /* of the half step that is multiplied, and on their way for the one after */
-    now.load(x_lane + x_step, w.columns, batch, lane);
-    for (u32 tile = first_tile; tile < tiles; tile += stride) {
-        u32 row = first_row(w, tile);
-        Sums sum[2] = {};
-        for (u32 step = first; step < steps; step += WK) {
-            wait<STAGES - 2>();
-            __syncwarp(); /* every lane's copies are there, and every lane has read the slot that is filled next */
-            fetch_next();
-            const u8 *slot = shared + ring + stage * SLOT;
-            u32 odd = (row & steps) + step;
-            later.load(x_lane + x_step + 128, w.columns, batch, lane);
-            compute(sum, slot, now, 0, w.columns, lane, place, odd);
-            x_step = step + WK < steps ? x_step + WK * 256 : first * 256;
-            keep(x_step);
-            now.load(x_lane + x_step, w.columns, batch, lane);
-            compute(sum, slot, later, 1, w.columns, lane, place, odd);
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
-        }
-        /* Sums change places from tile to tile: those of the last one may still be read. */
-        finish(sum, sums + turn * WK * batch * ROWS, out, bias, scale, row, w.rows, batch, warp, lane);
-        turn ^= 1;
-    }
+    split_k(Weight{w, factor, 0}, x, bias, out, batch);
 }

@@ -4,6 +4,13 @@
 
 #include "warp.cuh"
 
+struct Planes {
+    const u8 *packed;         /* [N, K/32, BITS] words */
+    const u8 *scales, *zeros; /* [N, K/32] E4M4, or [N, K/GROUP] bf16 and fp16 */
+    const float *codebook;    /* [2^BITS], not with GROUP */
+    u32 rows, columns;        /* N, K */
+};
+
 /* Two words of which each has the bits of `mask` of one and of the other. */
 __device__ __forceinline__ void exchange(u32 &low, u32 &high, int shift, u32 mask) {
     u32 first = low;

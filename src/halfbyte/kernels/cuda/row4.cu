@@ -1,192 +1,173 @@
-/* y = x Wᵀ + b for one or two rows of x and NF4 or FP4 weights, on tensor cores; see row.cuh and table4.cuh.
+/* Products of one or two rows with NF4 and FP4 weights, see mma_gemv.cuh and table4.cuh.
 
-A lane's two parts of 32 weights are one block of 64, and their sums are added before they are scaled. Smaller blocks are
-one part, larger ones several lanes'.
+A lane's two K slices of 32 weights are one block of 64, and their sums are added before they are scaled. Smaller
+blocks are one slice, larger ones several lanes'.
 
-A block of threads is WR groups of WK warps. A group has RT tiles of 16 rows at a time, and its warps take turns over the
-steps; their sums are added in a fixed order. Each warp copies a step ahead, to two slots of its own. All that is read before
-begin_after_others() are weights.
+Of a tile, 128 bytes of codes a row come first, then for each row the scales of four neighbouring blocks, the K
+tile's among them (of blocks of 32: eight). Nested scales are bytes, and the second scale is beside four of them.
 
-A slot has RT tiles: 128 bytes of codes a row, then for each row the scales of four neighbouring blocks, the step's among
-them (of blocks of 32: eight). Nested scales are bytes, and the second scale is beside four of them.
+Constants: SHIFT (the binary logarithm of a block's slices), NESTED, ORIGIN (where a block's shared memory begins),
+and those of mma_gemv.cuh. */
 
-Constants: SHIFT (the binary logarithm of a block's parts), NESTED, ORIGIN (where a block's shared memory begins), and those
-of row.cuh. */
-
-#include "row.cuh"
-
+#include "mma_gemv.cuh"
 #include "table4.cuh"
 
 constexpr u32 FOUR = NESTED ? 8 : 16, OF_ROW = SHIFT ? FOUR : 2 * FOUR; /* bytes of four scales, of a row's */
-constexpr u32 CODES = 128 * ROWS, TILE = CODES + OF_ROW * ROWS, SLOT = RT * TILE;
-constexpr u32 SUMS = Table4::TABLE + WR * WK * 2 * SLOT;
-LAYOUT(SUMS + 2 * WR * WK * RT * BATCH * ROWS * 4, 0, sizeof(Table4));
+constexpr u32 CODES = 128 * ROWS;
 
-/* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
-__device__ __forceinline__ u32 place(u32 row, u32 at) { return row * 128 + (at ^ (row & 1) << 4); }
-
-/* Where a warp copies from: the next step of its group's tiles, `apart` from each other. */
-struct Source {
-    const Table4 &w;
-    const u8 *codes[RT]; /* this lane's piece of the first rows */
-    const u8 *scales;    /* of the first block; for the upper half of the lanes, which bring these, its second scale */
-    u32 before[RT];      /* parts of W before this lane's row and step */
-    u32 tile, step, lane, apart, to, shift;
-
-    __device__ __forceinline__ Source(const Table4 &w, u32 tile, u32 step, u32 lane, u32 apart)
-        : w(w), scales(w.absmax), tile(tile), step(step), lane(lane), apart(apart) {
-        to = place(lane / 8, lane % 8 * 16), shift = SHIFT + 2;
-        if (NESTED && lane >= ROWS)
-            scales = (const u8 *)w.second, shift = SHIFT + 8;
-        keep(to), keep(shift);
-        seek();
-    }
-
-    __device__ __forceinline__ void seek() {
+/* Products of this lane's slices with each row of x: sum[m][u][2 · half + u] for rows g + 8 · half and slice 2t + u.
+look_up(a, u, j) makes mma's left operand, that slice's columns 4j and on. */
+template <typename F>
+__device__ __forceinline__ void multiply_slices(F look_up, float (&sum)[BATCH][2][4], const KSlice (&x)[BATCH]) {
+    u32 a[16][4];
 #pragma unroll
-        for (u32 r = 0; r < RT; r++) {
-            u32 row = first_row(w.rows, tile + r * apart);
-            codes[r] = w.packed + (u64)(row + lane / 8) * (w.columns / 2) + step * 128 + lane % 8 * 16;
-            before[r] = (row + lane % ROWS) * (w.columns / 32) + step * 8;
-        }
-    }
-
-    /* Begin to copy the step to a slot. What is copied behind the last scale are at most the rest of its 16 bytes. */
-    __device__ __forceinline__ void fetch(u8 *slot) const {
-        constexpr u32 SIZE = NESTED ? 4 : 16;
+    for (int i = 0; i < 8 * BATCH; i++)
+        sum[i / 8][i / 4 % 2][i % 4] = 0;
 #pragma unroll
-        for (u32 r = 0; r < RT; r++) {
-            if (r && (tile + r * apart) * ROWS >= w.rows)
-                break;
-            u8 *part = slot + r * TILE, *with = part + CODES + lane % ROWS * OF_ROW + lane / ROWS * 4;
+    for (int i = 0; i < AHEAD; i++)
+        look_up(a[i], i % 2, i / 2);
 #pragma unroll
-            for (u32 i = 0; i < 4; i++)
-                copy<16>(part + to + i * 512, codes[r] + (u64)i * 2 * w.columns, true);
-            const u8 *from = scales + (u64)(before[r] >> shift) * SIZE;
-            if (NESTED || lane < ROWS)
-#pragma unroll
-                for (u32 at = 0; at < OF_ROW; at += FOUR)
-                    copy<SIZE>(with + at, from + (lane < ROWS && at ? SIZE : 0), true);
-        }
-    }
-
-    __device__ __forceinline__ void next(u32 first, u32 steps, u32 stride) {
-        step += WK;
-#pragma unroll
-        for (u32 r = 0; r < RT; r++)
-            codes[r] += WK * 128, before[r] += WK * 8;
-        if (step >= steps) {
-            step = first, tile += stride;
-            seek();
-        }
-    }
-};
-
-/* What a lane has of a tile in a slot. */
-struct Own {
-    u32 codes, other, scales, block, lane4; /* where its parts and its first row's scales are, which of four is its */
-    float shift;                            /* what is added to nested scales */
-
-    __device__ __forceinline__ Own(u32 lane, float shift) : lane4(lane * 4), shift(shift) {
-        u32 part = lane % 4 * 2;
-        codes = place(lane / 4, part * 16), other = codes ^ 16;
-        scales = CODES + lane / 4 * OF_ROW + (SHIFT ? 0 : part / 4 * FOUR);
-        block = SHIFT > 1 ? part : part >> SHIFT & 3;
-        keep(codes), keep(other), keep(scales), keep(block), keep(lane4);
-    }
-
-    /* The scale of part 2t + u in row g + 8 · half, which with its step begins at part `before` of W. */
-    __device__ __forceinline__ float scale_of(const u8 *tile, int half, u32 before, int u) const {
-        const u8 *of_row = tile + scales + half * 8 * OF_ROW;
-        u32 at = SHIFT > 1 ? (before + block) >> SHIFT & 3 : block + u;
-        if (!NESTED)
-            return ((const float *)of_row)[at];
-        uint2 four = *(const uint2 *)of_row; /* and the second scale */
-        return look<float, 128>(__byte_perm(four.x, lane4, 0x5504 | at << 4)) * __uint_as_float(four.y) + shift;
-    }
-
-    /* Add the products of a tile's 256 columns to the sums of rows g and g + 8, which begin at parts `before` of W. */
-    __device__ __forceinline__ void
-    add(float (&total)[BATCH][2], const u8 *tile, const Part (&x)[BATCH], const u32 (&before)[2]) const {
-        u32 words[2][2][4];
-        float scale[2][2], sum[BATCH][2][4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            *(uint4 *)words[half][0] = *(const uint4 *)(tile + codes + half * 1024);
-            *(uint4 *)words[half][1] = *(const uint4 *)(tile + other + half * 1024);
-#pragma unroll
-            for (int u = 0; u < (SHIFT ? 1 : 2); u++)
-                scale[half][u] = scale_of(tile, half, before[half], u);
-        }
-        auto look_up = [&](u32 (&a)[4], int u, int j) {
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                a[i] = Table4::look_up<u32, 0>(words[i % 2][u][j / 2], j % 2 * 2 + i / 2, lane4);
-        };
-        multiply_parts(look_up, sum, x);
+    for (int i = 0; i < 16; i++) {
+        if (i + AHEAD < 16)
+            look_up(a[i + AHEAD], (i + AHEAD) % 2, (i + AHEAD) / 2);
 #pragma unroll
         for (int m = 0; m < BATCH; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float first = sum[m][0][2 * half], second = sum[m][1][2 * half + 1];
-                if (SHIFT)
-                    total[m][half] += scale[half][0] * (first + second);
-                else
-                    total[m][half] += scale[half][0] * first + scale[half][1] * second;
-            }
+            multiply<BF16>(sum[m][i % 2], a[i], x[m].v[i / 2 * 2], x[m].v[i / 2 * 2 + 1]);
     }
-};
+}
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-row4(Table4 w, const u16 *x, const u16 *bias, u16 *out) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
-    u32 tiles = (w.rows + ROWS - 1) / ROWS, steps = w.columns / 256, apart = gridDim.x, of_row = w.columns / 32;
-    u32 first_tile = group * RT * apart + blockIdx.x, stride = apart * WR * RT;
-    u8 *slots = shared + Table4::TABLE + warp * 2 * SLOT;
-    float *sums = (float *)(shared + SUMS) + group * 2 * WK * RT * BATCH * ROWS;
+/* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
+__device__ __forceinline__ u32 swizzle(u32 row, u32 at) { return row * 128 + (at ^ (row & 1) << 4); }
 
-    Source source(w, first < steps ? first_tile : tiles, first, lane, apart);
-    auto fetch_next = [&](u8 *slot) {
-        if (source.tile < tiles) {
-            source.fetch(slot);
-            source.next(first, steps, stride);
+struct Weight : Table4 {
+    float shift; /* what is added to nested scales */
+
+    static constexpr u32 TOGETHER = 1, TILE = CODES + OF_ROW * ROWS, ASIDE = 0;
+
+    __device__ __forceinline__ void build() {
+        Table4::build();
+        shift = NESTED ? *offset : 0.0f;
+    }
+    __device__ __forceinline__ float factor() const { return 1.0f; }
+
+
+    /* Where a warp copies from: the next K tile of its group's tiles, `apart` from each other. */
+    struct Source {
+        const Weight &w;
+        const u8 *codes[RT]; /* this lane's piece of the first rows */
+        const u8 *scales;    /* of the first block; for the upper half of the lanes, its second scale */
+        u32 before[RT];      /* slices of W before this lane's row and K tile */
+        u32 tile, k_tile, lane, apart, to, shift;
+
+        __device__ __forceinline__ Source(const Weight &w, u32 tile, u32 k_tile, u32 lane, u32 apart)
+            : w(w), scales(w.absmax), tile(tile), k_tile(k_tile), lane(lane), apart(apart) {
+            to = swizzle(lane / 8, lane % 8 * 16), shift = SHIFT + 2;
+            if (NESTED && lane >= ROWS)
+                scales = (const u8 *)w.second, shift = SHIFT + 8;
+            opaque(to), opaque(shift);
+            seek();
         }
-        commit();
-    };
-    fetch_next(slots);
-    w.build();
-    float shift = NESTED ? *w.offset : 0.0f;
-    __syncthreads();
-    begin_after_others();
 
-    Own own(lane, shift);
-    Part part[BATCH];
+        __device__ __forceinline__ void seek() {
 #pragma unroll
-    for (u32 m = 0; m < BATCH; m++) {
-        part[m].begin(x + m * w.columns, lane);
-        part[m].load(first < steps ? first : 0);
-    }
-    u32 slot = 0, turn = 0;
-    for (u32 tile = first_tile; tile < tiles; tile += stride) {
-        float total[RT][BATCH][2] = {};
-        for (u32 step = first; step < steps; step += WK) {
-            wait<0>();
-            __syncwarp(); /* every lane's copies are there, and every lane has read what is copied to next */
-            u8 *now = slots + slot;
-            slot = SLOT - slot;
-            fetch_next(slots + slot);
+            for (u32 r = 0; r < RT; r++) {
+                u32 row = first_row(w.rows, tile + r * apart);
+                codes[r] = w.packed + (u64)(row + lane / 8) * (w.columns / 2) + k_tile * 128 + lane % 8 * 16;
+                before[r] = (row + lane % ROWS) * (w.columns / 32) + k_tile * 8;
+            }
+        }
+
+        /* Begin to copy the K tile to a stage. Behind the last scale at most the rest of its 16 bytes is copied. */
+        __device__ __forceinline__ void fetch(u8 *stage, u8 *, u32, u32) const {
+            constexpr u32 SIZE = NESTED ? 4 : 16;
+#pragma unroll
+            for (u32 r = 0; r < RT; r++) {
+                if (r && (tile + r * apart) * ROWS >= w.rows)
+                    break;
+                u8 *part = stage + r * TILE, *with = part + CODES + lane % ROWS * OF_ROW + lane / ROWS * 4;
+#pragma unroll
+                for (u32 i = 0; i < 4; i++)
+                    copy<16>(part + to + i * 512, codes[r] + (u64)i * 2 * w.columns, true);
+                const u8 *from = scales + (u64)(before[r] >> shift) * SIZE;
+                if (NESTED || lane < ROWS)
+#pragma unroll
+                    for (u32 at = 0; at < OF_ROW; at += FOUR)
+                        copy<SIZE>(with + at, from + (lane < ROWS && at ? SIZE : 0), true);
+            }
+        }
+
+        __device__ __forceinline__ void next(u32 first, u32 k_tiles, u32 stride) {
+            k_tile += WK;
 #pragma unroll
             for (u32 r = 0; r < RT; r++)
-                if (r == 0 || tile + r * apart < tiles) {
-                    u32 row = first_row(w.rows, tile + r * apart) + lane / 4;
-                    u32 before[2] = {row * of_row + step * 8, (row + 8) * of_row + step * 8};
-                    own.add(total[r], now + r * TILE, part, before);
-                }
-#pragma unroll
-            for (u32 m = 0; m < BATCH; m++)
-                part[m].load(step + WK < steps ? step + WK : first);
+                codes[r] += WK * 128, before[r] += WK * 8;
+            if (k_tile >= k_tiles) {
+                k_tile = first, tile += stride;
+                seek();
+            }
         }
-        finish(total, sums + turn * WK * RT * BATCH * ROWS, out, bias, w.rows, tile, apart, group, first, lane);
-        turn ^= 1; /* the last tile's sums may still be read */
-    }
+    };
+
+    /* What a lane has of a tile in a stage. */
+    struct Decoder {
+        const Weight &w;
+        u32 codes, other, scales, block, lane4; /* where its slices and first row's scales are, which of four is its */
+
+        __device__ __forceinline__ Decoder(const Weight &w, u32 lane) : w(w), lane4(lane * 4) {
+            u32 slice = lane % 4 * 2;
+            codes = swizzle(lane / 4, slice * 16), other = codes ^ 16;
+            scales = CODES + lane / 4 * OF_ROW + (SHIFT ? 0 : slice / 4 * FOUR);
+            block = SHIFT > 1 ? slice : slice >> SHIFT & 3;
+            opaque(codes), opaque(other), opaque(scales), opaque(block), opaque(lane4);
+        }
+
+        /* The scale of slice 2t + u in row g + 8 · half, which with its K tile begins at slice `before` of W. */
+        __device__ __forceinline__ float scale_of(const u8 *tile, int half, u32 before, int u) const {
+            const u8 *of_row = tile + scales + half * 8 * OF_ROW;
+            u32 at = SHIFT > 1 ? (before + block) >> SHIFT & 3 : block + u;
+            if (!NESTED)
+                return ((const float *)of_row)[at];
+            uint2 four = *(const uint2 *)of_row; /* and the second scale */
+            return look<float, 128>(__byte_perm(four.x, lane4, 0x5504 | at << 4)) * __uint_as_float(four.y) + w.shift;
+        }
+
+        /* Add the products of a tile's 256 columns to the sums of rows g and g + 8; `row` is the tile's first. */
+        __device__ __forceinline__ void
+        add(float (&total)[BATCH][2], const u8 *tile, const u8 *, const KSlice (&x)[BATCH], u32 row, u32 k_tile) const {
+            u32 of_row = w.columns / 32, before = (row + lane4 / 16) * of_row + k_tile * 8; /* slices of W */
+            u32 words[2][2][4];
+            float scale[2][2], sum[BATCH][2][4];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                *(uint4 *)words[half][0] = *(const uint4 *)(tile + codes + half * 1024);
+                *(uint4 *)words[half][1] = *(const uint4 *)(tile + other + half * 1024);
+#pragma unroll
+                for (int u = 0; u < (SHIFT ? 1 : 2); u++)
+                    scale[half][u] = scale_of(tile, half, before + half * 8 * of_row, u);
+            }
+            auto look_up = [&](u32 (&a)[4], int u, int j) {
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    a[i] = Table4::look_up<u32, 0>(words[i % 2][u][j / 2], j % 2 * 2 + i / 2, lane4);
+            };
+            multiply_slices(look_up, sum, x);
+#pragma unroll
+            for (int m = 0; m < BATCH; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float first = sum[m][0][2 * half], second = sum[m][1][2 * half + 1];
+                    if (SHIFT)
+                        total[m][half] += scale[half][0] * (first + second);
+                    else
+                        total[m][half] += scale[half][0] * first + scale[half][1] * second;
+                }
+        }
+    };
+};
+
+LAYOUT(SHARED<Weight>, 0, sizeof(Weight));
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+row4(Weight w, const u16 *x, const u16 *bias, u16 *out) {
+    mma_gemv(w, x, bias, out);
 }

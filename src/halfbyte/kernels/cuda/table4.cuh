@@ -1,9 +1,10 @@
 /* NF4 and FP4 weights in blocks of 64, nested scales or fp32 ones, and the table by which their codes become operands.
 
-A packed byte is two weights, neighbours along K. The table has for each of the 256 bytes both values, in x's dtype, as one
-4-byte word; it has 32 such copies, one for each lane, so that lanes never wait for each other. An entry takes 256 bytes:
-32 words of weights, then 32 words of the nested scale's value for the same byte. So an address is entry · 256 + lane · 4,
-which one PRMT puts together: two weights cost one PRMT and one LDS, and what LDS gives is an operand as it stands.
+A packed byte is two weights, neighbours along K. The table has for each of the 256 bytes both values, in x's dtype,
+as one 4-byte word; it has 32 such copies, one for each lane, so that lanes never wait for each other. An entry
+takes 256 bytes: 32 words of weights, then 32 words of the nested scale's value for the same byte. So an address is
+entry · 256 + lane · 4, which one PRMT puts together: two weights cost one PRMT and one LDS, and what LDS gives is
+an operand as it stands.
 
 Constants: NESTED, BF16, and the block's THREADS. */
 

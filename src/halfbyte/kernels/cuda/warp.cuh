@@ -1,5 +1,5 @@
-/* What the kernels of this folder say in PTX, and the types they use. tests/kernels/emulation/warp.cuh is the same for a
-CPU, where the kernels' own code is tested. */
+/* What the kernels of this folder say in PTX, and the types they use. tests/kernels/emulation/warp.cuh is the same for
+a CPU, where the kernels' own code is tested. */
 
 #pragma once
 
@@ -8,17 +8,17 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/* What Python asks of a compiled source (nvrtc.py): bytes of shared memory of a block, those that each row of x adds, and
-   the sizes of the structs that Python fills in, in the order of its list. */
+/* What Python asks of a compiled source (nvrtc.py): bytes of shared memory of a block, those that each row of x adds,
+and the sizes of the structs that Python fills in, in the order of its list. */
 #define LAYOUT(...) extern "C" __constant__ u32 layout[] = {__VA_ARGS__}
 
 extern __shared__ __align__(1024) u8 shared[];
 
 __device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-/* The compiler may not compute this value again where it is used. */
-__device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
-template <typename T> __device__ __forceinline__ void keep(T *&pointer) { asm volatile("" : "+l"(pointer)); }
+/* An optimisation barrier: the compiler may not compute this value again where it is used. */
+__device__ __forceinline__ void opaque(u32 &value) { asm volatile("" : "+r"(value)); }
+template <typename T> __device__ __forceinline__ void opaque(T *&pointer) { asm volatile("" : "+l"(pointer)); }
 
 /* The bits of `yes` where `mask` has ones, else of `no`: one instruction, which the compiler does not always find. */
 __device__ __forceinline__ u32 choose(u32 mask, u32 yes, u32 no) {
@@ -72,8 +72,8 @@ template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *fro
 }
 
 #ifdef ORIGIN
-/* 4 bytes of shared memory at AT + offset, in one instruction: the compiler would add `shared` to the offset first. Where
-   that begins is the device's (ORIGIN bytes are reserved), so that it can be part of the instruction. */
+/* 4 bytes of shared memory at AT + offset, in one instruction: the compiler would add `shared` to the offset first.
+Where that begins is the device's (ORIGIN bytes are reserved), so that it can be part of the instruction. */
 template <typename T, u32 AT> __device__ __forceinline__ T look(u32 offset) {
     u32 bits;
     asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(bits) : "r"(offset), "n"(ORIGIN + AT));
@@ -148,12 +148,12 @@ template <bool BFLOAT> __device__ __forceinline__ void multiply(float (&d)[4], c
 }
 
 /* A barrier of the COUNT threads of a group of warps. */
-template <int COUNT> __device__ __forceinline__ void group_arrives(u32 group) {
+template <int COUNT> __device__ __forceinline__ void group_sync(u32 group) {
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(COUNT) : "memory");
 }
 
 /* Let the next kernel of the stream begin (it waits here in turn), and wait until the one before is done. */
-__device__ __forceinline__ void begin_after_others() {
+__device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 }
 
@@ -166,29 +166,29 @@ __device__ __forceinline__ void prefetch(const void *pointer) {
 }
 
 /* Barrier `number` of COUNT threads of a block: some wait, others say that they have come and go on. */
-template <int COUNT> __device__ __forceinline__ void block_waits(u32 number) {
+template <int COUNT> __device__ __forceinline__ void named_barrier_sync(u32 number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
-template <int COUNT> __device__ __forceinline__ void block_goes_on(u32 number) {
+template <int COUNT> __device__ __forceinline__ void named_barrier_arrive(u32 number) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
 
 /* Count up in shared memory, after all that this thread has read or seen read; wait until a count is reached. */
-__device__ __forceinline__ void tell_block(u32 *counter) {
+__device__ __forceinline__ void red_add_release_cta(u32 *counter) {
     asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(address(counter)) : "memory");
 }
-__device__ __forceinline__ void wait_in_block(const u32 *counter, u32 number) {
+__device__ __forceinline__ void spin_until_cta(const u32 *counter, u32 number) {
     u32 now;
     do
         asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(now) : "r"(address(counter)) : "memory");
     while (now < number);
 }
 
-/* A barrier of all threads of the blocks of a cluster, in two steps; and a number for the same place of another block. */
-__device__ __forceinline__ void cluster_arrives() {
+/* A barrier of all threads of a cluster's blocks, in two steps; and a number for the same place of another block. */
+__device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_waits(u32) {
+__device__ __forceinline__ void cluster_wait(u32) {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void put_in_cluster(const float *to, u32 block, float value, u32) {
@@ -197,12 +197,12 @@ __device__ __forceinline__ void put_in_cluster(const float *to, u32 block, float
 }
 
 /* A barrier of the first COUNT threads of a block. */
-template <int COUNT> __device__ __forceinline__ void workers_arrive() {
+template <int COUNT> __device__ __forceinline__ void mma_warps_sync() {
     asm volatile("bar.sync 15, %0;" ::"n"(COUNT) : "memory");
 }
 
 /* Add one to a counter, after all that this thread has written or seen written; the count before. */
-__device__ __forceinline__ u32 count_up(u32 *counter) {
+__device__ __forceinline__ u32 atomic_add_release(u32 *counter) {
     u32 before;
     asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
                  : "=r"(before) : "l"(counter) : "memory");
@@ -210,12 +210,12 @@ __device__ __forceinline__ u32 count_up(u32 *counter) {
 }
 
 /* The same for one who does not ask for the count. */
-__device__ __forceinline__ void tell(u32 *counter) {
+__device__ __forceinline__ void red_add_release(u32 *counter) {
     asm volatile("fence.acq_rel.gpu;\nred.add.relaxed.gpu.global.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 /* Wait until a counter has reached a number: what others wrote before they counted can then be read. */
-__device__ __forceinline__ void wait_for(const u32 *counter, u32 number) {
+__device__ __forceinline__ void spin_until(const u32 *counter, u32 number) {
     u32 now;
     do
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
@@ -223,9 +223,10 @@ __device__ __forceinline__ void wait_for(const u32 *counter, u32 number) {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
-/* A number with a tag, written and read as one, so that who waits for the tag needs no fence. */
-__device__ __forceinline__ void put_tagged(u64 *to, float value, u32 tag) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)tag << 32 | __float_as_uint(value)) : "memory");
+/* A number with an epoch, written and read as one, so that who waits for the epoch needs no fence. */
+__device__ __forceinline__ void put_with_epoch(u64 *to, float value, u32 epoch) {
+    u64 both = (u64)epoch << 32 | __float_as_uint(value);
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
 }
 __device__ __forceinline__ u64 peek(const u64 *from) {
     u64 both;
@@ -237,14 +238,14 @@ __device__ __forceinline__ uint4 peek(const uint4 *from) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
     return make_uint4((u32)first, (u32)(first >> 32), (u32)second, (u32)(second >> 32));
 }
-__device__ __forceinline__ float take_tagged(const u64 *from, u32 tag, u64 both) { /* `both`: what peek() gave */
-    while (both >> 32 != tag)
+__device__ __forceinline__ float take_at_epoch(const u64 *from, u32 epoch, u64 both) { /* `both`: what peek() gave */
+    while (both >> 32 != epoch)
         both = peek(from);
     return __uint_as_float((u32)both);
 }
 
-/* Four lanes' numbers in 16 bits, written as one by the first of them if `inside`: never ones only, so that where all was
-   ones before, who waits for them needs no fence. */
+/* Four lanes' numbers in 16 bits, written as one by the first of them if `inside`: never ones only, so that where all
+was ones before, who waits for them needs no fence. */
 template <bool BFLOAT> __device__ __forceinline__ void put_four(u16 *to, float value, bool inside) {
     u32 two = pair<BFLOAT>(value, shuffle(value, 1));
     u32 others = __float_as_uint(shuffle(__uint_as_float(two), 2));

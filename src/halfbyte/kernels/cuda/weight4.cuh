@@ -1,20 +1,20 @@
-/* NF4 and FP4 weights as products of few rows take them; see product.cuh and table4.cuh.
+/* NF4 and FP4 weights as mma.m16n8k16 takes them with several rows of x; see split_k.cuh and table4.cuh.
 
 Of a block, which has one scale for a row, a lane has the 16 columns that begin at 16 t: 8 bytes of W and 32 of x, in
 their order in memory. fp32 sums of a block are scaled and added up in fp32.
 
-Constants: NESTED, and those of product.cuh. */
+Constants: NESTED, and those of split_k.cuh. */
 
 #pragma once
 
-#include "product.cuh"
+#include "split_k.cuh"
 #include "table4.cuh"
 
 struct Sixteen { /* a lane's columns of a block of x */
     uint4 first, second;
 };
 
-/* Those of block b in a step, for tile n of rows of x; zeros for rows that are not there. */
+/* Those of block b in a K tile, for tile n of rows of x; zeros for rows that are not there. */
 __device__ __forceinline__ Sixteen sixteen_of(const u16 *x, u32 columns, int b, int n, u32 batch, u32 lane) {
     const uint4 *from = (const uint4 *)(x + (u64)(8 * n) * columns + b * 64), none = make_uint4(0, 0, 0, 0);
     bool inside = 8 * n + lane / 4 < batch;
@@ -24,68 +24,48 @@ __device__ __forceinline__ Sixteen sixteen_of(const u16 *x, u32 columns, int b, 
 struct Weight : Table4 {
     float shift[2]; /* what is added to nested scales, of rows g and of rows g + 8 */
 
-    static constexpr u32 CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16, NEIGHBOURS = 16;
-    static constexpr u32 SLOT = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
+    static constexpr u32 CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16;
+    static constexpr u32 STAGE = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
 
-    /* Where a row's 16-byte pieces lie in a slot: reading 8 bytes of each of 4 rows takes every bank once. */
-    static __device__ __forceinline__ u32 piece_of(u32 row, u32 piece) { return piece ^ (row & 3) << 1; }
+    /* Where a row's 16-byte pieces lie in a stage: reading 8 bytes of each of 4 rows takes every bank once. */
+    static __device__ __forceinline__ u32 swizzle(u32 row, u32 piece) { return piece ^ (row & 3) << 1; }
 
-    /* Begin to copy one step of a tile's rows `row` ... into a slot. */
-    __device__ __forceinline__ void fetch(u8 *slot, u32 row, u32 step, u32 lane) const {
-        u32 at = lane / 8, piece = lane % 8;
-#pragma unroll
-        for (u32 i = 0; i < ROWS; i += 4) {
-            u32 r = row + i + at;
-            const u8 *from = packed + (u64)r * (columns / 2) + step * 128 + piece * 16;
-            copy<16>(slot + (i + at) * 128 + piece_of(at, piece) * 16, r < rows ? from : packed, r < rows);
-        }
-#pragma unroll
-        for (u32 i = lane; i < ROWS; i += 32) {
-            u64 block = (u64)(row + i) * (columns / 64) + step * 4;
-            bool inside = row + i < rows;
-            block = inside ? block : 0;
-            copy<SCALE>(slot + CODES + i * SCALE, absmax + block * (SCALE / 4), inside);
-            if (NESTED)
-                copy<4>(slot + CODES + ROWS * 4 + i * 4, second + block / 256, inside);
-        }
-    }
-
-    /* The scale of block b of row `row` of the slot. */
-    __device__ __forceinline__ float scale_of(const u8 *slot, u32 row, int b, u32 lane4, float shift) const {
+    /* The scale of block b of row `row` of the stage. */
+    __device__ __forceinline__ float scale_of(const u8 *stage, u32 row, int b, u32 lane4, float shift) const {
         if (!NESTED)
-            return *(const float *)(slot + CODES + row * 16 + b * 4);
-        u32 four = *(const u32 *)(slot + CODES + row * 4);
-        float second = *(const float *)(slot + CODES + ROWS * 4 + row * 4);
+            return *(const float *)(stage + CODES + row * 16 + b * 4);
+        u32 four = *(const u32 *)(stage + CODES + row * 4);
+        float second = *(const float *)(stage + CODES + ROWS * 4 + row * 4);
         return look_up<float, 128>(four, b, lane4) * second + shift;
     }
 
     /* The same where `b` is not known to the compiler. */
-    __device__ __forceinline__ float scale_of_block(const u8 *slot, u32 row, u32 b, u32 lane4, float shift) const {
+    __device__ __forceinline__ float scale_of_block(const u8 *stage, u32 row, u32 b, u32 lane4, float shift) const {
         if (!NESTED)
-            return *(const float *)(slot + CODES + row * 16 + b * 4);
-        u32 code = slot[CODES + row * 4 + b];
-        float second = *(const float *)(slot + CODES + ROWS * 4 + row * 4);
+            return *(const float *)(stage + CODES + row * 16 + b * 4);
+        u32 code = stage[CODES + row * 4 + b];
+        float second = *(const float *)(stage + CODES + ROWS * 4 + row * 4);
         return look<float, 128>(code << 8 | lane4) * second + shift;
     }
 
-    /* Add a step's products to `sum`. `x` is this lane's first value of row g of x in this step. */
-    __device__ __forceinline__ void compute(Sums &sum, const u8 *slot, const u16 *x, u32 batch, u32 lane) const {
-        multiply_by([&](int b, int n) { return sixteen_of(x, columns, b, n, batch, lane); }, sum, slot, lane);
+    /* Add a K tile's products to `sum`. `x` is this lane's first value of row g of x in this K tile. */
+    __device__ __forceinline__ void compute(Sums &sum, const u8 *stage, const u16 *x, u32 batch, u32 lane) const {
+        multiply_by([&](int b, int n) { return sixteen_of(x, columns, b, n, batch, lane); }, sum, stage, lane);
     }
 
     /* The same with x(block, tile of rows), a Sixteen. */
-    template <typename X> __device__ __forceinline__ void multiply_by(X x, Sums &sum, const u8 *slot, u32 lane) const {
+    template <typename X> __device__ __forceinline__ void multiply_by(X x, Sums &sum, const u8 *stage, u32 lane) const {
         u32 g = lane / 4, t = lane % 4, lane4 = lane * 4;
 #pragma unroll(NT *RT < 8 ? 4 : 1)
         for (int b = 0; b < 4; b++) {
             u32 a[RT][4][4];
             float scale[RT][2];
-            const u8 *codes = slot + g * 128 + ((b ^ g & 3) << 5) + t * 8;
+            const u8 *codes = stage + g * 128 + ((b ^ g & 3) << 5) + t * 8;
 #pragma unroll
             for (int r = 0; r < RT; r++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) { /* rows g, then g + 8 */
-                    scale[r][half] = scale_of(slot, 16 * r + g + 8 * half, b, lane4, shift[half]);
+                    scale[r][half] = scale_of(stage, 16 * r + g + 8 * half, b, lane4, shift[half]);
                     uint2 word = *(const uint2 *)(codes + r * 2048 + half * 1024);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {

@@ -1,4 +1,4 @@
-"""Builds and loads the C twins of the CPU ops with the machine's own compiler, once, into a cache.
+"""Kernels in C for CPUs, built with the machine's own compiler, once, into a cache.
 
 Without a compiler (or where the build fails) the torch references run instead: the same numbers, more slowly.
 """

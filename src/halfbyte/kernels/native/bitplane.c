@@ -1,4 +1,4 @@
-/* CPU twins of halfbyte.ops.bitplane and halfbyte.ops.hqq: 32 codes at a time, in loops that GCC and Clang vectorize.
+/* CPU kernels of halfbyte.ops.bitplane and halfbyte.ops.hqq: 32 codes at a time, in loops that GCC and Clang vectorize.
 
    Scales and zeros come as fp32, one for each `group` blocks. Each call does the blocks [first, last), so that threads
    share nothing. Build without contraction: (level - zero) is rounded, then its product with the scale. */

@@ -1,4 +1,4 @@
-"""CPU twins of `halfbyte.ops.bitplane`, in C built on first use (`kernels/native`); `hqq_cpu` shares `decode`."""
+"""C: k-bit weights in bit planes; `native.hqq` shares `decode`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* CPU twins of halfbyte.ops.blockwise4 in portable vector C (GCC and Clang vector extensions, no intrinsics).
+/* CPU kernels of halfbyte.ops.blockwise4 in portable vector C (GCC and Clang vector extensions, no intrinsics).
 
    Sixteen values at a time: a 16-entry fp32 table is one vector register, so a lookup is one permute where the CPU has
    it (AVX-512's vpermps). Each call does the blocks [first, last), so that threads share nothing. Build without

@@ -1,4 +1,4 @@
-"""CPU twins of `halfbyte.ops.blockwise4`: one pass over memory, in C built on first use (`kernels/native`)."""
+"""C: 4-bit weights and their values, in one pass over memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* CPU twins of halfbyte.ops.gemv4 and .decode_layers in portable vector C (GCC and Clang vector extensions).
+/* CPU kernels of halfbyte.ops.gemv4 and .decode_layers in portable vector C (GCC and Clang vector extensions).
 
    Sixteen weights cost a shift, a permute and an FMA: the lanes of a vector are words of eight codes each, so the j-th
    codes of all lanes are the words shifted by 4j (a permute reads the low four bits), and x lies in that order too. A

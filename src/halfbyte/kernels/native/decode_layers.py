@@ -1,4 +1,4 @@
-"""CPU twin of `halfbyte.ops.decode_layers`: a token's way through all layers as one call of C, in fp32."""
+"""C: a token's way through all decoder layers as one call, in fp32."""
 
 from __future__ import annotations
 

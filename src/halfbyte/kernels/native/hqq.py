@@ -1,4 +1,4 @@
-"""CPU twin of `halfbyte.ops.hqq.dequantize_hqq`: the C of `bitplane_cpu`, without a codebook."""
+"""C: values of HQQ weights, by the code of `native.bitplane` without a codebook."""
 
 from __future__ import annotations
 

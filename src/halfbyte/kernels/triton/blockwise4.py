@@ -1,4 +1,4 @@
-"""Triton twins of `halfbyte.ops.blockwise4`: one launch each, nested scales included.
+"""Triton: 4-bit weights and their values, one launch each, nested scales included.
 
 Both are bound by memory. Dequantizing n values reads n/2 bytes of codes and a scale per block, and writes 2n bytes in
 bf16: the floor is (2.5 n + scales) / bandwidth. A thread decodes a 4-byte word: its 8 values are one 16-byte store, so

@@ -1,4 +1,4 @@
-"""Triton twin of `halfbyte.ops.decode_attention`: a program has one key head of one row, and all queries that share it.
+"""Triton: attention in decoding; a program has one key head of one row, and all queries that share it.
 
 It reads the slots in use, once, whatever room the cache has, with the running maximum of flash attention (Dao et al.
 2022, arXiv:2205.14135, section 3.1). The queries of a head fill a tensor core's rows as far as they go.

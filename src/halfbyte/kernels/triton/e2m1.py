@@ -1,4 +1,4 @@
-"""Triton twin of `halfbyte.ops.e2m1`: NVFP4 and MXFP4 bytes to values in one launch.
+"""Triton: NVFP4 and MXFP4 bytes to values in one launch.
 
 Bound by memory: n values read n/2 bytes of codes and a scale byte per block, and write 2n bytes in bf16. As in
 `triton/blockwise4.py` a thread decodes one 4-byte word into one 16-byte store. Scale bytes are decoded by arithmetic on

@@ -1,4 +1,4 @@
-"""Triton twins of `halfbyte.ops.glu`: one pass, 16-byte accesses, nothing kept.
+"""Triton: gated units in one pass, 16-byte accesses, nothing kept.
 
 Forward moves 6 bytes a value in 16 bits (g and u in, h out); backward 10, or 12 when it also leaves h. Contiguous
 tensors are one long row; the halves of a fused projection are rows with a gap.

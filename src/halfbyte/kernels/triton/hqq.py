@@ -1,4 +1,4 @@
-"""Triton twin of `halfbyte.ops.hqq.dequantize_hqq`: `kernels.bitplane` decodes, then scale · (code − zero).
+"""Triton: values of HQQ weights; `triton.bitplane` decodes, then scale · (code − zero).
 
 Bound by memory: bits/8 + 4/group bytes read and, in bf16, 2 written a value. There is no table, so codes become floats
 by conversion.

@@ -1,4 +1,4 @@
-"""Triton twin of `halfbyte.ops.int4`: GPTQ and AWQ words to a weight [N, K] in one launch.
+"""Triton: GPTQ and AWQ words to a weight [N, K] in one launch.
 
 Bound by memory: n values read n/2 bytes of codes and write 2n bytes in bf16; scales and zeros of a group stay in the
 cache. Words lie along the outputs, [K, N], and the result is [N, K], so a program decodes a square tile and the

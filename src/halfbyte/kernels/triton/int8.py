@@ -1,4 +1,4 @@
-"""Triton twins of `halfbyte.ops.int8`; the arithmetic is the reference's, operation by operation, in fp32.
+"""Triton: int8 rows, their values and products; the arithmetic is the reference's, operation by operation, in fp32.
 
 All are bound by memory: dequantizing a value moves 3 bytes in bf16, quantizing one 3 and a second read from cache,
 scaling a product 6. A program takes one row, or a block of it.

@@ -1,4 +1,4 @@
-"""Triton twins of `halfbyte.ops.norms`: a row stays in registers, so every byte moves once.
+"""Triton: norms whose row stays in registers, so every byte moves once.
 
 A program takes one wide row or several narrow ones, 2,048 values or more, at 16 values a thread: two 16-byte loads in
 flight a thread in bf16, and enough programs on a multiprocessor that one's reduction hides behind the others' loads.

@@ -1,4 +1,4 @@
-"""Triton twin of `halfbyte.ops.partial_sums`: the rows of partial sums that programs left are added, in order.
+"""Triton: the rows of partial sums that programs left are added, in order.
 
 Few programs leave them, so this pass is short: a launch, and one look at what mostly still is in the L2 cache. No
 atomics: equal runs give equal bits.

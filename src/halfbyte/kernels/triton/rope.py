@@ -1,4 +1,4 @@
-"""Triton twins of `halfbyte.ops.rope`: q and k in one launch, one program a token.
+"""Triton: RoPE of q and k in one launch, one program a token.
 
 A token's heads all turn by the same angles, so a program reads cos and sin once and holds every head of q and k in
 registers, as two tiles [heads, R/2]: the pairs that turn together are then at one place of both. Where a projection

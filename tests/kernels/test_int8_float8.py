@@ -1,4 +1,4 @@
-"""The Triton twins of int8 and FP8 against their references, on a GPU and in Triton's interpreter: bit-equal."""
+"""Triton's kernels of int8 and FP8 against their references, on a GPU and in Triton's interpreter: bit-equal."""
 
 import pytest
 import torch

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from halfbyte import notices
+from halfbyte.dispatch import Unavailable
 from halfbyte.ops.float8 import E4M3, E5M2
 from halfbyte.ops.fp8_product import Term, emulated, fp8_product
 
@@ -62,15 +63,17 @@ def test_without_cublaslt_terms_are_added_to_finished_products(monkeypatch):
     from halfbyte.kernels.cuda import fp8_product as kernels
 
     def refuse(*_):
-        raise kernels.CublasError("no cuBLASLt")
+        raise Unavailable("no cuBLASLt")
 
-    monkeypatch.setattr(kernels, "_plan", refuse)
-    monkeypatch.setattr(kernels, "_refused", False)
+    monkeypatch.setattr(kernels, "_Plan", refuse)
+    kernels._plan.cache_clear()
     arguments, term = operands(64, 256, 512, 16)
     found = torch.full((64, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
     fp8_product(*arguments, found, True, term)
-    assert "no cuBLASLt" in notices.said()["fp8-product-add"]
+    assert "no cuBLASLt" in notices.said()["kernel-cuda.fp8_product.cublaslt"]
     assert_close(found, arguments, term)
+    kernels._plan.cache_clear()
+    notices.forget()
 
 
 def test_sizes_that_are_no_multiple_of_16_are_multiplied_otherwise():

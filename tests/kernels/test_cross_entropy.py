@@ -109,7 +109,8 @@ def test_rows_that_begin_at_eights_of_logits(vocabulary, dtype):
     got = kernels.cross_entropy_(part, labels, Objective(z_loss=1e-3), True, True)
     want = kernels.cross_entropy_(rows, labels, Objective(z_loss=1e-3), True, True)
     assert torch.equal(part, rows)
-    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    for found, expected in zip(got, want, strict=True):  # the loads decide which thread adds what
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert wide[:, vocabulary:].isnan().all()
 
 

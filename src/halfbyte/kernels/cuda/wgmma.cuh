@@ -1,5 +1,5 @@
-/* What a group of four warps says in PTX, of Hopper's (sm_90a) alone. tests/kernels/emulation/group.cuh is the same for a
-CPU. Constants: NT, BF16. */
+/* What a group of four warps says in PTX, of Hopper's (sm_90a) alone. tests/kernels/emulation/wgmma.cuh is the same
+for a CPU. Constants: NT, BF16. */
 
 #pragma once
 
@@ -7,26 +7,26 @@ CPU. Constants: NT, BF16. */
 
 /* A barrier in shared memory, whose phases end when `count` threads have arrived; who waits says whether the phase is
 odd. What cp.async brought may be read by wgmma without a fence. */
-__device__ __forceinline__ void set_barrier(u64 *barrier, u32 count) {
+__device__ __forceinline__ void mbarrier_init(u64 *barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count) : "memory");
 }
-__device__ __forceinline__ void arrive(u64 *barrier) {
+__device__ __forceinline__ void mbarrier_arrive(u64 *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
 }
 /* Arrive when all copies are there that this thread has begun. */
-__device__ __forceinline__ void copies_arrive(u64 *barrier) {
+__device__ __forceinline__ void cp_async_mbarrier_arrive(u64 *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(barrier)) : "memory");
 }
-__device__ __forceinline__ void wait_barrier(u64 *barrier, u32 odd) {
+__device__ __forceinline__ void mbarrier_wait(u64 *barrier, u32 odd) {
     asm volatile("{.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;}"
                  ::"r"(address(barrier)), "r"(odd) : "memory");
 }
 
 /* A group gives registers back, of which others take more: this many a thread from here on. */
-template <int COUNT> __device__ __forceinline__ void give_registers() {
+template <int COUNT> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-template <int COUNT> __device__ __forceinline__ void take_registers() {
+template <int COUNT> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
@@ -41,12 +41,12 @@ template <int SIZE> __device__ __forceinline__ void copy_to(u32 to, const void *
 /* A descriptor of 8·NT rows of 128 bytes in shared memory, one after another, at an address that 1024 divides: its low
 half, the other one is constant. Eight 16-byte pieces of row r change places: piece p lies where p ^ r % 8 would.
 So many bytes further in memory, or 32 along a row, it is a sixteenth more. */
-__device__ __forceinline__ u32 describe(u32 rows) { return 1 << 16 | (rows & 0x3ffff) >> 4; }
+__device__ __forceinline__ u32 descriptor_of(u32 rows) { return 1 << 16 | (rows & 0x3ffff) >> 4; }
 
 /* The registers of what follows are as they should be; what was begun is one group; wait until it is done. */
-__device__ __forceinline__ void begin_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_multiply(float (&d)[NT][4]) {
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait(float (&d)[NT][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 4 * NT; i++)
@@ -69,7 +69,7 @@ __device__ __forceinline__ void wait_multiply(float (&d)[NT][4]) {
 #endif
 
 /* Begin d += a x, or d = a x: 64×16 times 16×8·NT, of which a warp has 16 rows as in multiply() and x is described. */
-__device__ __forceinline__ void multiply_later(float (&d)[NT][4], const u32 (&a)[4], u32 x, bool add) {
+__device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u32 x, bool add) {
 #if NT == 2
     WGMMA("16", TO_7, "%8, %9, %10, %11", "%12", "%13", SUMS(0), SUMS(1));
 #elif NT == 4

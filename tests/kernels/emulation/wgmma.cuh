@@ -1,4 +1,4 @@
-/* The functions of halfbyte/kernels/cuda/group.cuh on a CPU. Products happen when they are waited for; until then their
+/* The functions of halfbyte/kernels/cuda/wgmma.cuh on a CPU. Products happen when they are waited for; until then their
 sums are NaN. */
 
 #pragma once
@@ -7,45 +7,45 @@ sums are NaN. */
 
 struct { u32 x; } blockDim;
 
-struct Later { float (*d)[4]; u32 a[4]; u32 x; bool add; float before[NT][4]; };
-std::vector<std::vector<Later>> pending(2048); /* by thread */
+struct Pending { float (*d)[4]; u32 a[4]; u32 x; bool add; float before[NT][4]; };
+std::vector<std::vector<Pending>> pending(2048); /* by thread */
 
 /* A barrier: how many threads end a phase, how many are missing in this one, and whether it is odd. */
 struct Barrier { u32 count : 16, missing : 16, odd; };
-void set_barrier(u64 *barrier, u32 count) { *(Barrier *)barrier = {count, count, 0}; }
-void arrive(u64 *barrier) {
+void mbarrier_init(u64 *barrier, u32 count) { *(Barrier *)barrier = {count, count, 0}; }
+void mbarrier_arrive(u64 *barrier) {
     Barrier &b = *(Barrier *)barrier;
     if (--b.missing == 0)
         b.missing = b.count, b.odd ^= 1;
 }
-void copies_arrive(u64 *barrier) {
+void cp_async_mbarrier_arrive(u64 *barrier) {
     commit();
     wait<0>();
-    arrive(barrier);
+    mbarrier_arrive(barrier);
 }
-void wait_barrier(u64 *barrier, u32 odd) {
+void mbarrier_wait(u64 *barrier, u32 odd) {
     while (((Barrier *)barrier)->odd == odd)
         meet(0, 0);
 }
-template <int COUNT> void give_registers() {}
-template <int COUNT> void take_registers() {}
+template <int COUNT> void setmaxnreg_dec() {}
+template <int COUNT> void setmaxnreg_inc() {}
 template <int SIZE> void copy_to(u32 to, const void *from) { copy<SIZE>(&memory.at(to - RESERVED), from, true); }
-u32 describe(u32 rows) {
+u32 descriptor_of(u32 rows) {
     if (rows % 1024)
         fprintf(stderr, "rows of x are not aligned\n"), abort();
     return rows >> 4;
 }
-void begin_multiply() { meet(current->number / 128 * 128, 128); }
-void end_multiply() {}
-void multiply_later(float (&d)[NT][4], const u32 (&a)[4], u32 x, bool add) {
-    Later later{d, {a[0], a[1], a[2], a[3]}, x, add};
+void wgmma_fence() { meet(current->number / 128 * 128, 128); }
+void wgmma_commit() {}
+void wgmma(float (&d)[NT][4], const u32 (&a)[4], u32 x, bool add) {
+    Pending later{d, {a[0], a[1], a[2], a[3]}, x, add};
     memcpy(later.before, d, sizeof d);
     memset(d, 0xff, sizeof d);
     pending[current->number].push_back(later);
 }
 
 /* Fragments as the PTX manual has them for wgmma.m64nNk16, of a warp as for mma.m16n8k16. */
-void wait_multiply(float (&d)[NT][4]) {
+void wgmma_wait(float (&d)[NT][4]) {
     u32 group = current->number / 128 * 128, warp = current->number / 32 * 32, lane = current->number % 32;
     meet(group, 128);
     auto &own = pending[current->number];

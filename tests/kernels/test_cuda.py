@@ -1,4 +1,4 @@
-"""Kernels that may not compile here."""
+"""CUDA kernels that may not compile, load or be launched here."""
 
 from types import SimpleNamespace
 
@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from halfbyte import notices
-from halfbyte.dispatch import Unavailable
+from halfbyte.dispatch import Unavailable, op
 from halfbyte.kernels import cuda, device
-from halfbyte.kernels.cuda import Attempts, Image, Kernel, remembered
+from halfbyte.kernels.cuda import Image, Kernel, remembered
 
 
 def test_what_does_not_compile_is_said_once_and_not_tried_again():
+    """Of one variant: others run."""
     notices.forget()
-    attempt, calls = Attempts("a-kernel", "something slower runs"), []
+    calls = []
 
     @remembered
     def kernel(constant):
@@ -22,12 +23,19 @@ def test_what_does_not_compile_is_said_once_and_not_tried_again():
             raise Unavailable("no NVRTC")
         return constant
 
-    def product(x, *, term):
-        return kernel(x) + term
+    @op()
+    def product(x, which, term):
+        return "reference"
 
-    assert [attempt(product, x, term=10) for x in (0, 1, 2, 1, 2, 0)] == [10, 11, None, 11, None, 10]
+    @product.kernel("cpu")
+    def compiled(x, which, term):
+        return kernel(which) + term
+
+    x = torch.ones(2)
+    assert [product(x, which, term=10) for which in (0, 1, 2, 1, 2, 0)] == [10, 11, "reference", 11, "reference", 10]
     assert calls == [0, 1, 2]
-    assert notices.said()["a-kernel"] == "no NVRTC; something slower runs"
+    (text,) = notices.said().values()
+    assert text.endswith("compiled: no NVRTC; another kernel or the torch reference runs instead, more slowly")
 
 
 class Driver:
@@ -75,17 +83,15 @@ def test_a_kernel_that_needs_more_shared_memory_than_there_is(kernel):
 
 @pytest.mark.parametrize("status", cuda.REFUSED_LAUNCHES)
 def test_a_launch_that_the_driver_refuses_falls_back(status, kernel):
-    notices.forget()
-    attempt, driver = Attempts("a-launch", "something slower runs"), Driver(status)
-    refused = kernel(0, driver)
-    assert attempt(refused, 1, 32, []) is None
+    driver = Driver(status)
+    with pytest.raises(Unavailable, match="CUDA driver"):
+        kernel(0, driver)(1, 32, [])
     assert driver.launched == 1
-    assert notices.said()["a-launch"].endswith("something slower runs")
 
 
 def test_other_failures_of_a_launch_are_raised(kernel):
     with pytest.raises(RuntimeError, match="CUDA driver"):
-        Attempts("another-launch", "")(kernel(0, Driver(700)), 1, 32, [])
+        kernel(0, Driver(700))(1, 32, [])
 
 
 @pytest.mark.parametrize(("able", "each", "room"), [(0, 1, 0), (1, 0, 0), (1, 1, 10)])
@@ -106,32 +112,6 @@ def test_without_a_driver(monkeypatch):
     monkeypatch.setattr(cuda.ctypes, "CDLL", refuse)
     with pytest.raises(Unavailable, match="driver does not load"):
         cuda._driver()
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_decoder_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(refuses, monkeypatch):
-    pytest.importorskip("triton")
-    from benchmarks.kernel_cases import decoder_stack
-    from halfbyte.kernels.cuda import decode_layers
-
-    class Loaded:
-        def __init__(self, image, name, shared_bytes=None):
-            pass
-
-        def check_together(self, blocks, threads):
-            assert (blocks, threads % 32) == (132, 0)
-            if refuses:
-                raise Unavailable("the device runs 0 of 132 blocks at once")
-
-    notices.forget()
-    monkeypatch.setattr(device, "_assumed", device.Device("Hopper", "cuda", (9, 0), 232448, 1024, 132))
-    monkeypatch.setattr(decode_layers, "cubin", lambda *_: Image(b"", 0, 0))
-    monkeypatch.setattr(decode_layers, "Kernel", Loaded)
-    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
-    found = decode_layers.compile_layers(*decoder_stack(1, torch.bfloat16, 128, False))
-    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
-    assert (found is None) == refuses
-    assert list(notices.said()) == (["decode-cuda"] if refuses else [])
 
 
 @pytest.mark.parametrize(("hip", "asked"), [(None, [torch.float32]), ("6.4", [])])

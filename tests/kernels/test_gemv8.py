@@ -1,4 +1,4 @@
-"""Products of a few rows with 8-bit weights: on a GPU at real sizes, and in Triton's interpreter at small ones."""
+"""GEMV and small-batch GEMM with 8-bit weights: on a GPU at real sizes, and in Triton's interpreter at small ones."""
 
 import functools
 import itertools
@@ -10,6 +10,7 @@ import torch
 from parity import DEVICE, DTYPES, INTERPRETED, dtypes, poisoned  # noqa: F401
 
 from halfbyte.formats import from_spec
+from halfbyte.ops.gemv8 import linear_float8, linear_int8
 
 pytestmark = parity.mark
 pytest.importorskip("triton")
@@ -58,21 +59,23 @@ def test_gemv(kernels, spec, dtype, wide):
 
 @specs
 @pytest.mark.parametrize("batch", [2, 16])
-def test_small(kernels, spec, batch):
+def test_gemm(kernels, spec, batch):
     """Shares of K, the last of them empty."""
     for dtype in [dtype for dtype in DTYPES if dtype is not torch.float32]:
-        blocks = kernels.SmallBlocks(64, 128, 4, 1)
-        check(partial(kernels.small, blocks=blocks), spec, batch, (150, 300), dtype, bias=batch == 2)
+        blocks = kernels.GemmBlocks(64, 128, 4, 1)
+        check(partial(kernels.gemm, blocks=blocks), spec, batch, (150, 300), dtype, bias=batch == 2)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="many programs")
 @specs
 @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 4096), (130, 449), (1, 1)], ids=str)
-def test_what_is_picked(kernels, spec, shape):
+def test_whatever_is_picked(spec, shape):
+    """Who is, `test_selection` asserts."""
+
     def run(x, codes, scale, scaling, bias):
         if spec == "int8":
-            return kernels.integer8(x, codes, scale, bias)
-        return kernels.float8(x, codes, scale, scaling, bias)
+            return linear_int8(x, codes, scale, bias)
+        return linear_float8(x, codes, scale, scaling, bias)
 
     for batch, dtype in itertools.product((1, 2, 3, 4, 5, 8, 17, 33, 64, 65), DTYPES):
         check(run, spec, batch, shape, dtype, bias=batch % 2 == 0)
@@ -96,11 +99,11 @@ def test_in_a_graph(spec, batch):
 
 @pytest.mark.large(6)
 @pytest.mark.skipif(INTERPRETED, reason="4 GiB")
-def test_a_weight_of_more_than_two_to_the_31_bytes(kernels):
+def test_a_weight_of_more_than_two_to_the_31_bytes():
     rows, columns = 2**17 + 40, 2**14 + 100
     codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, device="cuda")
     absmax = torch.rand(rows, device="cuda")
     for batch in (1, 16):
         x = torch.randn(batch, columns, device="cuda", dtype=torch.bfloat16)
-        found = kernels.integer8(x, codes, absmax, None)[:, -40:]
-        torch.testing.assert_close(found, kernels.integer8(x, codes[-40:], absmax[-40:], None), rtol=0.01, atol=0.01)
+        found = linear_int8(x, codes, absmax, None)[:, -40:]
+        torch.testing.assert_close(found, linear_int8(x, codes[-40:], absmax[-40:], None), rtol=0.01, atol=0.01)

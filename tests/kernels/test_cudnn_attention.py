@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from halfbyte.kernels.cuda import cudnn_attention as attention_rows
+from halfbyte import notices
+from halfbyte.kernels import device
+from halfbyte.kernels.cuda import cudnn_attention
 from halfbyte.ops import attention
 from halfbyte.ops.attention import rows_backward
 
 SHAPE = {"rows": 4, "heads": 4, "keys": 2, "length": 24}
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == attention_rows.HOPPER
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == cudnn_attention.HOPPER
 with_cudnn = pytest.mark.skipif(not (HOPPER and attention.cudnn()), reason="needs Hopper and nvidia-cudnn-frontend")
 
 
@@ -35,10 +37,10 @@ def executed(monkeypatch):
         for result, gradient in zip(part[6:], rows_backward.reference(*part[:6], 0.2), strict=True):
             result.copy_(gradient)
 
-    monkeypatch.setattr(attention_rows, "cudnn", lambda: object())
-    monkeypatch.setattr(attention_rows, "_plan", lambda *_: object())
-    monkeypatch.setattr(attention_rows, "_execute", execute)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cudnn_attention, "cudnn", lambda: object())
+    monkeypatch.setattr(cudnn_attention, "_plan", lambda *_: object())
+    monkeypatch.setattr(cudnn_attention, "_execute", execute)
+    monkeypatch.setattr(device, "_assumed", device.KNOWN["h100"])
     return given
 
 
@@ -52,23 +54,25 @@ def executed(monkeypatch):
     ],
 )
 def test_rows_and_heads_go_through_in_parts(executed, monkeypatch, fitting, parts):
-    monkeypatch.setattr(attention_rows, "SCRATCH", fitting * 2 * 2 * 24 * 24)
+    monkeypatch.setattr(cudnn_attention, "SCRATCH", fitting * 2 * 2 * 24 * 24)
     operands = drawn(**SHAPE)
-    found = attention_rows.backward(*operands, 0.2)
+    found = cudnn_attention.backward(*operands, 0.2)
     assert executed == parts
     for mine, reference in zip(found, rows_backward.reference(*operands, 0.2), strict=True):
         torch.testing.assert_close(mine, reference)
 
 
 def test_rows_that_are_too_long_or_have_no_plan_take_two_passes(executed, monkeypatch):
+    notices.forget()
     operands = drawn(**SHAPE)
     expected = rows_backward.reference(*operands, 0.2)
     with monkeypatch.context() as changed:
-        changed.setattr(attention_rows, "SCRATCH", 2 * 2 * 24 * 24 - 1)
-        found = attention_rows.backward(*operands, 0.2)
-    monkeypatch.setattr(attention_rows, "_plan", lambda *_: None)
-    again = attention_rows.backward(*operands, 0.2)
+        changed.setattr(cudnn_attention, "SCRATCH", 2 * 2 * 24 * 24 - 1)
+        found = rows_backward.on("cuda")(*operands, 0.2)
+    monkeypatch.setattr(cudnn_attention, "_plan", lambda *_: "no such graph")
+    again = rows_backward.on("cuda")(*operands, 0.2)
     assert not executed
+    assert "no such graph" in notices.said()["kernel-cuda.cudnn_attention.backward"]
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, found, again, strict=True))
 
 
@@ -76,18 +80,18 @@ def test_rows_that_are_too_long_or_have_no_plan_take_two_passes(executed, monkey
 @with_cudnn
 @pytest.mark.parametrize("mib", [512, 1])
 def test_on_hopper_cudnn_repeats_and_agrees_with_two_passes(monkeypatch, mib):
-    monkeypatch.setattr(attention_rows, "SCRATCH", mib << 20)
+    monkeypatch.setattr(cudnn_attention, "SCRATCH", mib << 20)
     operands = drawn(2, 16, 8, 512, 128, torch.bfloat16, "cuda")
     expected = rows_backward.reference(*operands, 0.2)
-    first = attention_rows.backward(*operands, 0.2)
+    first = cudnn_attention.backward(*operands, 0.2)
     for mine, theirs in zip(first, expected, strict=True):
         assert (mine.float() - theirs.float()).norm() <= 0.01 * theirs.float().norm()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attention_rows.backward(*operands, 0.2)
+        captured = cudnn_attention.backward(*operands, 0.2)
     for _ in range(10):
         graph.replay()
-        again = attention_rows.backward(*operands, 0.2)
+        again = cudnn_attention.backward(*operands, 0.2)
         for a, b, c in zip(first, again, captured, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)

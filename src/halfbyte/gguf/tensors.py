@@ -1,0 +1,361 @@
+"""Where each weight of a model lies in a GGUF file and what it is there: names, order of rows, experts; both ways.
+
+The gguf library knows the names of most tensors; experts, and models with a vision tower, have rules of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS, TENSOR_NAMES, get_tensor_name_map
+from torch import Tensor
+
+from ..architectures import auto_class, quantizable
+from ..errors import CheckpointError, ModelError
+from ..families import Experts, Family, of_config
+from ..formats import Format
+from ..formats.base import entry_name
+from ..tensor import QuantizedTensor
+from .file import DAMAGED, GgufFile
+from .graph import experts_of
+from .hyperparameters import ROPE_TENSORS, rope_tensors
+from .to_formats import KEPT, kept_format, kept_parts
+
+EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
+STACKED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)")
+BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
+KINDS = (".weight", ".bias")
+DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
+OPTIONAL = {
+    MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
+    MODEL_TENSOR.ATTN_ROT_EMBD,
+}  # fmt: skip
+NOT_FUSED = {MODEL_TENSOR.ATTN_Q, MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_V, MODEL_TENSOR.FFN_GATE}
+DENSE = {MODEL_TENSOR.FFN_GATE, MODEL_TENSOR.FFN_UP, MODEL_TENSOR.FFN_DOWN}
+SPARSE = {
+    MODEL_TENSOR.FFN_GATE_INP, MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP, MODEL_TENSOR.FFN_DOWN_EXP,
+}  # fmt: skip
+
+
+# --- names and orders of rows -----------------------------------------------------------------------------------------
+
+
+class Layout:
+    """What a model's tensors are called in a file, and how their values lie there.
+
+    Args:
+        config: (text) config of transformers.
+        family: its row.
+    """
+
+    def __init__(self, config: Any, family: Family):
+        self.config, self.family = config, family
+        self.graph = next(graph for graph, name in MODEL_ARCH_NAMES.items() if name == family.gguf.arch)
+        self._names = get_tensor_name_map(self.graph, config.num_hidden_layers)
+
+    def name(self, key: str) -> str:
+        """The name in the file of a checkpoint's tensor, an expert's apart.
+
+        Raises:
+            ModelError: there is none.
+        """
+        plain = key.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+        name = self._names.get_name(plain.removeprefix("language_model."), try_suffixes=KINDS)
+        arch, fix = self.family.gguf.arch, "use this model with transformers"
+        if name is None:
+            raise ModelError(f"{key} has no place in llama.cpp's {arch} architecture", fix)
+        if name.endswith(".bias") and not self.family.gguf.bias:
+            raise ModelError(f"{key}: llama.cpp's {arch} architecture has no biases", fix)
+        return name
+
+    def holds_sum(self, name: str) -> bool:
+        """Whether the file holds 1 + weight: of norms that multiply by that."""
+        return self.family.norm_offset and name.endswith("norm.weight")
+
+    def heads(self, name: str) -> int:
+        """How many heads a tensor's rows are of, where the file has them in another order; else 0."""
+        if not self.family.gguf.permute or not (".attn_q." in name or ".attn_k." in name):
+            return 0
+        return int(self.config.num_attention_heads if ".attn_q." in name else self.config.num_key_value_heads)
+
+    def in_file(self, name: str, value: Tensor) -> Tensor:
+        """A checkpoint's values as the graph wants them."""
+        if heads := self.heads(name):
+            return interleaved(value, heads)
+        return value.float() + 1 if self.holds_sum(name) else value
+
+
+def layer_of(key: str) -> int:
+    """The number of the decoder layer that a tensor of the checkpoint is in."""
+    return int(re.findall(r"\.layers\.(\d+)\.", key)[0])
+
+
+def experts_name(layer: int | str, part: str) -> str:
+    """The name of all experts' gate, up or down projections in the file."""
+    return f"blk.{layer}.ffn_{part}_exps.weight"
+
+
+def parts_of(experts: Experts) -> dict[str, str]:
+    """A checkpoint's name of an expert's linear → what the file calls it."""
+    return {experts.gate: "gate", experts.up: "up", experts.down: "down"}
+
+
+def shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor there: a gate of one row is a vector."""
+    return shape[-1:] if name.endswith("ffn_gate_inp_shexp.weight") else shape
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """Rows [heads · size, …] of each head from (all first halves, all second halves) of the pairs that RoPE turns, as
+    transformers has them, to pair after pair."""
+    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def halved(rows: Tensor, heads: int) -> Tensor:
+    """Undoes `interleaved`."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of the model: its shape, and a function that reads it, on any device."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class Planned:
+    """A tensor of the file. `parts` are read one after another and stacked: [columns] or [rows, columns] as one, or one
+    [rows, columns] for each expert."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: list[Callable[[], Tensor]] = field(default_factory=list)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is quantized: everything but norms, biases, frequencies and routers."""
+        return len(self.shape) > 1 and "ffn_gate_inp" not in self.name and self.name.endswith(".weight")
+
+    def pieces(self) -> Iterator[Tensor]:
+        for part in self.parts:
+            yield part()
+
+
+def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Planned]:
+    """The tensors of the file, in the order of the weights.
+
+    Args:
+        weights: of the checkpoint, by their names there.
+        config: (text) config of transformers.
+
+    Raises:
+        ModelError: a weight that the architecture has no place for.
+        CheckpointError: one that it needs is missing.
+    """
+    layout = Layout(config, family)
+    planned = {name: Planned(name, tuple(made.shape), [made.clone]) for name, made in rope_tensors(config).items()}
+    for key, weight in weights.items():
+        if BESIDE_TEXT.search(key) or key.endswith(DERIVED):
+            continue
+        if key.endswith("lm_head.weight") and config.tie_word_embeddings:
+            continue  # llama.cpp takes the embedding
+        for name, shape, part in _placed(key, weight, layout):
+            entry = planned.setdefault(name, Planned(name, shape))
+            entry.parts.append(part)
+    for entry in planned.values():
+        if len(entry.parts) > 1:
+            entry.shape = (len(entry.parts), *entry.shape)
+    _check_complete(planned, layout)
+    return list(planned.values())
+
+
+Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
+
+
+def _placed(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]:
+    """What of the file a weight of the checkpoint becomes: (name, shape of the part, how to make it)."""
+    parts = parts_of(layout.family.experts) if layout.family.experts else {}
+    if (match := EXPERT.fullmatch(key)) and match[3] in parts:
+        yield experts_name(layer_of(key), parts[match[3]]), weight.shape, weight.read
+    elif parts and (match := STACKED_EXPERTS.fullmatch(key)):
+        yield from _stacked_experts(layer_of(key), match[2], weight)
+    else:
+        name = layout.name(key)
+        shape = shape_in_file(name, weight.shape)
+        yield name, shape, lambda: layout.in_file(name, weight.read()).view(shape)
+
+
+def _stacked_experts(layer: int, kind: str, weight: Weight) -> Iterator[Placed]:
+    """Experts that the checkpoint has stacked: [experts, rows, columns], gate above up."""
+    experts, rows, columns = weight.shape
+    parts = ("down",) if kind == "down_proj" else ("gate", "up")
+    rows //= len(parts)
+    for index, part in enumerate(parts):
+        own = slice(index * rows, (index + 1) * rows)
+        for expert in range(experts):
+            yield experts_name(layer, part), (rows, columns), partial(_expert, weight, expert, own)
+
+
+def _expert(weight: Weight, expert: int, rows: slice) -> Tensor:
+    return weight.read()[expert, rows]
+
+
+def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
+    config, family, tensors = layout.config, layout.family, set(MODEL_TENSORS[layout.graph])
+    experts = experts_of(config, family)
+    needed = tensors - OPTIONAL - (DENSE if experts else SPARSE) - (NOT_FUSED if family.fused else set())
+    for tensor in sorted(needed, key=lambda tensor: TENSOR_NAMES[tensor]):
+        template = TENSOR_NAMES[tensor]
+        for layer in range(config.num_hidden_layers if "{bid}" in template else 1):
+            name = template.format(bid=layer) + ".weight"
+            if name not in planned:
+                raise CheckpointError(
+                    f"the checkpoint lacks the tensor that becomes {name} in the file", "re-download the checkpoint"
+                )
+            stacked = planned[name].parts
+            if name.endswith("_exps.weight") and len(stacked) != experts:
+                raise CheckpointError(f"{name}: {len(stacked)} experts in the checkpoint, {experts} in config.json")
+    if not config.tie_word_embeddings and "output.weight" not in planned and MODEL_TENSOR.OUTPUT in tensors:
+        raise CheckpointError("the checkpoint lacks lm_head.weight", "re-download the checkpoint")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A weight of the checkpoint to be.
+
+    Attributes:
+        name, shape: there.
+        read: reads it on the CPU, decoded, or as a `QuantizedTensor` of `format`.
+        format: what holds the file's own values; None for a weight that is decoded.
+        type: of a linear layer that may be quantized, the file's name of its type, in words; else empty.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    format: Format | None = None
+    type: str = ""
+
+    def state(self) -> dict[str, Tensor]:
+        """Name → tensor, of the entries that store it."""
+        value = self.read()
+        if not isinstance(value, QuantizedTensor):
+            return {self.name: value.contiguous()}
+        state = value.format.to_state(value.parts, self.shape, value.dtype)
+        return {entry_name(self.name, suffix): part.contiguous() for suffix, part in state.items()}
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """About how many bytes `state` has, where values that are not kept are of `dtype`."""
+        bits = self.format.bits_per_weight(self.shape) if self.format else 8 * dtype.itemsize
+        return int(torch.Size(self.shape).numel() * bits / 8)
+
+
+def entries(file: GgufFile, config: Any, keep: bool = False) -> list[Entry]:
+    """Everything in the checkpoint that the file stands for, in the order of the model. No values are read.
+
+    Args:
+        config: of transformers, of a family of the table.
+        keep: linear layers as the file has them, where a format of ours holds its values.
+
+    Raises:
+        CheckpointError: the file lacks a tensor, or has one of another shape.
+        ModelError: it has one that the model has no place for.
+    """
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    family = of_config(config)
+    assert family is not None
+    reader = _Reader(file, Layout(config, family))
+    linears = {f"{name}.weight" for name in quantizable(model)}
+    found: list[Entry] = []
+    used = set(ROPE_TENSORS)
+    for key, value in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for source, entry in reader.placed(key, tuple(value.shape)):
+            used.add(source)
+            found.append(reader.linear(source, entry, keep) if key in linears else entry)
+    extra = sorted(file.tensors.keys() - used)
+    if extra:
+        raise ModelError(
+            f"{file.path}: {extra[0]} has no place in transformers' {config.model_type}", "use the original checkpoint"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Finds and reads the tensors of one file."""
+
+    file: GgufFile
+    layout: Layout
+
+    def placed(self, key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Entry]]:
+        """What a parameter of the model becomes: (the file's tensor, entry of the checkpoint)."""
+        experts, dtype = self.layout.family.experts, self.layout.config.dtype
+        if experts and (match := STACKED_EXPERTS.fullmatch(key)):
+            count, rows, columns = shape
+            named = {part: name for name, part in parts_of(experts).items()}
+            parts = ("down",) if match[2] == "down_proj" else ("gate", "up")
+            for part in parts:
+                source, own = experts_name(layer_of(key), part), (rows // len(parts), columns)
+                self._check(source, (count, *own))
+                for index in range(count):
+                    name = f"{_in_block(match[1], experts)}experts.{index}.{named[part]}.weight"
+                    yield source, Entry(name, own, partial(self.file.values, source, dtype, index))
+            return
+        source = self.layout.name(key)
+        self._check(source, shape_in_file(source, shape))
+        name = _in_block(key, experts) if experts and ".mlp.gate." in key else key
+        yield source, Entry(name, shape, lambda: self._restored(source).view(shape))
+
+    def linear(self, source: str, entry: Entry, keep: bool) -> Entry:
+        """A linear layer's entry, in the file's own type if that is kept."""
+        file = self.file
+        type_ = file.tensors[source].tensor_type
+        format_ = kept_format(type_, entry.shape) if keep else None
+        if format_ is None:
+            rows = f" of {entry.shape[0]} rows" if keep and type_ in KEPT else ""  # it is they that do not fit
+            return replace(entry, type=type_.name + rows)
+        heads = self.layout.heads(source)
+
+        def read() -> QuantizedTensor:
+            blocks = file.blocks(source)
+            try:
+                parts = kept_parts(type_, halved(blocks, heads) if heads else blocks)
+            except CheckpointError as error:
+                raise CheckpointError(f"{file.path}: {source} ({type_.name}): {error.message}", DAMAGED) from error
+            return QuantizedTensor(format_, parts, entry.shape, self.layout.config.dtype)
+
+        return replace(entry, read=read, format=format_, type=type_.name)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        found = self.file.shape(name)
+        if found != shape:
+            raise CheckpointError(f"{self.file.path}: {name} has shape {found}, expected {shape}", DAMAGED)
+
+    def _restored(self, source: str) -> Tensor:
+        """A tensor's values as transformers wants them."""
+        dtype = self.layout.config.dtype
+        if self.layout.holds_sum(source):
+            return (self.file.values(source, torch.float32) - 1).to(dtype)
+        value, heads = self.file.values(source, dtype), self.layout.heads(source)
+        return halved(value, heads) if heads else value
+
+
+def _in_block(key: str, experts: Experts) -> str:
+    """A name in transformers' mixture as checkpoints have it."""
+    return key.replace(".mlp.", f".{experts.block}.")

@@ -1,0 +1,26 @@
+"""What runs are trained for. A method is a row of `METHODS`, by the name that the key `method` gives.
+
+To add one, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of `Method`.
+"""
+
+from ..config import RunConfig
+from ..errors import ConfigError
+from .base import Method, Metric, Numbers
+from .sft import SupervisedFineTuning
+
+METHODS: dict[str, Method] = {"sft": SupervisedFineTuning()}
+
+
+def method_of(config: RunConfig) -> Method:
+    """The method that a run asks for.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if config.method not in METHODS:
+        known = ", ".join(sorted(METHODS))
+        raise ConfigError(f"method: there is no {config.method!r}", f"one of {known}")
+    return METHODS[config.method]
+
+
+__all__ = ["METHODS", "Method", "Metric", "Numbers", "method_of"]

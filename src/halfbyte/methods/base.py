@@ -1,0 +1,120 @@
+"""What a method of training says of itself; the loop, metrics, report and terminal ask for nothing else.
+
+Nothing here imports torch before it is needed, because reports read the names, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from ..config import RunConfig
+    from ..data import PreparedData
+
+Rows = Sequence[dict[str, Any]]
+Batch = Mapping[str, Any]
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number in the records of a run.
+
+    Attributes:
+        name: in the records.
+        label: for people.
+        format: how it is shown, as in `format(value, ".4f")`.
+        over: the count that its sum is divided by.
+    """
+
+    name: str
+    label: str
+    format: str = ".4f"
+    over: str = "trained_tokens"
+
+    def shown(self, record: Mapping[str, Any]) -> str:
+        """The number of a record, in words; a dash where there is none."""
+        value = record.get(self.name)
+        return "–" if value is None else format(value, self.format)
+
+
+LOSS = Metric("loss", "loss")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a method.
+
+    Attributes:
+        trained: of training records, the loss first.
+        evaluated: of evaluations, the loss first.
+    """
+
+    trained: tuple[Metric, ...] = (LOSS,)
+    evaluated: tuple[Metric, ...] = (LOSS,)
+
+    def document(self) -> dict[str, list[dict[str, str]]]:
+        """As environment.json has them."""
+        return {name: [asdict(metric) for metric in getattr(self, name)] for name in ("trained", "evaluated")}
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Sequence[Mapping[str, str]]]) -> Numbers:
+        return cls(**{name: tuple(Metric(**metric) for metric in metrics) for name, metrics in document.items()})
+
+
+class Method:
+    """A method whose rows are texts: `input_ids`, `labels` and the number columns that it asks for.
+
+    Attributes:
+        numbers: what its records hold.
+        columns: columns of the data with a number in each row; a prepared row has them as lists, a number a document.
+    """
+
+    numbers = Numbers()
+    columns: tuple[str, ...] = ()
+
+    def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+        """The rows of a run, and what became of its data."""
+        from ..data import prepare
+
+        return prepare(config, tokenizer, self.columns)
+
+    def collator(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        """Prepared rows → a batch of tensors on the host (and numbers).
+
+        Args:
+            device: where a run trains; None: nowhere, so the batch need not suit its kernels.
+        """
+        from ..data.collate import make_collator
+
+        return make_collator(config, tokenizer, device)
+
+    def tokens(self, rows: Rows) -> int:
+        """Tokens that training on `rows` processes."""
+        return sum(len(row["input_ids"]) for row in rows)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """What the sums of a batch are divided by, name → number, known before its forward."""
+        raise NotImplementedError
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Forward: the sums of a batch, 0-d float32, by name and in the order of `numbers.trained`.
+
+        The one called "loss" is differentiable. The forward of a frozen model in 16 bits runs inside `compute`.
+
+        Args:
+            batch: on the model's device.
+        """
+        raise NotImplementedError
+
+    def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """The numbers of an evaluation, from the means and counts over all its rows."""
+        return {**means, **counts}

@@ -1,0 +1,153 @@
+"""Adapters' gradients and an FP8 cast in one pass, against the reference."""
+
+import pytest
+import torch
+from backends import DEVICES, backends, cases, loaded
+from lora_glu_cases import assert_cast, slot_of
+from parity import assert_as_close_as_torch, exact, poisoned  # noqa: F401
+
+from halfbyte import notices
+from halfbyte.dispatch import Unavailable
+from halfbyte.ops.float8 import E4M3, E5M2
+from halfbyte.ops.lora_read import lora_read
+
+pytest.importorskip("triton")
+from halfbyte.kernels.cuda import lora_read as kernels
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RUN = """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Read *read) {
+    launch(blocks, threads, bytes, [&] { bytes ? lora_read(*read) : finish(*read); });
+}
+"""
+# Rows, widths and ranks (0: no adapter): an end inside a step and a strip, parts of one step and of several.
+SIZES = [(37, (136,), (16,)), (50, (40, 264, 72), (8, 0, 16)), (16, (512, 256), (16, 8))]
+
+
+def case(size, dtype, device, turned=False):
+    """Tensors, factors, scalings and low of a size; the first tensor is a part of a wider one."""
+    rows, widths, ranks = size
+
+    def random(*shape, scale=1.0):
+        return (torch.randn(*shape) * scale).to(dtype).to(device)
+
+    tensors = [random(rows, width + 16 * (i == 0))[:, :width] for i, width in enumerate(widths)]
+    pairs = zip(widths, ranks, strict=True)
+    factors = [random(width, rank, scale=width**-0.5) if rank else None for width, rank in pairs]
+    if turned:
+        factors = [factor.t().contiguous().t() for factor in factors]
+    scalings = [1.5, 0.7, 2.0][: sum(rank > 0 for rank in ranks)]
+    return tensors, factors, scalings, random(rows, sum(ranks), scale=rows**-0.5)
+
+
+def check(found, tensors, factors, scalings, low, slot, columns):
+    """v and gradients are as close as torch's, and codes are what slot casts."""
+
+    def reference(change):
+        x, *more = map(change, tensors)
+        changed = [None if factor is None else change(factor) for factor in factors]
+        given = None if low is None else change(low)
+        return lora_read.reference(x, more, changed, scalings, given, torch.float32, None, None)
+
+    torchs, truths = reference(lambda tensor: tensor.cpu()), reference(lambda tensor: exact(tensor.cpu()))
+    assert len(found.gradients) == len(truths.gradients)
+    for mine, other, truth in zip(
+        (found.low, *found.gradients), (torchs.low, *torchs.gradients), (truths.low, *truths.gradients), strict=True
+    ):
+        assert mine.shape == truth.shape
+        assert_as_close_as_torch(mine.cpu(), other, truth)
+    if slot is None:
+        assert found.codes is None
+    else:
+        both = torch.cat(list(tensors), dim=1).float()
+        assert_cast(found.codes, slot, both if columns is None else both * columns)
+
+
+LARGE = [(2000, (4096, 1024, 1024), (16, 16, 16)), (1111, (4096,), (16,)), (700, (1000, 14336), (0, 8))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("built")
+
+
+@pytest.fixture
+def run(backend, monkeypatch, folder):
+    """The kernel, and nothing in its place, as it is compared."""
+    loaded(kernels, backend, monkeypatch, folder, RUN)
+    if backend == "emulated":
+        monkeypatch.setattr(kernels, "BLOCKS", kernels.Blocks(4, 1, 2))
+    notices.forget()
+
+    def call(tensors, factors, scalings, low, slot=None, columns=None):
+        x, *more = tensors
+        assert kernels.obstacle(x, more, factors, scalings, low) is None
+        found = lora_read.on("cuda")(x, more, factors, scalings, low, FP32, slot, columns)
+        check(found, tensors, factors, scalings, low, slot, columns)
+        return found
+
+    yield call
+    assert not notices.said()
+
+
+@cases(
+    ("size", "dtype"),
+    emulated=[(size, dtype) for size in SIZES for dtype in (BF16, FP16)],
+    hopper=[(size, dtype) for size in SIZES + LARGE for dtype in (BF16, FP16)],
+)
+def test_reads(run, backend, size, dtype):
+    run(*case(size, dtype, DEVICES[backend]))
+
+
+@cases(
+    ("size", "columns"),
+    emulated=[(SIZES[1], False), (SIZES[1], True)],
+    hopper=[(size, columns) for size in SIZES + LARGE for columns in (False, True)],
+)
+def test_reads_and_casts(run, backend, size, columns):
+    device = DEVICES[backend]
+    factor = torch.rand(sum(size[1]), device=device) if columns else None
+    run(*case(size, BF16, device), slot_of(E5M2, 100.0, device), factor)
+
+
+@cases(
+    ("size", "dtype", "scale"),
+    emulated=[(SIZES[0], BF16, 16.0), (SIZES[0], BF16, 300.0)],  # the second saturates
+    hopper=[(size, dtype, 16.0) for size in (SIZES[0], LARGE[1]) for dtype in (BF16, FP16)],
+)
+def test_an_input(run, backend, size, dtype, scale):
+    """Forward: no gradients, and the factor is Aᵀ."""
+    tensors, factors, scalings, _ = case(size, dtype, DEVICES[backend], turned=True)
+    run(tensors, factors, scalings, None, slot_of(E4M3, scale, DEVICES[backend]))
+
+
+@backends("emulated")
+def test_what_is_not_a_number_counts_as_infinite(run, backend):
+    tensors, factors, scalings, low = case(SIZES[0], BF16, "cpu")
+    tensors[0][3, 7] = float("nan")
+    slot = slot_of(E5M2, 1.0, "cpu")
+    kernels.read(tensors[0], [], factors, scalings, low, FP32, slot, None)
+    assert slot.newest == float("inf")
+
+
+@backends("emulated")
+def test_without_nvrtc_products_are_of_their_own(backend, monkeypatch, folder):
+    loaded(kernels, backend, monkeypatch, folder, RUN)
+
+    def no_nvrtc(*_):
+        raise Unavailable("no NVRTC")
+
+    monkeypatch.setattr(kernels, "cubin", no_nvrtc)
+    notices.forget()
+    tensors, factors, scalings, low = case(SIZES[0], BF16, "cpu")
+    found = lora_read.on("cuda")(tensors[0], [], factors, scalings, low, FP32, None, None)
+    check(found, tensors, factors, scalings, low, None, None)
+    assert notices.said()["kernel-cuda.lora_read.read"].startswith("cuda.lora_read.read: no NVRTC; ")
+
+
+@backends("hopper")
+def test_every_run_gives_the_same_bits(run, backend):
+    arguments = case(LARGE[0], BF16, "cuda")
+    first, second = run(*arguments), run(*arguments)
+    assert torch.equal(first.low, second.low)
+    assert all(map(torch.equal, first.gradients, second.gradients))
