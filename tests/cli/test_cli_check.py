@@ -92,7 +92,8 @@ def test_init_asks_whether_packed_documents_see_each_other(family, packing, comm
 def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path):
     from halfbyte.plan.estimate import estimate
 
-    text = starting_config(str(shared / "models/llama-40m"), "data.jsonl")
+    (tmp_path / "data.jsonl").touch()
+    text = starting_config(str(shared / "models/llama-40m"), str(tmp_path / "data.jsonl"))
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
     written = [line.split(":")[0] for line in text.splitlines() if not line.startswith("#")]

@@ -12,6 +12,7 @@ from rich.table import Table
 from ..config import RunConfig, resolve
 from ..config.yaml import dump_value
 from ..errors import ConfigError
+from ..runs.inputs import look_over_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,6 +29,7 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
     """
+    look_over_inputs(config)
     from ..data.batches import batches_of
     from ..hardware import planned_device
     from ..methods import method_of

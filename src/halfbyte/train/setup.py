@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from halfbyte.adapters import check_adapter_files
 from halfbyte.config import Resolved, RunConfig, dump_config, resolve
-from halfbyte.data import PreparedData
 from halfbyte.data.batches import batches_of, widths_of
+from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
