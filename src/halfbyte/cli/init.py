@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ..plan.estimate import MemoryPlan
 
 ROWS_PER_STEP = 8  # rows per optimizer step, whatever the device holds at once
-PROBED_ROW = 256  # tokens that a row of the small model may hold
 LENGTHS, CPU_LENGTHS = (4096, 2048, 1024, 512, 256), (1024, 512, 256)
 SHOWN = (
     "model_name_or_path", "load_in_4bit", "r", "lora_alpha", "target_modules", "dataset", "eval_split_size",
@@ -56,14 +55,11 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
     A model has no weights yet, so a few small layers of its kinds are asked.
     """
     from ..data.collate import PackedCollator
-    from ..models.isolation import WORDS, isolate
-    from ..models.tiny import tiny_model
+    from ..models.isolation import WORDS, isolate_like
 
     packed = base.model_copy(update={"packing": True})
     try:
-        model = tiny_model(model_config, trust_remote_code=base.trust_remote_code)
-        tokens = range(10, model.get_input_embeddings().weight.shape[0])
-        found = isolate(model, PackedCollator(0), key="packing", length=PROBED_ROW, tokens=tokens)
+        found = isolate_like(model_config, PackedCollator(0), trust_remote_code=base.trust_remote_code)
     except ConfigError as error:
         return base, [f"# No {' '.join(error.message.split())}"]
     except Exception as error:  # whatever the model's own code says to sizes that were not made for it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -38,3 +39,8 @@ class Batches:
         """All of one shape."""
         shape = Shape(rows, length)
         return cls(shape, shape)
+
+    def longer(self, share: float) -> Batches:
+        """All with `share` times the tokens."""
+        shapes = (self.largest, self.usual, self.second, self.evaluation)
+        return Batches(*(Shape(shape.rows, math.ceil(share * shape.length)) for shape in shapes))

@@ -26,12 +26,14 @@ from ..errors import ConfigError
 from ..notices import notice
 from .head import backbone_inputs, reads_hidden_states
 from .layer import causal_lm_of
+from .tiny import tiny_model
 from .unpacking import unpacked, unwrap, with_bounds, wrap
 
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
 LENGTHS = (70, 1, 29, 37)  # of the probe's documents: one of a token, two of like length, none a multiple of a chunk
 REPLACED = (0, 2)  # which are replaced in turn: others are behind, and before
+SMALL_ROW = 256  # tokens that a row of a small model may hold
 ROWS = 16  # of the data, that give the probe its tokens
 MARGIN = 8.0  # how much more than in separate rows is more than another order of sums
 BLIND = 0.02  # a change in separate rows of this size, relative to the hidden states, would hide a leak
@@ -153,6 +155,19 @@ def isolate_run(
     tokens = [token for index in range(min(len(rows), ROWS)) for token in rows[index]["input_ids"]]
     key = "packing" if config.packing else "padding_free"
     return isolate(model, collate, key=key, length=config.max_length, tokens=tokens, dtype=dtype)
+
+
+def isolate_like(model_config: Any, collate: Collate, *, trust_remote_code: bool = False) -> Isolation:
+    """What `isolate` finds for a few small layers of the kinds that a model of `model_config` has, before its weights
+    are read.
+
+    Raises:
+        ConfigError: see `isolate`.
+        Exception: whatever the model's own code says to sizes that were not made for it.
+    """
+    model = tiny_model(model_config, trust_remote_code=trust_remote_code)
+    tokens = range(10, model.get_input_embeddings().weight.shape[0])
+    return isolate(model, collate, key="packing", length=SMALL_ROW, tokens=tokens)
 
 
 def release(model: nn.Module) -> None:

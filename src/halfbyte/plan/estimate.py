@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from ..hardware import segments_grow
+import psutil
+import torch
+
+from ..config import Level, RunConfig
+from ..data.collate import PackedCollator
+from ..families import of_config
+from ..hardware import best_device, segments_grow
+from ..memory import host
 from ..memory.batches import Batches, Shape
-from ..notices import notice
+from ..models.isolation import isolate_like
+from ..models.unpacking import LIKE
+from ..notices import notice, silent
 from ..optim import OPTIMIZERS
 from .policy import OFFLOADED, REPLAYED, Choice, LayerCost, choose, cost, in_words, peak, replayed_level
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..config import Level, RunConfig
-    from .replay import Step
-    from .shapes import ModelShapes, Trainable
+from .replay import Step
+from .shapes import ModelShapes, Trainable
 
 GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
@@ -96,15 +100,24 @@ def estimate(
     Raises:
         ModelError: transformers cannot build a causal LM from `model_config`, or the adapter finds no module.
     """
-    import torch
-
-    from ..hardware import best_device
-    from .shapes import ModelShapes
-
     target = torch.device(device or config.device or best_device())
     capacity = _capacity(config, target, capacity_bytes)
-    planner = _Planner(ModelShapes(config, model_config, target), batches or _full_rows(config), capacity)
-    return planner.plan()
+    batches, way = batches or _full_rows(config), packed_way(config, model_config)
+    if way == "unpacked":  # into rows that are padded
+        batches = batches.longer(1 / LIKE)
+    return _Planner(ModelShapes(config, model_config, target), batches, capacity, graphs=way == "positions").plan()
+
+
+def packed_way(config: RunConfig, model_config: Any) -> str:
+    """How the run will keep packed documents apart, see `models.isolation`; families with a row, and models that cannot
+    be asked before they are loaded, are taken to do so by their positions."""
+    if not (config.packing or config.padding_free) or of_config(model_config.get_text_config()) is not None:
+        return "positions"
+    try:
+        with silent():
+            return isolate_like(model_config, PackedCollator(0), trust_remote_code=config.trust_remote_code).way
+    except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
+        return "positions"
 
 
 def _full_rows(config: RunConfig) -> Batches:
@@ -120,8 +133,6 @@ def _level(want: bool | Level) -> Level:
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor where weights are quantized in every
     step, for which quantizers look at the values; nor with layers offloaded to the host."""
-    import torch
-
     kernels = config.use_kernels and device.type == "cuda" and dtype != torch.float16
     return kernels and config.qat_scheme is None
 
@@ -133,16 +144,17 @@ class _Planner:
         shapes: the model.
         batches: of its data.
         capacity: bytes that may be used.
+        graphs: whether micro-batches may be captured, as far as the data goes.
     """
 
-    def __init__(self, shapes: ModelShapes, batches: Batches, capacity: int):
+    def __init__(self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True):
         self.shapes, self.config, self.batches, self.capacity = shapes, shapes.config, batches, capacity
         self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
         self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
         want = self.config.activation_checkpointing
         self.asked: Level | None = None if want == "auto" else _level(want)
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
-        self.may_capture = may_capture(self.config, shapes.device, shapes.dtype)
+        self.may_capture = graphs and may_capture(self.config, shapes.device, shapes.dtype)
         cuda = shapes.device.type != "cpu"
         self.still = MemoryPlan(
             weights=shapes.frozen_bytes(),
@@ -189,17 +201,16 @@ class _Planner:
         return replace(recomputed, reason=reason + self._shortage(recomputed))
 
     def _fastest(self) -> MemoryPlan:
-        from ..memory.host import available_bytes
-
         margin = GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
-        usual = self.layer(self.batches.usual)
+        largest = self.layer(self.batches.largest)
+        usual = largest.of_share(self.batches.usual)
         choice = choose(
             self.depth,
             int(margin * self.capacity),
             lambda choice: self.planned(choice).total,
             usual=usual,
-            largest=self.layer(self.batches.largest),
-            host=int(HOST_MARGIN * available_bytes()),
+            largest=largest,
+            host=int(HOST_MARGIN * host.available_bytes()),
             graphs=self.may_capture,
         )
         plan = self.planned(choice)
@@ -286,9 +297,6 @@ def _step_scratch(name: str, trained: Trainable, device_type: str) -> int:
 
 def _capacity(config: RunConfig, device: torch.device, given: int | None) -> int:
     if given is None:
-        import psutil
-        import torch
-
         if device.type == "cuda" and torch.cuda.is_available():
             given = torch.cuda.mem_get_info(device)[0]
         elif device.type == "xpu" and torch.xpu.is_available():
