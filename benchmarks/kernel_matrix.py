@@ -373,7 +373,8 @@ takes of shared memory and registers is held against what the device has. `make 
 
 A cell says that all forms compile and fit, with the most shared memory that one takes, and what a thread of one spills;
 `-`: never chosen there. What does not run is numbered. It is said once, and something slower runs: for a Triton kernel
-the torch reference, for one in CUDA (`cuda/`, from Hopper on) a Triton kernel, or a product of torch's.
+the torch reference, for one in CUDA (`cuda/`, from Hopper on) a Triton kernel, or a product of torch's. Which of
+several takes which call, and why not the others, prints `halfbyte env --kernels --device NAME`.
 """
 
 

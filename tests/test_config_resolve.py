@@ -1,9 +1,11 @@
 """What the flat keys of a run come to: typed sections, and the same from keywords in Python."""
 
+import ast
 from pathlib import Path
 
 import pytest
 
+import halfbyte
 from halfbyte import notices
 from halfbyte.config import SIXTEEN, Origin, Precision, RunConfig, Storage, load_config, resolve, storage_of
 from halfbyte.config.schema import AdapterSection, QuantizationSection
@@ -117,3 +119,16 @@ def test_a_resolved_configuration_of_the_version_before_loads_as_it_was():
     assert run.storage == Storage(formats, skip_first=1)
     assert (run.precision.recipe, run.precision.recipe_options["margin"], run.adapter.r) == ("fp8-hybrid", 2, 8)
     assert (config.optim, config.activation_checkpointing) == ("adamw_torch", "offload_kept")
+
+
+def test_nobody_below_reads_the_keys_that_are_resolved():
+    """Sections go down in their place. (`qat_scheme` is a name of both.)"""
+    keys = QuantizationSection.model_fields.keys() - {"qat_scheme"} | {"model_revision"}
+    package = Path(halfbyte.__file__).parent
+    assert not [
+        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
+        for path in package.rglob("*.py")
+        if path.parent.name != "config"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in keys
+    ]

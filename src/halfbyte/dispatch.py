@@ -37,8 +37,8 @@ class Implementation(NamedTuple):
 
     Args:
         rank: of several that take a call, the lowest runs.
-        unless: takes the op's arguments and returns why this kernel does not take those, None if it does; None: it
-            takes all.
+        unless: takes the call's arguments, as they are given, and returns why this kernel does not take those, None
+            if it does; None: it takes all.
         function: of the op's signature.
     """
 

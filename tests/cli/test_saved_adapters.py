@@ -171,7 +171,7 @@ def test_what_the_files_say_is_known_before_the_model_is_loaded(run, base, input
 
 
 def test_adapter_path_is_looked_at_before_the_data(run, base, tmp_path, monkeypatch):
-    monkeypatch.setattr("halfbyte.train.setup.prepare", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr("halfbyte.data.prepare", lambda *_: pytest.fail("it was tokenized"))
     truncated(run / "adapter")
     keys = {"adapter_path": str(run / "adapter"), "output_dir": str(tmp_path / "out")}
     with pytest.raises(CheckpointError, match=f"cannot read the adapter in .*{WEIGHTS}"):

@@ -11,13 +11,13 @@ import torch
 from emulated import emulate, needs_compiler
 from parity import INTERPRETED
 
-_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 MARKS = {
     "cpu": [pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")],
     "emulated": [needs_compiler],
     "gpu": [pytest.mark.gpu],
     "interpret": [pytest.mark.interpret, pytest.mark.skipif(not INTERPRETED, reason="in a process of its own")],
-    "hopper": [pytest.mark.gpu, pytest.mark.skipif(not _hopper, reason="needs a Hopper GPU")],
+    "hopper": [pytest.mark.gpu, pytest.mark.skipif(not _hopper, reason="needs a Hopper GPU or newer")],
 }
 DEVICES = {"cpu": "cpu", "emulated": "cpu", "interpret": "cpu", "gpu": "cuda", "hopper": "cuda"}
 hopper = MARKS["hopper"]

@@ -170,6 +170,7 @@ def scaled(tmp_path, monkeypatch):
 def scaled_loop(tmp_path, monkeypatch, broken, scale=2.0**16):
     loop = make_loop(run_config(tmp_path, max_steps=40, save_steps=1000))
     loop.scaler = loop.stepper.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    loop.records.scaled = True
     factor = next(p for p in loop.model.parameters() if p.requires_grad)
     factor.register_hook(lambda grad: grad * broken(loop.state.global_step + 1))
     return loop

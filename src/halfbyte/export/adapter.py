@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from halfbyte.adapters import load_adapter_weights, place_adapter, saved_adapter_config
 from halfbyte.architectures import auto_class
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import Origin, Resolved, Storage
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
 from halfbyte.models.find import load_model_config
@@ -47,16 +47,16 @@ class AdapterLayers:
         CheckpointError: the adapter is damaged, made for another model, or of a kind that cannot be merged.
     """
 
-    def __init__(self, config: RunConfig, folder: Path | None, device: torch.device):
+    def __init__(self, run: Resolved, folder: Path | None, device: torch.device):
         self.device, self.whole_model = device, folder is None
-        model = meta_model(config)
+        model = meta_model(run.origin)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
         self._prefix = model.base_model_prefix
         transforms = get_model_conversion_mapping(model)
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        self.quantized = _formats(config) if config.quantized else {}
+        self.quantized = _formats(run.origin, run.storage) if run.storage.quantized else {}
         root = model if folder is None else _with_adapter(model, folder, device).get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
         self.whole: dict[str, Tensor] = {}
@@ -99,18 +99,18 @@ class AdapterLayers:
         return merged
 
 
-def meta_model(config: RunConfig) -> Any:
+def meta_model(origin: Origin) -> Any:
     """The base model of a run on torch's meta device: names and shapes, no weights."""
-    model_config = load_model_config(resolve(config).origin)
+    model_config = load_model_config(origin)
     if hasattr(model_config, "quantization_config"):
         del model_config.quantization_config
     with torch.device("meta"):
-        return auto_class(model_config).from_config(model_config, trust_remote_code=config.trust_remote_code)
+        return auto_class(model_config).from_config(model_config, trust_remote_code=origin.trust_remote_code)
 
 
-def _formats(config: RunConfig) -> dict[str, Format]:
-    quantization = HalfbyteConfig(resolve(config).storage)
-    HalfbyteQuantizer(quantization, pre_quantized=False).preprocess_model(meta_model(config))
+def _formats(origin: Origin, storage: Storage) -> dict[str, Format]:
+    quantization = HalfbyteConfig(storage)
+    HalfbyteQuantizer(quantization, pre_quantized=False).preprocess_model(meta_model(origin))
     return {f"{name}.weight": format_ for name, format_ in quantization.formats.items()}
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from halfbyte.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import Origin
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import FORMATS, Format, named, recognize
 from halfbyte.formats.base import parameter_of_entry
@@ -57,8 +57,8 @@ class BaseCheckpoint:
         CheckpointError: no such folder, no safetensors in it, or a damaged file.
     """
 
-    def __init__(self, config: RunConfig):
-        self.folder = _folder(config)
+    def __init__(self, origin: Origin):
+        self.folder = _folder(origin)
         self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         files = safetensors_files(self.folder)
         if not files:
@@ -187,18 +187,18 @@ class BaseCheckpoint:
         return last - first
 
 
-def _folder(config: RunConfig) -> Path:
+def _folder(origin: Origin) -> Path:
     """The base's folder; that of a hub id in the local cache, downloaded where it is not there yet."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(checkpoint_folder(config.model_name_or_path, resolve(config).origin.keep))
+    folder = Path(checkpoint_folder(origin.name, origin.keep))
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(str(folder), revision=config.model_revision, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(str(folder), revision=origin.revision, allow_patterns=HUB_FILES))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"the base model {config.model_name_or_path} is missing: neither a folder nor a hub model within reach"
+            f"the base model {origin.name} is missing: neither a folder nor a hub model within reach"
             f" ({str(error).splitlines()[0]})",
             "put it back, or correct model_name_or_path in the run's config.resolved.yaml",
         ) from error

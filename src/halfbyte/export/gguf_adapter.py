@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from gguf import GGUFWriter, Keys
 
-from halfbyte.config import RunConfig
+from halfbyte.config import RunConfig, resolve
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import new_file
 from halfbyte.gguf.graph import checked_family
@@ -49,7 +49,7 @@ def export_adapter(
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     path = output_path(run, out, f"adapter-{mix.lower()}.gguf")
     with new_file(path) as aside:
-        writer = GGUFWriter(aside, checked_family(text_config(config)).gguf.arch)
+        writer = GGUFWriter(aside, checked_family(text_config(resolve(config).origin)).gguf.arch)
         writer.add_type("adapter")
         writer.add_string(Keys.Adapter.TYPE, "lora")
         alpha, tensors = _tensors(config, place.adapter)
@@ -67,9 +67,10 @@ def export_adapter(
 @torch.no_grad()
 def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Alpha, and name → A [rank, in] and B [out, rank] in fp32, in the order and with the rows of the base's file."""
-    model_config = text_config(config)
+    run = resolve(config)
+    model_config = text_config(run.origin)
     layout = Layout(model_config, checked_family(model_config))
-    adapter = AdapterLayers(config, folder, torch.device("cpu"))
+    adapter = AdapterLayers(run, folder, torch.device("cpu"))
     if adapter.whole:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
     alpha, found = float(config.lora_alpha), {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import Origin, resolve
 from halfbyte.families import Family
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.tensors import Weight
@@ -61,16 +61,16 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     """
     place = find(run_or_model)
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
-    whole = whole_config(config)
-    model_config = text_config(config)
+    run = resolve(config)
+    whole, model_config = read_model_config(run.origin), text_config(run.origin)
     family = checked_family(model_config)
-    base = BaseCheckpoint(config)
-    name = config.model_name_or_path.rstrip("/").split("/")[-1]
+    base = BaseCheckpoint(run.origin)
+    name = run.origin.name.rstrip("/").split("/")[-1]
     target = chosen_device(device or config.device)
     weights, merged = {each.name: Weight(each.shape, partial(base.read, each)) for each in base.weights}, ""
     if place.adapter:
-        both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
-        goal: Target = "dequantized" if config.quantized or base.quantized else "original"
+        both = MergedWeights(run, base, AdapterLayers(run, place.adapter, target))
+        goal: Target = "dequantized" if run.storage.quantized or base.quantized else "original"
         outputs = [output for shard in both.shards.values() for output in shard]
         weights = {each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal)) for each in outputs}
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
@@ -78,21 +78,16 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     end_ids, vision = _end_ids(base.folder), vision_of(whole, base.folder, list(weights))
     tokenizer = trained_tokenizer(place.adapter, config)
     return Source(
-        name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, config.trust_remote_code
+        name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, run.origin.trust_remote_code
     )
 
 
-def text_config(config: RunConfig) -> Any:
+def text_config(origin: Origin) -> Any:
     """The language model's config of transformers, which says in every model whether the head is tied."""
-    whole = whole_config(config)
+    whole = read_model_config(origin)
     text = whole.get_text_config()
     text.tie_word_embeddings = whole.tie_word_embeddings
     return text
-
-
-def whole_config(config: RunConfig) -> Any:
-    """The model's config of transformers."""
-    return read_model_config(resolve(config).origin)
 
 
 def _end_ids(folder: Path) -> list[int]:

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from halfbyte.config import SIXTEEN, RunConfig
+from halfbyte.config import SIXTEEN, Resolved, RunConfig, resolve
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import check_space, new_directory, write_json
 from halfbyte.hardware import chosen_device
@@ -142,6 +142,7 @@ class _Job:
     """A merge that is ready to start."""
 
     config: RunConfig
+    run: Resolved
     adapter_dir: Path | None
     run_dir: Path | None
     out: Path
@@ -244,35 +245,38 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     if place.adapter is None and not source.is_dir():
         raise CheckpointError(f"there is no folder {source}", "name a run's output_dir or an adapter")
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
-    quantize = quantize or config.qat_scheme
+    run = resolve(config)
+    scheme = run.storage.qat_scheme
+    quantize = quantize or scheme
     if place.adapter is None and quantize in (None, SIXTEEN):
         raise CheckpointError(
             f"{source} has no adapter: {place.base} is a whole model, and there is nothing to merge",
             "use that folder as it is",
         )
     device = chosen_device(config.device)
-    checkpoint = BaseCheckpoint(config)
+    checkpoint = BaseCheckpoint(run.origin)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    stored = packing(quantize, config)
-    targets, preferred, reason = _targets(config, checkpoint, base, bool(stored.formats))
-    if config.qat_scheme is not None and not stored.is_scheme(config.qat_scheme):
-        said = f"the run was trained to be stored as {config.qat_scheme}"
+    stored = packing(quantize, run.origin)
+    targets, preferred, reason = _targets(run.storage.quantized, checkpoint, base, bool(stored.formats))
+    if scheme is not None and not stored.is_scheme(scheme):
+        said = f"the run was trained to be stored as {scheme}"
         notice("merge-qat", f"{said}: in {stored.name} the model computes something else than in training")
     if verify:
         check_loader(stored.loader)
-    weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device), stored)
+    weights = MergedWeights(run, checkpoint, AdapterLayers(run, place.adapter, device), stored)
     check_space(out, weights.nbytes, "free some space, or name a folder on another disk")
     run_dir = place.resolved.parent if place.resolved else None
-    return _Job(config, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
+    return _Job(config, run, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
 
 
 def _targets(
-    config: RunConfig, base: BaseCheckpoint, wanted: str, quantized: bool
+    trained_quantized: bool, base: BaseCheckpoint, wanted: str, quantized: bool
 ) -> tuple[tuple[Target, ...], Target, str]:
     """The bases to try, the one to write unless another measures closer, and why.
 
-    `quantized`: the merged weights will be. The dequantized base may lie on their grid, which snaps the update back.
+    `trained_quantized`: the base was, in training; `quantized`: the merged weights will be. The dequantized base may
+    lie on their grid, which snaps the update back.
     """
     if base.quantized:
         if wanted == "original":
@@ -280,7 +284,7 @@ def _targets(
                 f"base: original: {base.folder} itself is stored quantized", "use base: dequantized, or auto"
             )
         return ("dequantized",), "dequantized", "the base checkpoint itself is stored quantized"
-    if not config.quantized:
+    if not trained_quantized:
         return ("original",), "original", "training quantized no base, so both bases are the same"
     if wanted == "original":
         return ("original",), "original", "as asked"
@@ -301,7 +305,7 @@ def _write_closest(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Tar
     Raises:
         ConfigError: in every target, the update or the loss is gone.
     """
-    verifier = Verifier(job.config, job.adapter_dir, job.weights, aside, job.run_dir, progress)
+    verifier = Verifier(job.run, job.adapter_dir, job.weights, aside, job.run_dir, progress)
     found: dict[Target, Fidelity] = {}
     refusals: dict[Target, ConfigError] = {}
     order = sorted(job.targets, key=lambda target: target == job.preferred)
@@ -321,7 +325,7 @@ def _write_closest(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Tar
 
 def _write_unverified(job: _Job, aside: Path, progress: Progress) -> None:
     if job.weights.packing.calibrated:  # by running the trained model
-        Verifier(job.config, job.adapter_dir, job.weights, aside, job.run_dir, progress)
+        Verifier(job.run, job.adapter_dir, job.weights, aside, job.run_dir, progress)
     _write(job, aside, job.preferred, progress)
     if lost := _lost(job, job.preferred):
         notice("merge-kept", f"{lost.message}; {lost.fix}")
@@ -342,7 +346,7 @@ def _write_and_verify(
     measured = verifier.verify(aside, target)
     weights = job.weights
     quantized = () if weights.base.quantized else tuple(weights.adapter.quantized.values())
-    return loss_is_higher(measured.loss, weights.packing, quantized if job.config.quantized else None) or measured
+    return loss_is_higher(measured.loss, weights.packing, quantized if job.run.storage.quantized else None) or measured
 
 
 def _lost(job: _Job, target: Target) -> ConfigError | None:

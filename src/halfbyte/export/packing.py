@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halfbyte.config import SIXTEEN, RunConfig, Storage
+from halfbyte.config import SIXTEEN, Origin, Storage
 from halfbyte.errors import ConfigError, ModelError
 from halfbyte.formats import Format, names
 from halfbyte.formats.base import entry_name
@@ -95,7 +95,7 @@ class Packing:
         return tuple(Entry(entry_name(name, suffix), *each) for suffix, each in suffixed.items())
 
 
-def packing(quantize: Quantize, config: RunConfig) -> Packing:
+def packing(quantize: Quantize, origin: Origin) -> Packing:
     """The packing that a user asks for, for the model of a run.
 
     Args:
@@ -112,7 +112,7 @@ def packing(quantize: Quantize, config: RunConfig) -> Packing:
         chosen = FOREIGN[str(quantize)] if foreign else quantize
         patterns = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
         ours = HalfbyteConfig(Storage(tuple(patterns)))
-        model = meta_model(config)
+        model = meta_model(origin)
         linears = quantizable(model)
         formats = ours.assign(model, linears.keys())
     except ModelError as error:

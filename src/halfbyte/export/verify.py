@@ -19,7 +19,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from halfbyte.adapters import load_adapter
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import Resolved
 from halfbyte.errors import CheckpointError
 from halfbyte.models.find import find_model
 from halfbyte.models.load import load_model, load_tokenizer
@@ -67,19 +67,19 @@ class Verifier:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: Resolved,
         adapter: Path | None,
         weights: MergedWeights,
         tokenizer: Path,
         run_dir: Path | None,
         progress: Progress,
     ):
-        self._config, self._adapter, self._weights, self._progress = config, adapter, weights, progress
+        self._run, self._adapter, self._weights, self._progress = run, adapter, weights, progress
         self._device = _device_for(weights)
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
         self._documents, self._held_out = loss_documents(run_dir, self._ids) if weights.packing.formats else ([], False)
         observe = self._observe if weights.packing.calibrated else None
-        self._trained, self._bare, self._losses = self._adapted(weights.trained_dtype, config.quantized, observe)
+        self._trained, self._bare, self._losses = self._adapted(weights.trained_dtype, run.storage.quantized, observe)
         self._unquantized: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -127,14 +127,13 @@ class Verifier:
         """Logits of a base with the adapter, and without it; its losses with it. `observe` sees the model before."""
 
         def load() -> nn.Module:
-            run = resolve(self._config)
+            run = self._run
             storage = run.storage if quantized else replace(run.storage, formats=())
             if not self._weights.as_trained:
                 storage = replace(storage, qat_scheme=None)
             # transformers' own attention, since flash attention does not compute in fp32
             base = load_model(find_model(run.origin), storage, dtype=dtype, device=self._device)
-            name = self._config.model_name_or_path
-            model = base if self._adapter is None else load_adapter(base, self._adapter, name)
+            model = base if self._adapter is None else load_adapter(base, self._adapter, run.origin.name)
             round_merged(model)
             if observe:
                 observe(base)
@@ -169,7 +168,7 @@ class Verifier:
 
         def load() -> nn.Module:
             dtype = str(self._weights.config()["dtype"])
-            model = reload(folder, packing, dtype, self._device, self._config.trust_remote_code)
+            model = reload(folder, packing, dtype, self._device, self._run.origin.trust_remote_code)
             for output in self._weights.outputs if packing.formats else ():
                 self._check_weight(model, output, target)
             return model

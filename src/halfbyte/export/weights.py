@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte.adapters import ANOTHER_MODEL
 from halfbyte.checkpoint_files import INDEX
-from halfbyte.config import RunConfig
+from halfbyte.config import Resolved
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.files import write_json
 from halfbyte.formats.base import entry_name
@@ -68,13 +68,14 @@ class MergedWeights:
         CheckpointError: the base lacks a tensor that the adapter changes, or has it in another shape.
     """
 
-    def __init__(self, config: RunConfig, base: BaseCheckpoint, adapter: AdapterLayers, packing: Packing | None = None):
+    def __init__(self, run: Resolved, base: BaseCheckpoint, adapter: AdapterLayers, packing: Packing | None = None):
         self.base, self.adapter, self.packing = base, adapter, packing or Packing()
         self.input_amax: dict[str, float] = {}
         self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}
         self._formats = {} if base.quantized and not base.in_part else dict(adapter.quantized)
-        self.trained_dtype = DTYPES[base.dtype] if adapter.whole_model else resolve_dtype(config.dtype, adapter.device)
-        self.as_trained = self.packing.is_scheme(config.qat_scheme)
+        computed = run.precision.compute
+        self.trained_dtype = DTYPES[base.dtype] if adapter.whole_model else resolve_dtype(computed, adapter.device)
+        self.as_trained = self.packing.is_scheme(run.storage.qat_scheme)
         self.untied = False
         self._kept: dict[Target, dict[str, Kept]] = {}
         self.shards: dict[str, list[Output]] = {file: [] for file in base.headers}

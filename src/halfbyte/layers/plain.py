@@ -53,8 +53,8 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
         found = read_adapters(module, names)
         if isinstance(found, str):
             return found
-        parts = [part[each.name] for each in found for part in (module.lora_A, module.lora_B)]
-        if any(map(hooked, (module, *parts))):
+        a, b = module.lora_A, module.lora_B
+        if hooked(module) or any(hooked(a[each.name]) or hooked(b[each.name]) for each in found):
             return "it has hooks"
         base, adapters = module.base_layer, found
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:

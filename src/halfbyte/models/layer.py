@@ -38,17 +38,20 @@ class Half(NamedTuple):
     scale: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Block:
     """Linears that read one input, and one for the output.
 
     Attributes:
         linears: transformers' name → linear, or PEFT's module around it; the output's last.
-        parts: how the outputs of one linear for all inputs are divided, in proportion.
     """
 
     linears: dict[str, Any]
-    parts: tuple[int, ...]
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """How the output of one linear for all inputs is divided, in proportion."""
+        raise NotImplementedError
 
     @property
     def inputs(self) -> list[Any]:
@@ -66,11 +69,12 @@ class Block:
         return outputs[0].split([part * unit for part in self.parts], dim=-1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attention(Block):
     """Causal attention with rotary positions.
 
     Attributes:
+        config: of the text model.
         norms: RMSNorms of each head of q and of k, before RoPE.
         scaling: of the scores.
         softcap: scores become softcap · tanh(score / softcap).
@@ -79,8 +83,7 @@ class Attention(Block):
         dropout: of the scores, in training.
     """
 
-    heads: int
-    key_heads: int
+    config: Any
     head_dim: int
     norms: tuple[Any, Any] | None
     scaling: float
@@ -93,13 +96,10 @@ class Attention(Block):
     def of(cls, module: Any, family: Family) -> Attention:
         """Read from transformers' module."""
         names = ("qkv_proj", "o_proj") if family.fused else ("q_proj", "k_proj", "v_proj", "o_proj")
-        heads, key_heads = module.config.num_attention_heads, module.config.num_key_value_heads
         holder = {"config": module.config, "module": module, None: None}[family.window]
         return cls(
             {name: getattr(module, name) for name in names},
-            (heads, key_heads, key_heads),
-            heads,
-            key_heads,
+            module.config,
             module.head_dim,
             norms=(module.q_norm, module.k_norm) if family.qk_norm else None,
             scaling=module.scaling,
@@ -109,8 +109,20 @@ class Attention(Block):
             dropout=module.attention_dropout,
         )
 
+    @property
+    def heads(self) -> int:
+        return self.config.num_attention_heads
 
-@dataclass(frozen=True)
+    @property
+    def key_heads(self) -> int:
+        return self.config.num_key_value_heads
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return self.heads, self.key_heads, self.key_heads
+
+
+@dataclass
 class GatedMLP(Block):
     """down(activation(gate(x)) · up(x)).
 
@@ -124,7 +136,11 @@ class GatedMLP(Block):
     def of(cls, module: Any, family: Family) -> GatedMLP:
         """Read from transformers' module."""
         names = ("gate_up_proj", "down_proj") if family.fused else ("gate_proj", "up_proj", "down_proj")
-        return cls({name: getattr(module, name) for name in names}, (1, 1), getattr(module.config, family.activation))
+        return cls({name: getattr(module, name) for name in names}, getattr(module.config, family.activation))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return 1, 1
 
     @property
     def activation(self) -> Activation:

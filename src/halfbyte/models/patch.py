@@ -31,23 +31,16 @@ Known = tuple[nn.Module, Family, str]  # with its kind, as `families.family_of` 
 MULTIMODAL = "multimodal model"  # the kind of what holds a vision tower and a backbone
 BACKBONES = ("Model", "TextModel")
 
-FORWARDS: dict[str, Callable[..., Any]] = {
-    "RMSNorm": norm_forward,
-    "DecoderLayer": layer_forward,
-    "Attention": attention_forward,
-    "MLP": mlp_forward,
-    "Model": backbone_forward,
-    "TextModel": backbone_forward,
-    MULTIMODAL: multimodal_forward,
-}
-SAID = {
-    "RMSNorm": "RMSNorm",
-    "DecoderLayer": "residual additions into the norms",
-    "Attention": "RoPE",
-    "MLP": "gated activation",
-    "Model": "attention metadata once a batch",
-    "TextModel": "attention metadata once a batch",
-    MULTIMODAL: "attention metadata once a batch",
+# Kind → its forward, and what that fuses.
+METADATA = "attention metadata once a batch"
+FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "RMSNorm": (norm_forward, "RMSNorm"),
+    "DecoderLayer": (layer_forward, "residual additions into the norms"),
+    "Attention": (attention_forward, "RoPE"),
+    "MLP": (mlp_forward, "gated activation"),
+    "Model": (backbone_forward, METADATA),
+    "TextModel": (backbone_forward, METADATA),
+    MULTIMODAL: (multimodal_forward, METADATA),
 }
 VIEWS: dict[str, type[Attention | GatedMLP]] = {"Attention": Attention, "MLP": GatedMLP}
 UNFUSED = {
@@ -163,14 +156,14 @@ def _bound(known: Sequence[Known], *kinds: str) -> list[nn.Module]:
 
 def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> None:
     """Bind one module's forward, unless something stands in the way, and put it into the report."""
-    obstacle = _obstacle(module, family, kind)
-    if obstacle:
-        report.unfused[SAID[kind], obstacle] += 1
+    forward, fused = FORWARDS[kind]
+    if obstacle := _obstacle(module, family, kind):
+        report.unfused[fused, obstacle] += 1
         return
     if not is_bound(module):
         record(module).family = family
-        module.forward = MethodType(FORWARDS[kind], module)
-    report.fused[SAID[kind]] += 1
+        module.forward = MethodType(forward, module)
+    report.fused[fused] += 1
     if kind in BACKBONES:
         report.attention = bind_attention(module)
     for role, linear in VIEWS[kind].of(module, family).linears.items() if kind in VIEWS else ():

@@ -103,6 +103,7 @@ def _bitsandbytes(kind: str, copies: int, bits: int, paged: bool = False) -> Opt
         made.mng = object.__new__(bitsandbytes.optim.GlobalOptimManager)
         made.mng.initialize()
         made.mng.override_config(_embeddings(model), "optim_bits", 32)
+        made.mng.register_parameters(made.param_groups)
         return made
 
     def state_bytes(model: nn.Module) -> int:

@@ -130,7 +130,8 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     run = resolve(config)
     files = find_model(run.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    rounded = config.qat_scheme and not place.adapter  # what was trained is rounded, not what is left in 16 bits
+    scheme = run.storage.qat_scheme
+    rounded = scheme and not place.adapter  # what was trained is rounded, not what is left in 16 bits
     model = load_model(
         files,
         run.storage,
@@ -140,11 +141,11 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     )
     if place.adapter:
         model = load_adapter(model, place.adapter, config.model_name_or_path)
-    if config.qat_scheme:
+    if scheme:
         round_merged(model)
         quantize_trained(model)
         if rounded:
-            model.to(resolve_dtype(config.dtype, next(model.parameters()).device))
+            model.to(resolve_dtype(run.precision.compute, next(model.parameters()).device))
     return Saved(model.eval(), tokenizer, config, place)
 
 

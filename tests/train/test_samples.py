@@ -1,0 +1,40 @@
+"""Answers to a run's sample prompts."""
+
+import torch
+from tiny_runs import VOCABULARY, run_config, tiny_llama
+
+from halfbyte.adapters import add_adapter
+from halfbyte.generation import kept
+from halfbyte.train.samples import Prompt, answer
+
+
+class Numbers:
+    """A tokenizer whose texts are the ids; 0 is a special token."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return " ".join(str(token) for token in ids if token)
+
+
+def answers(model, lengths, stops=(), new=6):
+    prompts = [Prompt([1 + (7 * i) % (VOCABULARY - 1) for i in range(length)], "") for length in lengths]
+    return prompts, answer(model, Numbers(), prompts, max_new_tokens=new, stops=list(stops))
+
+
+def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path):
+    model = add_adapter(tiny_llama(), run_config(tmp_path)).train()
+    prompts, whole = answers(model, [3, 9])
+    assert model not in kept._kept  # no cache stays beside training
+    for prompt, text in zip(prompts, whole, strict=True):
+        ids = torch.tensor([prompt.ids])
+        keys = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **keys)[0, ids.shape[1] :]
+        assert text == Numbers().decode(expected.tolist(), True)
+    stop = int(whole[0].split()[2])
+    first = whole[0].split()
+    assert answers(model, [3], stops=[stop])[1] == [" ".join(first[: first.index(str(stop)) + 1])]
+
+
+def test_a_prompt_gets_what_the_context_has_room_for():
+    model = tiny_llama(max_position_embeddings=12)
+    assert [len(text.split()) for text in answers(model, [4, 10, 12, 15])[1]] == [6, 2, 0, 0]
