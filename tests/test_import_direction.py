@@ -16,6 +16,7 @@ ORDER = [
         "__init__",
         "errors",
         "notices",
+        "moved",
         "files",
         "hardware",
         "config",

@@ -6,6 +6,8 @@ Importing this package imports neither torch nor transformers; each public name 
 from importlib import import_module
 from typing import Any
 
+from . import moved
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -26,10 +28,14 @@ _PUBLIC = {
     "QuantizedLinear": "halfbyte.layers",
     "LinearFP4": "halfbyte.layers",
     "Embedding4bit": "halfbyte.layers",
+    "Linear8bitLt": "halfbyte.layers.int8",
     "functional": "halfbyte.functional",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
+
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

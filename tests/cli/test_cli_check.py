@@ -10,6 +10,7 @@ from halfbyte.cli.init import SHOWN, _packed, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
 from halfbyte.errors import ModelError
 from halfbyte.memory.batches import Batches
+from halfbyte.plan.estimate import estimate as plan_of
 
 CAPACITY = 1000
 
@@ -68,9 +69,9 @@ def test_a_wrong_target_module_shows_without_weights(shared):
     keys = {"model_name_or_path": str(shared / "models/llama-40m"), "dataset": "d"}
     config = load_config(None, keys | {"target_modules": ["q_prj"]})
     with pytest.raises(ModelError, match="q_prj"):
-        check.check_modules(config, check.read_model_config(config))
+        plan_of(config, check.read_model_config(config), device="cpu")
     config.target_modules = ["q_proj"]
-    check.check_modules(config, check.read_model_config(config))
+    assert plan_of(config, check.read_model_config(config), device="cpu").adapters
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import halfbyte
-from halfbyte.adapters import all_linear
+from halfbyte.adapters import add_adapter, all_linear
 from halfbyte.architectures import beside_text
 from halfbyte.autograd import attention as causal
 from halfbyte.config import RunConfig
@@ -145,4 +145,7 @@ def test_memory_is_planned_with_the_tower_in_16_bits(family, tmp_path):
     config = RunConfig(model_name_or_path=path, dataset="none", output_dir="out", bnb_4bit_blocksize=32)
     plan = estimate(config, load_model_config(path), device=torch.device("cpu"))
     model = load_model(path, device="cpu", bnb_4bit_blocksize=32)
-    assert plan.weights == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=0.1)
+    stored = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert plan.weights == stored
+    adapted = add_adapter(model, config)
+    assert plan.adapters == sum(p.nbytes for p in adapted.parameters() if p.requires_grad)

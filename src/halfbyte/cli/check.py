@@ -44,7 +44,6 @@ def check_run(config: RunConfig) -> None:
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = method_of(config).prepare(config, tokenizer)
     print_data(console, data.report)
-    check_modules(config, model_config)
     batches = partial(batches_of, data=data, device=device)
     plan = estimate(config, model_config, batches=batches(config))
     console.print(_table(plan))
@@ -63,19 +62,6 @@ def read_model_config(config: RunConfig) -> PretrainedConfig:
     from ..models.find import load_model_config
 
     return load_model_config(resolve(config).origin)
-
-
-def check_modules(config: RunConfig, model_config: PretrainedConfig) -> None:
-    """Put the adapter on the model's shape, without weights, so that a wrong target module shows up now."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from ..adapters import add_adapter
-
-    if config.use_peft and not config.adapter_path:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-            add_adapter(model, config)
 
 
 def _table(plan: MemoryPlan) -> Table:

@@ -202,13 +202,14 @@ class _Planner:
 
     def _fastest(self) -> MemoryPlan:
         margin = GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
-        usual = self.layer(self.batches.usual)
+        largest = self.layer(self.batches.largest)
+        usual = largest.of_share(self.batches.usual)
         choice = choose(
             self.depth,
             int(margin * self.capacity),
             lambda choice: self.planned(choice).total,
             usual=usual,
-            largest=self.layer(self.batches.largest),
+            largest=largest,
             host=int(HOST_MARGIN * host.available_bytes()),
             graphs=self.may_capture,
         )

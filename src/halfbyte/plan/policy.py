@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 from ..config import Level
+from ..memory.batches import Shape
 from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
 from .replay import LayerBytes
 
@@ -75,6 +76,12 @@ class LayerCost:
             keys=text_config.num_key_value_heads * width,
             **keys,
         )
+
+    def of_share(self, batch: Shape) -> LayerCost:
+        """The same layer for a smaller batch, of whose bytes only what is saved counts."""
+        share = batch.tokens / self.tokens
+        replayed = {level: LayerBytes(0, 0, 0).line(found, share) for level, found in self.replayed.items()}
+        return replace(self, tokens=batch.tokens, length=batch.length, replayed=replayed)
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 

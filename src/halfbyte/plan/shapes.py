@@ -89,8 +89,8 @@ class ModelShapes:
         model, storage = self.causal_lm, self.run.storage
         for name in beside_text(model):
             model.get_submodule(name).requires_grad_(False)
-        linears = quantizable(model, (getattr(model_config, "quantization_config", None) or {}).get(SKIPPED))
         if storage.quantized:
+            linears = quantizable(model, (getattr(model_config, "quantization_config", None) or {}).get(SKIPPED))
             for name, format_ in stored_formats(storage, model_config, model, linears.keys()).items():
                 model.set_submodule(name, QuantizedLinear.from_linear(linears[name], format_))
         elif storage.qat_scheme is not None:

@@ -1,0 +1,154 @@
+"""What stands in for kernels and attention in a replay allocates what they do, and leaves nothing fake behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import halfbyte
+from halfbyte.adapters import add_adapter
+from halfbyte.autograd.capped_attention import Scores, capped_attention
+from halfbyte.config import RunConfig
+from halfbyte.formats import named
+from halfbyte.memory.batches import Shape
+from halfbyte.models.attention import Implementation
+from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
+from halfbyte.ops.glu import glu, glu_backward_
+from halfbyte.ops.norms import rms_norm
+from halfbyte.plan.attention import AttentionBytes, _Attention
+from halfbyte.plan.ledger import Ledger, kernels
+from halfbyte.plan.shapes import ModelShapes
+from halfbyte.qat.model import fake_quantize_linears
+
+FLASH = Implementation("builds no scores", scores=False, mask=False)
+SIZES = {
+    "vocab_size": 115, "hidden_size": 72, "intermediate_size": 136, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 24, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def saved_bytes(function, *tensors: Tensor) -> int:
+    """Of the storages that `function` saves for backward."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = function(*tensors)  # noqa: F841 (alive, so that no storage takes another's place)
+    return sum(storages.values())
+
+
+def test_attention_keeps_what_its_kernels_keep():
+    query, key, value = (torch.randn(3, heads, 37, 24, requires_grad=True) for heads in (6, 2, 2))
+    planned = saved_bytes(lambda *x: _Attention.apply(*x, AttentionBytes()), query, key, value)
+    capped = saved_bytes(lambda *x: capped_attention(*x, Scores(0.2, 50.0, 37)), query, key, value)
+    flash = saved_bytes(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True), *(
+        torch.randn(3, 6, 37, 24, requires_grad=True) for _ in range(3)
+    ))  # fmt: skip
+    assert planned == capped
+    assert planned == flash - 2 * 3 * 4 * 37 * 24 * 4  # which has keys and values for all six heads
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        (FLASH, 0),
+        (Implementation("", scores=False, mask=True), 3 * 37 * 37 * 2),
+        (Implementation("", scores=True, mask=False), 3 * 6 * 37 * 37 * (2 * 2 + 4)),
+        (Implementation("", scores=False, mask=False, tiles=True), 0),
+    ],
+)
+def test_scores_are_kept_where_they_are_built(found, kept):
+    query = torch.empty(3, 6, 37, 24, dtype=torch.bfloat16)
+    extra = AttentionBytes.of(found, query, capped=True)
+    assert extra.kept == kept
+    assert (extra.scratch > 0) == (kept > 0 or found.tiles)
+
+
+def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Ops and their arguments, at sizes that divide nothing."""
+    x, y = torch.randn(7, 33), torch.randn(7, 33)
+    packed, absmax = quantize_blockwise4(torch.randn(5 * 64), 64, "nf4")
+    return {
+        "norm": (rms_norm, (x, None, torch.ones(33), 1e-6, False)),
+        "norm and sum": (rms_norm, (x, y, torch.ones(33), 1e-6, False)),
+        "glu": (glu, (x, y, "silu")),
+        "glu in place": (glu_backward_, (torch.randn(7, 33), x, y, "silu", True)),
+        "dequantize": (dequantize_blockwise4, (packed, absmax, None, 64, "nf4", 320, torch.bfloat16)),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_an_op_allocates_its_results_and_nothing_else(name):
+    function, arguments = calls()[name]
+    inputs = {x.untyped_storage()._cdata for x in arguments if isinstance(x, Tensor)}
+    results = function(*arguments)
+    results = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None]
+    expected = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in results}
+    with FakeTensorMode():
+        fakes = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) else x for x in arguments
+        ]
+        ledger = Ledger()
+        ledger.ignore(x for x in fakes if isinstance(x, Tensor))
+        with ledger, kernels(ledger, "cuda"):
+            found = function(*fakes)
+        found = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in results]
+        assert ledger.peak == sum(size for storage, size in expected.items() if storage not in inputs)
+
+
+def run_config(**keys: Any) -> RunConfig:
+    return RunConfig(model_name_or_path="m", dataset="d", **{"dtype": "float32", "r": 4, "load_in_4bit": False} | keys)
+
+
+def model_config(layers: int, family: str = "Llama") -> Any:
+    return getattr(transformers, f"{family}Config")(**SIZES, num_hidden_layers=layers)
+
+
+def test_nothing_fake_stays_in_tables():
+    config = run_config(load_in_4bit=True, bnb_4bit_blocksize=32)
+    shapes = ModelShapes(config, model_config(2), torch.device("cuda"))
+    shapes.step(Shape(1, 33), ("keep",))
+    weight = torch.randn(64, 64)
+    format_ = named("nf4")
+    assert not isinstance(format_.dequantize(format_.quantize(weight), (64, 64), torch.float32), FakeTensor)
+    again = ModelShapes(config, model_config(2), torch.device("cuda"))
+    assert again.step(Shape(1, 33), ("keep",)) == shapes.step(Shape(1, 33), ("keep",))
+
+
+def live_after_forward(config: RunConfig, layers: int, tokens: Tensor) -> int:
+    """Of a real model, patched: bytes between forward and backward."""
+    model = transformers.LlamaForCausalLM(model_config(layers))
+    if config.qat_scheme:
+        fake_quantize_linears(model, named(config.qat_scheme))
+    model = (add_adapter(model, config) if config.use_peft else model).train()
+    halfbyte.patch(model)
+    ledger = Ledger()
+    ledger.ignore(iter((*model.parameters(), *model.buffers(), tokens)))
+    base = model.get_base_model() if config.use_peft else model
+    with ledger:
+        result = base.model(input_ids=tokens, use_cache=False)
+        return ledger.live * (result is not None)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"use_peft": False}, {"use_dora": True}, {"qat_scheme": "int8"}, {"qat_scheme": "int8", "use_peft": False},
+     {"target_modules": ["q_proj", "up_proj"]}],
+    ids=["lora", "full", "dora", "qat", "qat full", "two targets"],
+)  # fmt: skip
+def test_a_layer_keeps_what_a_real_one_does(keys):
+    config, tokens = run_config(**keys), torch.randint(1, 115, (2, 67))
+    plan = ModelShapes(config, model_config(2), torch.device("cuda"))
+    plan._attention = FLASH
+    found = [live_after_forward(config, layers, tokens) for layers in (1, 2)]
+    assert found[1] - found[0] == pytest.approx(plan.step(Shape(2, 67), ("keep",)).layers[-1].saved, rel=0.05)
