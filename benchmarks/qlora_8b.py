@@ -98,8 +98,8 @@ def train_peer(config_file: Path, out: Path, upcast: bool) -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     from halfbyte.config import load_config
-    from halfbyte.data import prepare
     from halfbyte.data.collate import make_collator
+    from halfbyte.data.prepare import prepare
     from halfbyte.models.load import load_tokenizer
 
     config = load_config(config_file)
@@ -143,7 +143,7 @@ def train_peer(config_file: Path, out: Path, upcast: bool) -> None:
 def save_order(config_file: Path) -> None:
     """The rows of each batch in training order: the run's own batches, over row numbers instead of rows."""
     from halfbyte.config import load_config
-    from halfbyte.data import prepare
+    from halfbyte.data.prepare import prepare
     from halfbyte.models.load import load_tokenizer
     from halfbyte.train.rows import batches
 

@@ -30,12 +30,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .architectures import ALL_LINEAR, all_linear, is_linear
+from .checkpoint_files import ADAPTER, ADAPTER_CONFIG, read_adapter_config
 from .config import Adapter, RunConfig, resolve
 from .errors import CheckpointError, ConfigError, ModelError
 from .notices import notice
 from .qat.model import round_merged
 
-WEIGHTS = "adapter_model.safetensors"
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
@@ -230,13 +230,13 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
     Raises:
         CheckpointError: there is none, or it is not PEFT's.
     """
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no adapter_config.json", "name a folder that PEFT saved")
+    read_adapter_config(folder)
     try:
         return PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}", "copy the adapter there again") from error
+        raise CheckpointError(
+            f"cannot read {folder / ADAPTER_CONFIG}: {error}", "copy the adapter there again"
+        ) from error
 
 
 def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "default", *, autocast: bool) -> PeftModel:
@@ -265,7 +265,7 @@ def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") 
         CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or
             infinite.
     """
-    path = folder / WEIGHTS
+    path = folder / ADAPTER
     expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     tensors = _read_tensors(path)
     for key, tensor in expected.items():
@@ -290,7 +290,7 @@ def check_adapter_files(folder: Path) -> None:
         CheckpointError: a file is missing or cannot be read, or a tensor is NaN or infinite.
     """
     saved_adapter_config(folder)
-    _read_tensors(folder / WEIGHTS)
+    _read_tensors(folder / ADAPTER)
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

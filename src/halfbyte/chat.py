@@ -100,12 +100,13 @@ def chat(
     Raises:
         ModelError: `compare_base` without an adapter.
     """
-    from .generation import Sampling
     from .runs.saved import find, load_saved
 
     if compare_base and find(name).adapter is None:
         raise ModelError(f"--compare-base: {name} has no adapter to switch off", "name a run or an adapter")
     saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
+    from .generation import Sampling
+
     conversation = Conversation(saved, Sampling(temperature), max_new_tokens)
     interactive = sys.stdin.isatty()
     if interactive:

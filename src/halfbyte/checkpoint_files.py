@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from .errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as PEFT saves them
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -28,6 +30,24 @@ def safetensors_files(folder: Path) -> list[Path]:
         if not (folder / name).exists():
             raise CheckpointError(f"{folder / name} is missing, though {INDEX} names it", "re-download the checkpoint")
     return [folder / name for name in names]
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """What adapter_config.json of a local folder says.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG}", "name a folder that PEFT saved")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict):
+            raise TypeError(f"it holds a {type(document).__name__}, not an object")
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", "copy the adapter there again") from error
+    return document
 
 
 def read_header(file: Path) -> dict[str, dict]:

@@ -54,11 +54,14 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
         HalfbyteError: the model or the data cannot be read, no token is left to predict, or packed documents see each
             other in this model.
     """
-    from .data.collate import make_collator
-    from .models.isolation import isolate_run
+    from .runs.inputs import look_over_datasets
     from .runs.saved import load_saved
 
+    look_over_datasets(dataset)
     saved = load_saved(name, overrides, dataset)
+    from .data.collate import make_collator
+    from .models.isolation import isolate_run
+
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
     method = method_of(config)
     rows = method.prepare(config, saved.tokenizer).train

@@ -10,6 +10,7 @@ from halfbyte.cli.init import SHOWN, _packed, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
 from halfbyte.errors import ModelError
 from halfbyte.memory.batches import Batches
+from halfbyte.plan.estimate import estimate as plan_of
 
 CAPACITY = 1000
 
@@ -68,9 +69,9 @@ def test_a_wrong_target_module_shows_without_weights(shared):
     keys = {"model_name_or_path": str(shared / "models/llama-40m"), "dataset": "d"}
     config = load_config(None, keys | {"target_modules": ["q_prj"]})
     with pytest.raises(ModelError, match="q_prj"):
-        check.check_modules(config, check.read_model_config(config))
+        plan_of(config, check.read_model_config(config), device="cpu")
     config.target_modules = ["q_proj"]
-    check.check_modules(config, check.read_model_config(config))
+    assert plan_of(config, check.read_model_config(config), device="cpu").adapters
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,8 @@ def test_init_asks_whether_packed_documents_see_each_other(family, packing, comm
 def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path):
     from halfbyte.plan.estimate import estimate
 
-    text = starting_config(str(shared / "models/llama-40m"), "data.jsonl")
+    (tmp_path / "data.jsonl").touch()
+    text = starting_config(str(shared / "models/llama-40m"), str(tmp_path / "data.jsonl"))
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
     written = [line.split(":")[0] for line in text.splitlines() if not line.startswith("#")]

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from halfbyte.data import prepare
 from halfbyte.data.encode import IGNORE_INDEX
+from halfbyte.data.prepare import prepare
 from halfbyte.data.report import token_strings
 from halfbyte.errors import ConfigError, DataError
 from halfbyte.notices import said

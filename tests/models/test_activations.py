@@ -163,7 +163,8 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
     inputs = {"input_ids": torch.randint(1, 101, (2, 256))}
     models = []
     for layers in (1, 2):
-        extra = {"Gemma3Text": {"layer_types": ["full_attention"] * layers}, "Mistral": {"sliding_window": None}}
+        extra = {"Gemma3Text": {"layer_types": ["full_attention"] * layers}}
+        extra |= {name: {"sliding_window": None} for name in ("Mistral", "Mixtral")}
         shape = sizes | {"num_hidden_layers": layers} | extra.get(family, {})
         models.append(tiny(family, shape=shape, lora_dropout=dropout))
     config = RunConfig(

@@ -19,7 +19,7 @@ from whole_runs import VOCABULARY, write_model, write_rows
 from halfbyte import families
 from halfbyte.architectures import auto_class
 from halfbyte.config import load_config, resolve
-from halfbyte.data import prepare
+from halfbyte.data.prepare import prepare
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import names
 from halfbyte.models.find import find_model

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError, DataError, ModelError, TrainingError
+from halfbyte.parallel import Mesh
 from halfbyte.train import sft
 from halfbyte.train.checkpoint import starting_point
 from halfbyte.train.metrics import MetricsFile
@@ -192,6 +193,23 @@ def test_several_processes_are_refused(place, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one process"):
         run(place, tmp_path)
+
+
+def test_processes_that_read_different_data_are_refused(place, tmp_path, monkeypatch):
+    class Differing(Mesh):
+        def equal(self, value):
+            return False
+
+    monkeypatch.setattr(sft, "present_mesh", Differing)
+    with pytest.raises(DataError, match="different data"):
+        run(place, tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_only_the_main_process_writes(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(sft, "present_mesh", lambda: Mesh(rank=1, size=2))
+    assert run(place, tmp_path).metrics == {}
+    assert {path.name for path in tmp_path.rglob("*")} <= {".lock"}
 
 
 def test_finetune_takes_keys_and_names_unknown_ones(place, tmp_path):

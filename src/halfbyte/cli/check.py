@@ -12,6 +12,7 @@ from rich.table import Table
 from ..config import RunConfig, resolve
 from ..config.yaml import dump_value
 from ..errors import ConfigError
+from ..runs.inputs import look_over_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,6 +29,7 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
     """
+    look_over_inputs(config)
     from ..data.batches import batches_of
     from ..hardware import planned_device
     from ..methods import method_of
@@ -44,7 +46,6 @@ def check_run(config: RunConfig) -> None:
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = method_of(config).prepare(config, tokenizer)
     print_data(console, data.report)
-    check_modules(config, model_config)
     batches = partial(batches_of, data=data, device=device)
     plan = estimate(config, model_config, batches=batches(config))
     console.print(_table(plan))
@@ -63,19 +64,6 @@ def read_model_config(config: RunConfig) -> PretrainedConfig:
     from ..models.find import load_model_config
 
     return load_model_config(resolve(config).origin)
-
-
-def check_modules(config: RunConfig, model_config: PretrainedConfig) -> None:
-    """Put the adapter on the model's shape, without weights, so that a wrong target module shows up now."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from ..adapters import add_adapter
-
-    if config.use_peft and not config.adapter_path:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-            add_adapter(model, config)
 
 
 def _table(plan: MemoryPlan) -> Table:

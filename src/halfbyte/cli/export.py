@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..errors import ConfigError
+from ..runs.saved import look_up
 
 
 def export_model(
@@ -22,6 +23,7 @@ def export_model(
     Raises:
         ConfigError: the gguf library is missing, or options that do not go together.
     """
+    look_up(source, [f"trust_remote_code={trust_remote_code}"])
     try:
         import gguf  # noqa: F401
     except ImportError as error:

@@ -22,12 +22,13 @@ def answer_file(
         DataError: the file cannot be read, or has no prompt.
     """
     prompts = read_prompts(file)
-    from ..chat import Conversation
-    from ..generation import Sampling
-    from ..generation import generate as continue_prompts
     from ..runs.saved import load_saved
 
     saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
+    from ..chat import Conversation
+    from ..generation import Sampling
+    from ..generation import generate as continue_prompts
+
     talk = Conversation(saved, Sampling(temperature), max_new_tokens)
     for first in range(0, len(prompts), batch_size):
         some = prompts[first : first + batch_size]

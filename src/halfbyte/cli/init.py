@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import SECTIONS, RunConfig, load_config
 from ..config.yaml import dump_value
 from ..errors import ConfigError
+from ..runs.inputs import look_over_inputs
 from .check import read_model_config
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ def starting_config(model: str, dataset: str) -> str:
     """YAML with the keys most runs set; row length and batch are the largest that the memory plan holds.
 
     Raises:
-        ConfigError: there is no such model.
+        HalfbyteError: there is no such model or dataset.
     """
     keys = {"model_name_or_path": model, "dataset": dataset, "eval_split_size": 0.05}
     base = load_config(None, keys)
+    look_over_inputs(base)
     model_config = read_model_config(base)
     base, packing = _packed(base, model_config)
     chosen, plan = _largest(base, model_config)

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..errors import ConfigError
+from ..runs.saved import find_trained
 
 BASES = ("auto", "original", "dequantized")
 
@@ -29,6 +30,7 @@ def merge_run(
     """
     if base not in BASES:
         raise ConfigError(f"--base {base}: not one of {', '.join(BASES)}", "use auto")
+    find_trained(run)
     from ..export.merge import merge, slug
     from ..report import write_report
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..config import resolve
+from ..config import Origin, resolve
 from ..config.yaml import dump_mapping
 from ..errors import ConfigError, DataError
+from ..models.find import find_model, look_over
+from ..runs.inputs import look_over_datasets
+from ..runs.saved import find, saved_config
 
 if TYPE_CHECKING:
     from ..models.mixed import Mixture
@@ -34,20 +37,20 @@ def mix_formats(
     Raises:
         HalfbyteError: the model, the text or a format cannot be used, or the budget or the text is too small.
     """
-    from .. import formats as registry
-    from ..data.calibration import ROW, batched, packed_rows
-    from ..data.collate import make_collator
-    from ..models.find import find_model
-    from ..models.isolation import isolate_run
-    from ..models.load import load_model, load_tokenizer
-    from ..models.mixed import best, measure
-    from ..runs.saved import find, saved_config
-
-    wanted = formats.split(",") if formats else sorted(registry.names())
-    candidates = {each.strip(): registry.named(each.strip()) for each in wanted}
     place = find(name)
     if place.adapter or not place.base:
         raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit model that it was trained on")
+    look_over(Origin(place.base))
+    look_over_datasets(dataset)
+    from .. import formats as registry
+    from ..data.calibration import ROW, batched, packed_rows
+    from ..data.collate import make_collator
+    from ..models.isolation import isolate_run
+    from ..models.load import load_model, load_tokenizer
+    from ..models.mixed import best, measure
+
+    wanted = formats.split(",") if formats else sorted(registry.names())
+    candidates = {each.strip(): registry.named(each.strip()) for each in wanted}
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
     run = resolve(config)
     files = find_model(run.origin)

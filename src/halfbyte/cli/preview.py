@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..config import RunConfig, resolve
 from ..ops import IGNORE_INDEX
+from ..runs.inputs import look_over_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ TRAINED, MASKED, EOS = "green", "dim", "reverse"
 
 def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
+    look_over_inputs(config)
     from ..methods import method_of
     from ..models.load import load_tokenizer
 

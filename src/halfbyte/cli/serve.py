@@ -38,6 +38,11 @@ def serve_model(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}", "pip install 'halfbyte[serve]'") from error
+    from ..runs.saved import find_adapter, look_up
+
+    for folder in folders.values():
+        find_adapter(folder)
+    look_up(name, [f"trust_remote_code={trust_remote_code}"])
     from ..serve.model import Limits
     from ..serve.run import serve
 

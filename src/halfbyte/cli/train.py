@@ -8,14 +8,21 @@ from pathlib import Path
 from rich.console import Console
 
 from ..config import RunConfig
+from ..runs.inputs import look_over_inputs
+from ..runs.lock import run_lock
+from ..train.checkpoint import starting_point
 
 
 def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     """Train, and on Ctrl-C say what is saved and how to go on."""
+    again: str | bool | None = True if resume else config.resume_from_checkpoint
+    with run_lock(config.output_path):
+        starting_point(config, again, contents=False)
+    look_over_inputs(config)
     from ..train.sft import train
 
     try:
-        train(config, resume=True if resume else config.resume_from_checkpoint, console=Console())
+        train(config, resume=again, console=Console())
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_what_is_saved(config.output_path, file)) from None
 

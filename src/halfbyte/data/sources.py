@@ -61,14 +61,26 @@ def read_sources(names: str | Sequence[str], split: str = "train") -> list[Sourc
 
 
 def _read(name: str, split: str) -> list[Source]:
+    files = files_of(name)
+    return [_read_hub(name, split)] if files is None else [_read_file(file) for file in files]
+
+
+def files_of(name: str) -> list[Path] | None:
+    """The files of a dataset, unread; None for what can only be a hub id.
+
+    Raises:
+        DataError: there is no such file, it is of an unknown kind, or a folder holds none of a known one.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
-        return _read_folder(path)
+        return _files_in(path)
     if path.exists():
-        return [_read_file(path)]
+        if path.suffix.lower() not in READERS:
+            raise DataError(f"{path} is of an unknown kind", f"use one of {', '.join(READERS)}")
+        return [path]
     # A hub id is "owner/name" or one bare name; whatever ends like a data file was meant to be one.
     if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and path.suffix.lower() not in READERS:
-        return [_read_hub(name, split)]
+        return None
     raise DataError(f"no such file: {name}{_closest(path)}", "check the path in `dataset` or `eval_dataset`")
 
 
@@ -81,7 +93,7 @@ def _closest(path: Path) -> str:
     return f" (the closest existing one is {folder / near[0]})" if near else ""
 
 
-def _read_folder(folder: Path) -> list[Source]:
+def _files_in(folder: Path) -> list[Path]:
     files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
     known = [file for file in files if file.suffix.lower() in READERS]
     if not known:
@@ -89,15 +101,12 @@ def _read_folder(folder: Path) -> list[Source]:
     if len(known) < len(files):
         left_out = ", ".join(str(file.relative_to(folder)) for file in files if file not in known)
         notice(f"data-folder:{folder}", f"{folder}: left out {left_out} (read are {', '.join(READERS)})")
-    return [_read_file(file) for file in known]
+    return known
 
 
 def _read_file(path: Path) -> Source:
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f"{path} is of an unknown kind", f"use one of {', '.join(READERS)}")
     try:
-        return reader(path)
+        return READERS[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start})", "convert the file to UTF-8") from error
     except OSError as error:

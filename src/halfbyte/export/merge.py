@@ -30,7 +30,7 @@ from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import check_space, new_directory, write_json
 from halfbyte.hardware import chosen_device
 from halfbyte.notices import notice
-from halfbyte.runs.saved import find, saved_config, trained_tokenizer
+from halfbyte.runs.saved import find_trained, saved_config, trained_tokenizer
 
 from .adapter import AdapterLayers
 from .base import BaseCheckpoint
@@ -241,9 +241,7 @@ def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
 
 
 def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool, trust_remote_code: bool) -> _Job:
-    place = find(str(source))
-    if place.adapter is None and not source.is_dir():
-        raise CheckpointError(f"there is no folder {source}", "name a run's output_dir or an adapter")
+    place = find_trained(source)
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     run = resolve(config)
     scheme = run.storage.qat_scheme

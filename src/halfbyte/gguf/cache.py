@@ -26,16 +26,9 @@ def checkpoint_folder(name_or_path: str, keep: bool = False) -> str:
         ConfigError: the gguf library is missing, there is nothing to keep, or there is no cache.
         ModelError, CheckpointError, TrainingError: see `unpack.import_gguf`.
     """
-    if not name_or_path.endswith(SUFFIX):
-        if keep:
-            raise ConfigError(
-                f"quantization: keep is of GGUF files, and {name_or_path} is none",
-                "remove it: checkpoints that were quantized before are kept as they are",
-            )
+    path = gguf_file(name_or_path, keep)
+    if path is None:
         return name_or_path
-    path = Path(name_or_path).expanduser()
-    if not path.is_file():
-        raise ModelError(f"there is no file {path}", "name a GGUF file, a model's folder or a hub id")
     facts = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / f"{path.stem}-{key}{'-keep' if keep else ''}"
@@ -46,6 +39,26 @@ def checkpoint_folder(name_or_path: str, keep: bool = False) -> str:
             raise ConfigError(f"{path}: GGUF files need the gguf library", "pip install 'halfbyte[gguf]'") from error
         import_gguf(path, folder, keep=keep)
     return str(folder)
+
+
+def gguf_file(name_or_path: str, keep: bool = False) -> Path | None:
+    """The GGUF file of that name; None where the name is of something else.
+
+    Raises:
+        ConfigError: there is nothing to keep.
+        ModelError: the file is not there.
+    """
+    if not name_or_path.endswith(SUFFIX):
+        if keep:
+            raise ConfigError(
+                f"quantization: keep is of GGUF files, and {name_or_path} is none",
+                "remove it: checkpoints that were quantized before are kept as they are",
+            )
+        return None
+    path = Path(name_or_path).expanduser()
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}", "name a GGUF file, a model's folder or a hub id")
+    return path
 
 
 def in_words(types: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..config import RunConfig
-    from ..data import PreparedData
+    from ..data.prepare import PreparedData
 
 Rows = Sequence[dict[str, Any]]
 Batch = Mapping[str, Any]
@@ -81,7 +81,7 @@ class Method:
 
     def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
         """The rows of a run, and what became of its data."""
-        from ..data import prepare
+        from ..data.prepare import prepare
 
         return prepare(config, tokenizer, self.columns)
 

@@ -11,7 +11,7 @@ from ..checkpoint_files import check_checkpoint
 from ..config import Origin
 from ..errors import ModelError
 from ..families import FAMILIES
-from ..gguf.cache import checkpoint_folder
+from ..gguf.cache import checkpoint_folder, gguf_file
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,19 @@ def find_model(origin: Origin) -> ModelFiles:
     config = load_model_config(place)
     check_checkpoint(Path(place.name))
     return ModelFiles(origin.name, place, config)
+
+
+def look_over(origin: Origin) -> None:
+    """What can be said of a model before anything is imported to read it; nothing of what may be a hub id.
+
+    Raises:
+        ModelError: there is no such folder or file, or no config in it.
+        CheckpointError: a file is missing or damaged.
+        ConfigError: there is nothing to keep.
+    """
+    if gguf_file(origin.name, origin.keep) is None:
+        _check_folder(origin.name)
+        check_checkpoint(Path(origin.name))
 
 
 def place_of(model: str | Origin) -> Origin:

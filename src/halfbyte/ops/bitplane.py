@@ -11,12 +11,11 @@ largest is 31. Its bits are those of fp32 from the sign on, three exponent bits 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ..dispatch import op
+from .codebooks import constant
 
 BLOCK = 32
 E4M4_LARGEST, E4M4_NORMAL = 31.0, 2.0**-10  # the largest value, and the least that keeps four bits of mantissa
@@ -50,7 +49,7 @@ BNF = {
 }  # fmt: skip
 
 
-@functools.cache
+@constant
 def kbit_codebook(kind: str, k: int, device: torch.device) -> Tensor:
     """fp32 [2^k], ascending: "nf", "bnf", or the levels of "affine" (k = 2)."""
     if kind == "affine":

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+_Make = TypeVar("_Make", bound=Callable[..., Any])
 
 # QLoRA (Dettmers et al. 2023, arXiv:2305.14314), appendix E: quantiles of a normal distribution with an exact zero.
 NF4 = (
@@ -19,7 +24,18 @@ NF4 = (
 FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 
 
-@functools.cache
+def constant(make: _Make) -> _Make:
+    """A cache of tensors that are made with their values, also where the plan has tensors without (FakeTensorMode)."""
+
+    @functools.wraps(make)
+    def made(*arguments: Any) -> Any:
+        with unset_fake_temporarily():
+            return make(*arguments)
+
+    return cast(_Make, functools.cache(made))
+
+
+@constant
 def codebook4(quant_type: str, device: torch.device) -> Tensor:
     """fp32 [16]: the value of each 4-bit code of "nf4" or "fp4", largest magnitude 1."""
     if quant_type == "nf4":
@@ -28,7 +44,7 @@ def codebook4(quant_type: str, device: torch.device) -> Tensor:
     return torch.cat([half, 0.0 - half])  # code 8 is +0.0 in bitsandbytes' table, too
 
 
-@functools.cache
+@constant
 def thresholds4(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """fp32 [15] midpoints between neighbouring values, and uint8 [16]: rank by value → code."""
     ordered, code_of_rank = codebook4(quant_type, device).sort(stable=True)

@@ -8,19 +8,18 @@ and every published reader compute.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ..dispatch import op
+from .codebooks import constant
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GAPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 1.0)  # to the next magnitude; nothing lies above 6, and the gap is not used
 E4M3_MAX, E4M3_NAN = 448.0, 0x7F
 
 
-@functools.cache
+@constant
 def _thresholds(device: torch.device) -> Tensor:
     """fp32 [7]: a magnitude above the i-th rounds to code i + 1 or more.
 
@@ -31,12 +30,12 @@ def _thresholds(device: torch.device) -> Tensor:
     return torch.where(torch.arange(7, device=device) % 2 == 1, below, exact)
 
 
-@functools.cache
+@constant
 def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-@functools.cache
+@constant
 def _pairs(device: torch.device) -> Tensor:
     """fp32 [256, 2]: the two values of each byte."""
     byte, table = torch.arange(256, device=device), codebook_e2m1(device)

@@ -19,13 +19,13 @@ its block. Applied to both operands of a product along the contraction it cancel
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .codebooks import constant
 from .e2m1 import codebook_e2m1, decode_scales, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack_e2m1
 
 BLOCK = 16
@@ -103,7 +103,7 @@ def _nearest(blocks: Tensor, scales: Tensor, factor: Tensor) -> Tensor:
     return codebook_e2m1(blocks.device)[codes.int()] * decode_scales(scales, factor)[:, None, :, None]
 
 
-@functools.cache
+@constant
 def hadamard(seed: int, device: torch.device) -> Tensor:
     """fp32 [16, 16]: diag(signs) · H / 4, orthonormal; the signs are the seed's, the same on every device."""
     ones = torch.ones(1, 1)

@@ -118,7 +118,7 @@ def replay(
     """
     for format_ in {module.format for module in model.modules() if isinstance(module, QATLinear)}:
         bytes_to_round(format_, where.type)  # tried while tensors still have data
-    with silent(), warnings.catch_warnings(), FakeTensorMode():
+    with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         _give_shapes_a_device(model)
         if where.attention is not None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint_files import read_adapter_config
 from ..config import RunConfig, load_config, resolve
 from ..errors import CheckpointError
+from ..models.find import find_model, look_over, untrusted
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +69,46 @@ def find(name: str) -> Place:
     )
 
 
-def _base_of(adapter: Path) -> str:
-    from ..adapters import saved_adapter_config
+def find_trained(folder: Path) -> Place:
+    """What a run left in `folder`, or an adapter: something that may be merged.
 
-    base = saved_adapter_config(adapter).base_model_name_or_path
+    Raises:
+        CheckpointError: there is no such folder, or nothing of the kind in it.
+    """
+    place = find(str(folder))
+    if place.adapter is None and not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}", "name a run's output_dir or an adapter")
+    return place
+
+
+def find_adapter(name: str) -> Path:
+    """The folder of an adapter, which may be that of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = find(name).adapter
+    if folder is None:
+        raise CheckpointError(f"{name} has no adapter_config.json", "name an adapter's folder or a run's output_dir")
+    return folder
+
+
+def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> tuple[Place, RunConfig]:
+    """Where a run, an adapter or a model is, and the configuration to load it with; imports no torch.
+
+    Args: as those of `load_saved`.
+
+    Raises:
+        CheckpointError, ConfigError, ModelError: nothing loadable there.
+    """
+    place = find(name)
+    config = saved_config(place, overrides, dataset)
+    look_over(resolve(config).origin)
+    return place, config
+
+
+def _base_of(adapter: Path) -> str:
+    base = read_adapter_config(adapter).get("base_model_name_or_path")
     if not base:
         raise CheckpointError(
             f"{adapter}/adapter_config.json does not name its base model", "add base_model_name_or_path"
@@ -115,13 +153,11 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     Raises:
         CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
     """
+    place, config = look_up(name, overrides, dataset)
     from ..adapters import check_adapter_files, load_adapter
-    from ..models.find import find_model
     from ..models.load import load_model, load_tokenizer, resolve_dtype
     from ..qat.model import quantize_trained, round_merged
 
-    place = find(name)
-    config = saved_config(place, overrides, dataset)
     template = place.adapter / "chat_template.jinja" if place.adapter else None
     if template and template.is_file():  # the one trained with, wherever chat_template_path is now
         config.chat_template_path = str(template)
@@ -157,7 +193,6 @@ def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from ..models.find import untrusted
     from ..models.load import load_tokenizer
 
     if folder is None or not (folder / "tokenizer_config.json").is_file():

@@ -11,12 +11,12 @@ import jinja2
 
 from ..adapters import check_adapter_files, load_adapter
 from ..chat import Conversation
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..generation import Sampling
 from ..generation.engine import context_length
 from ..generation.text import Piece, continue_texts
 from ..notices import notice
-from ..runs.saved import Saved, find, load_saved
+from ..runs.saved import Saved, find_adapter, load_saved
 from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError
 
 
@@ -185,9 +185,7 @@ def _name(place: str) -> str:
 
 
 def _adapter(path: str) -> Path:
-    folder = find(path).adapter
-    if folder is None:
-        raise CheckpointError(f"{path} has no adapter_config.json", "name an adapter's folder or a run's output_dir")
+    folder = find_adapter(path)
     check_adapter_files(folder)
     return folder
 

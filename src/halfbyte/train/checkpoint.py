@@ -15,21 +15,21 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from halfbyte.adapters import WEIGHTS as ADAPTER
-from halfbyte.checkpoint_files import read_header, safetensors_files
+from halfbyte.checkpoint_files import ADAPTER, read_header, safetensors_files
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
 from halfbyte.notices import notice
-from halfbyte.ops.fp8_scaling import DelayedScaling
 
 from ..runs.manifest import FORMAT, damage_by_manifest, read_manifest
 from .metrics import MetricsFile, Window
+
+if TYPE_CHECKING:
+    from halfbyte.ops.fp8_scaling import DelayedScaling
 
 STATE = "halfbyte.json"
 TRAINER_STATE = "trainer_state.json"
@@ -162,6 +162,8 @@ def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
     Raises:
         CheckpointError: they cannot be read, or are another model's.
     """
+    from safetensors.torch import load_file
+
     try:
         scaling.load_state_dict(load_file(checkpoint / SCALING))
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -201,8 +203,11 @@ def set_aside_newer(output_dir: Path, chosen: Path) -> None:
 # --- may this run start here? ----------------------------------------------------------------------------------------
 
 
-def starting_point(config: RunConfig, resume: str | bool | None) -> Path | None:
+def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bool = True) -> Path | None:
     """The checkpoint to continue from; None for a start at step 0.
+
+    Args:
+        contents: read every file of it, too, and not only their sizes.
 
     Raises:
         ConfigError: `output_dir` holds another run and `resume` is not set; there is nothing to resume; or the run to
@@ -218,7 +223,7 @@ def starting_point(config: RunConfig, resume: str | bool | None) -> Path | None:
             )
         return None
     if resume is True:
-        checkpoint = _newest_whole(output)
+        checkpoint = _newest_whole(output, contents)
         if checkpoint is None:
             if not (output / "config.resolved.yaml").is_file():
                 fix = "leave out --resume to start one"
@@ -227,7 +232,7 @@ def starting_point(config: RunConfig, resume: str | bool | None) -> Path | None:
             return None
     else:
         checkpoint = Path(resume)
-        if (wrong := damage(checkpoint, contents=True)) is not None:
+        if (wrong := damage(checkpoint, contents=contents)) is not None:
             raise CheckpointError(
                 f"resume_from_checkpoint: {checkpoint} is not a whole checkpoint of halfbyte: {wrong}", EARLIER
             )
@@ -235,7 +240,7 @@ def starting_point(config: RunConfig, resume: str | bool | None) -> Path | None:
     return checkpoint
 
 
-def _newest_whole(output: Path) -> Path | None:
+def _newest_whole(output: Path, contents: bool) -> Path | None:
     """The newest checkpoint that is whole, saying why a newer one is not taken; None where there is not one folder.
 
     Raises:
@@ -243,7 +248,7 @@ def _newest_whole(output: Path) -> Path | None:
     """
     damaged = []
     for path in sorted(_named(output), key=_order, reverse=True):
-        if (wrong := damage(path, contents=True)) is not None:
+        if (wrong := damage(path, contents=contents)) is not None:
             damaged.append(f"{path}: {wrong}")
             continue
         if damaged:

@@ -94,7 +94,8 @@ class Records:
             window, self.window = self.window, Window.of(metrics)
             norm = self.norm if math.isfinite(self.norm) else None  # float16's overflows: JSON has no Inf
             rates = {"grad_norm": norm, "learning_rate": rate}
-            record = window.means(metrics) | rates | window.totals() | {"memory_bytes": peak_memory(self.device)}
+            memory = {"memory_bytes": self.mesh.max(peak_memory(self.device))}
+            record = window.means(metrics) | rates | window.totals() | memory
             self.write("train", record)
             self.callbacks.log(record)
 

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from halfbyte.adapters import check_adapter_files
 from halfbyte.config import Resolved, RunConfig, dump_config, resolve
-from halfbyte.data import PreparedData
 from halfbyte.data.batches import batches_of, widths_of
+from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
+from halfbyte.errors import DataError
 from halfbyte.files import write_json, write_text
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
@@ -23,7 +24,7 @@ from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.load import check_attention, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.notices import notice, said
-from halfbyte.parallel import Mesh, present_mesh
+from halfbyte.parallel import Mesh
 from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.policy import in_words
 from halfbyte.qat.model import qat_format
@@ -75,13 +76,13 @@ class Job:
         return total_steps(self.config, len(self.data.train))
 
 
-def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) -> Job:
+def prepare_job(config: RunConfig, resume: str | bool | None, console: Console, mesh: Mesh) -> Job:
     """Check, tokenize and plan, say what was found, and write config.resolved.yaml, data_report.json and memory.json.
 
     Raises:
         HalfbyteError: whatever is wrong with the configuration, the output folder, the data or the model's config.
     """
-    mesh, method = present_mesh(), method_of(config)
+    method = method_of(config)
     bound_cpu_primitives()
     checkpoint = checkpoints.starting_point(config, resume)
     device = chosen_device(config.device)
@@ -122,6 +123,8 @@ def prepare_job(config: RunConfig, resume: str | bool | None, console: Console) 
         method,
         mesh,
     )
+    if not mesh.equal(job.size):
+        raise DataError("the processes of this run read different data", "give each the same files")
     if mesh.is_main:
         _open_output(job)
     return job

@@ -33,7 +33,8 @@ from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
-from halfbyte.notices import forget
+from halfbyte.notices import forget, silent
+from halfbyte.parallel import present_mesh
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 
@@ -81,9 +82,10 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     Raises:
         HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
     """
-    console = console or Console(quiet=True)
-    with run_lock(config.output_path):
-        job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console)
+    mesh = present_mesh()
+    console = console if console is not None and mesh.is_main else Console(quiet=True)
+    with run_lock(config.output_path), contextlib.nullcontext() if mesh.is_main else silent():
+        job = prepare_job(config, config.resume_from_checkpoint if resume is None else resume, console, mesh)
         try:
             with _settings(job):
                 return _run(job, console)
@@ -128,20 +130,29 @@ def _run(job: Job, console: Console) -> RunResult:
         measured |= _peaks(job, loop, measured["base_bytes"])
         release(model)
         unpatch(model)
-        results |= _save(job, model, ids)
+        if job.mesh.is_main:
+            results |= _save(job, model, ids)
     found = results["reproducible"] = job.environment["reproducible"] = verdict(job.config, job.device, report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
-    write_memory(job, measured)
-    write_json(job.output / "checks.json", results)
-    pairs = zip(prompts, before, after, strict=True)
-    write_json(
-        job.output / "generations.json",
-        [{"prompt": p.text, "before": b, "after": a, "reference": p.reference} for p, b, a in pairs],
-    )
-    write_environment(job, finished=time.time())
+    if not job.mesh.is_main:
+        return RunResult(job.output, {})
+    _write_results(job, measured, results, list(zip(prompts, before, after, strict=True)))
     print_memory(console, job.plan, measured)
     _report(job, console)
     return RunResult(job.output, _summary(job, measured))
+
+
+def _write_results(
+    job: Job, measured: dict[str, int], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
+) -> None:
+    """The files of a finished run beside its adapter and report."""
+    write_memory(job, measured)
+    write_json(job.output / "checks.json", results)
+    write_json(
+        job.output / "generations.json",
+        [{"prompt": p.text, "before": b, "after": a, "reference": p.reference} for p, b, a in answers],
+    )
+    write_environment(job, finished=time.time())
 
 
 def _make_ready(

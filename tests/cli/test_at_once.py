@@ -1,0 +1,108 @@
+"""A wrong model, dataset, run or adapter is said before torch is imported, in every command that takes one."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import contextlib, io, json, sys, time
+from halfbyte.cli import main
+
+said = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as stream, contextlib.suppress(SystemExit):
+        main(arguments)
+    said.append(stream.getvalue())
+heavy = [name for name in ("torch", "transformers", "peft", "datasets", "numpy") if name in sys.modules]
+print(json.dumps({"said": said, "heavy": heavy, "seconds": time.process_time()}))
+"""
+
+NO_FOLDER, NO_CONFIG = "there is no folder none", "empty has no config.json"
+NO_FILE, NO_RUN = "no such file: none.jsonl (the closest existing one is one.jsonl)", "empty: neither a run"
+NO_ADAPTER = "empty has no adapter_config.json"
+MODEL, DATA = "model_name_or_path=model", "dataset=one.jsonl"
+# What is read of a run's file, but for one input of it.
+INPUTS = {
+    ("model_name_or_path=./none", DATA): NO_FOLDER,
+    ("model_name_or_path=empty", DATA): NO_CONFIG,
+    ("model_name_or_path=none.gguf", DATA): "there is no file none.gguf",
+    ("model_name_or_path=torn", DATA): "torn/model.safetensors is truncated",
+    (MODEL, "dataset=none.jsonl"): NO_FILE,
+    (MODEL, "dataset=[one.jsonl, empty]"): "no data files in empty",
+    (MODEL, "dataset=one.bin"): "one.bin is of an unknown kind",
+    (MODEL, DATA, "eval_dataset=none.jsonl"): NO_FILE,
+    (MODEL, DATA, "adapter_path=empty"): NO_ADAPTER,
+}
+SAVED = {
+    ("./none",): NO_FOLDER,
+    ("empty",): NO_RUN,
+    ("moved",): "there is no folder base",  # its base
+}
+
+
+def of(command, inputs, *more):
+    return {(command, *given, *more): words for given, words in inputs.items()}
+
+
+COMMANDS = {
+    "check": of("check run.yaml", INPUTS),
+    "preview": of("preview run.yaml", INPUTS),
+    "train": of("train run.yaml", INPUTS)
+    | of("train run.yaml --resume", {(MODEL, DATA): "there is no run to resume in"})
+    | of("train run.yaml", {(MODEL, DATA, "output_dir=old"): "old already holds a run (adapter)"}),
+    "init": {
+        ("init", "./none", "one.jsonl"): NO_FOLDER,
+        ("init", "empty", "one.jsonl"): NO_CONFIG,
+        ("init", "model", "none.jsonl"): NO_FILE,
+    },
+    "mix": {
+        ("mix", "./none", "one.jsonl"): NO_FOLDER,
+        ("mix", "empty", "one.jsonl"): NO_RUN,
+        ("mix", "model", "none.jsonl"): NO_FILE,
+    },
+    "eval": of("eval", SAVED, "one.jsonl") | {("eval", "model", "none.jsonl"): NO_FILE},
+    "chat": of("chat", SAVED),
+    "generate": of("generate", SAVED, "prompts.txt") | {("generate", "model", "none.txt"): "cannot read none.txt"},
+    "merge": {("merge", "none"): "there is no folder none", ("merge", "empty"): NO_RUN},
+    "export": of("export --gguf q8_0", SAVED),
+    "serve": of("serve", SAVED) | {("serve", "model", "--adapter", "a=model"): "model has no adapter_config.json"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model and a dataset as far as they are looked at, and what is wrong in every way above."""
+    place = tmp_path_factory.mktemp("inputs")
+    for name in ("model", "torn", "empty", "moved", "old/adapter"):
+        (place / name).mkdir(parents=True)
+    for name in ("model", "torn"):
+        (place / name / "config.json").write_text("{}")
+    (place / "torn" / "model.safetensors").write_bytes(bytes([200, *[0] * 20]))
+    (place / "moved" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./base"}))
+    (place / "run.yaml").write_text("max_steps: 1\n")
+    for name in ("one.jsonl", "one.bin", "prompts.txt"):
+        (place / name).write_text('{"text": "one"}\n')
+    return place
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_input_is_said_before_torch_is_imported(folder, command):
+    wanted = COMMANDS[command]
+    arguments = [[*words.split(), *given] for words, *given in wanted]
+    program = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=folder)
+    found = json.loads(done.stdout.splitlines()[-1])
+    for given, said, words in zip(arguments, found["said"], wanted.values(), strict=True):
+        assert words in said, given
+        assert "fix: " in said, given
+    assert found["heavy"] == []
+    assert found["seconds"] < 1.5  # of the processor: half a second where nothing else runs
+
+
+def test_every_command_that_reads_is_here():
+    from halfbyte.cli.app import app
+
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert names - {"env", "demo", "import-config"} == COMMANDS.keys()

@@ -1,0 +1,17 @@
+"""Cached constants hold values, wherever they are asked for first."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from halfbyte.ops.bitplane import kbit_codebook
+from halfbyte.ops.codebooks import codebook4
+
+
+def test_constants_made_among_tensors_without_data_have_data():
+    for cached in (codebook4, kbit_codebook):
+        cached.cache_clear()
+    cpu = torch.device("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = codebook4("nf4", cpu), kbit_codebook("nf", 4, cpu)
+    assert not any(isinstance(tensor, FakeTensor) for tensor in made)
+    assert made[0][0] == -1.0
