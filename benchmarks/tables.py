@@ -66,9 +66,9 @@ def family_table() -> str:
         fused = "attention, norms" if row.experts else "yes"
         found = (
             fused if row.patched else "",
-            "yes" if row.patched and not row.experts else "",
+            "yes" if row.patched and not row.experts and row.gguf.text_alone else "",
             "yes" if row.gguf.arch else "",
-            "yes" if row.gguf.arch else "",
+            "yes" if row.gguf.arch and row.gguf.text_alone else "",
             "yes" if row.tower else "",
         )
         lines.append(f"| {NAMES.get(row.name, row.name)} | {' | '.join(found)} |")
