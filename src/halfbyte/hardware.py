@@ -5,6 +5,7 @@ Imports torch only inside functions, so that the command line starts quickly.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -96,6 +97,14 @@ def _onednn_may_use(level: str) -> bool:
     """Whether ONEDNN_MAX_CPU_ISA leaves oneDNN that instruction set; unset, or anything newer, leaves it all."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return limit not in ONEDNN_LEVELS or ONEDNN_LEVELS.index(limit) >= ONEDNN_LEVELS.index(level)
+
+
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures of CUDA graphs on a GPU: cuBLAS keeps 64 MiB for each stream it has met."""
+    import torch
+
+    return torch.cuda.Stream(device)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -72,9 +72,7 @@ def assert_equal(found, expected):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_equals_eager_and_saves_no_weight(format, dtype, checkpointed):
+def check_compiled(format, dtype=torch.float32, checkpointed=False):
     model, x = Block(format, dtype, checkpointed), torch.randn(3, 5, SIZE, dtype=dtype)
     expected, saved = step(model, x), Saved()
     compiled = torch.compile(model, fullgraph=True, backend=saved.backend(min_cut_rematerialization_partition))
@@ -83,8 +81,22 @@ def test_compiled_equals_eager_and_saves_no_weight(format, dtype, checkpointed):
     assert saved.weights == 0
 
 
-def test_compiled_under_autocast(format):
-    model, x, saved = Block(format), torch.randn(5, SIZE), Saved()
+def test_compiled_equals_eager_and_saves_no_weight(format):
+    """A graph knows a format by its spec and the order of its parts."""
+    check_compiled(format)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "checkpointed"),
+    [(torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
+    ids=["bfloat16", "float32-checkpointed", "bfloat16-checkpointed"],
+)
+def test_compiled_in_bfloat16_and_checkpointed(any_format, dtype, checkpointed):
+    check_compiled(any_format, dtype, checkpointed)
+
+
+def test_compiled_under_autocast(any_format):
+    model, x, saved = Block(any_format), torch.randn(5, SIZE), Saved()
     compiled = torch.compile(model, fullgraph=True, backend=saved.backend(min_cut_rematerialization_partition))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, found = step(model, x), step(compiled, x)
@@ -112,17 +124,17 @@ def test_the_counter_counts():
     assert saved.weights > 0
 
 
-def test_saved_tensor_hooks_see_no_weight_when_compiled(format):
-    model, seen = torch.compile(Block(format), fullgraph=True, backend="aot_eager_decomp_partition"), []
+def test_saved_tensor_hooks_see_no_weight_when_compiled(any_format):
+    model, seen = torch.compile(Block(any_format), fullgraph=True, backend="aot_eager_decomp_partition"), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
         model(torch.randn(5, SIZE, requires_grad=True)).sum()
     assert seen
     assert not [tensor for tensor in seen if tensor.is_floating_point() and tensor.numel() >= SIZE * SIZE]
 
 
-def test_other_batch_sizes(format):
+def test_other_batch_sizes(any_format):
     """A second size recompiles with a symbolic dimension."""
-    model = Block(format)
+    model = Block(any_format)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
     for rows in (5, 7, 11, 1):
         x = torch.randn(rows, SIZE)
@@ -136,8 +148,8 @@ def test_inductor(format):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_activation_checkpointing(format, dtype):
-    model, x = Block(format, dtype), torch.randn(3, 5, SIZE, dtype=dtype)
+def test_activation_checkpointing(any_format, dtype):
+    model, x = Block(any_format, dtype), torch.randn(3, 5, SIZE, dtype=dtype)
     checkpointed = copy.deepcopy(model)
     checkpointed.checkpointed = True
     for one, other in zip(step(checkpointed, x), step(model, x), strict=True):

@@ -1,4 +1,4 @@
-"""The loop's arithmetic: accumulation, evaluation, records, and the stops."""
+"""The loop's arithmetic: accumulation, evaluation, records, and the stops (a broken step: test_readback.py)."""
 
 import functools
 import math
@@ -136,29 +136,6 @@ def test_activation_checkpointing_gives_the_same_gradients(tmp_path):
         loop.train()
         runs.append(losses(loop))
     assert runs[0] == runs[1]
-
-
-def test_nan_stops_before_any_weight_moves(tmp_path):
-    loop = make_loop(run_config(tmp_path, max_steps=6, save_steps=2))
-
-    def poison(module, inputs, output):
-        return output * float("nan") if loop.state.global_step == 3 and module.training else output
-
-    loop.model.get_base_model().model.layers[0].register_forward_hook(poison)
-    with pytest.raises(TrainingError, match=r"step 4: loss nan.*") as stopped:
-        loop.train()
-    assert "checkpoint-2" in stopped.value.fix
-    assert all(weight.isfinite().all() for weight in trained_weights(loop).values())
-    assert len(losses(loop)) == 3
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-
-
-def test_a_nan_gradient_under_a_finite_loss_stops_too(tmp_path):
-    loop = make_loop(run_config(tmp_path, max_steps=2))
-    weight = next(p for p in loop.model.parameters() if p.requires_grad)
-    weight.register_hook(lambda gradient: gradient * float("inf") if loop.state.global_step == 1 else gradient)
-    with pytest.raises(TrainingError, match=r"step 2.*gradient norm"):
-        loop.train()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A step's numbers are read late, records keep their order, and a broken step changes nothing."""
 
+from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
@@ -222,7 +223,10 @@ def test_the_device_is_behind_the_host_between_steps(tmp_path):
             behind.append(not event.query())
 
     loop.add_callback(Watch())
+    started = perf_counter()
     loop.train()
+    spent = perf_counter() - started
     assert all(behind[8:])
-    records = loop.metrics.records()
-    assert all(0.03 < record["step_seconds"] < 0.2 for record in records[8:])
+    seconds = [record["step_seconds"] for record in loop.metrics.records()]
+    assert min(seconds[8:]) > 0.03  # the device's, not the host's
+    assert sum(seconds) <= spent  # and none counted twice

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..adapters import compute, compute_dtype_of, no_input_casts
 from ..errors import ModelError
 from ..families import scale_of
+from ..hardware import capture_stream
 from ..layers.plain import hooked
 from ..models.head import configured_head
 from ..models.layer import Half, LayerView, epsilon, layer_view
@@ -182,7 +183,7 @@ class StaticEngine:
         self.steps += 1
         if self.device.type == "cuda" and self.steps == 2:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=capture_stream(self.device.index)):
                 self.logits = self._step()
         if self.graph is not None:
             self.graph.replay()

@@ -12,7 +12,6 @@ there are captured again as they come. When memory runs out all graphs go, and t
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import TrainingError
-from halfbyte.hardware import is_out_of_memory
+from halfbyte.hardware import capture_stream, is_out_of_memory
 from halfbyte.notices import notice
 
 from .gradients import Gradients
@@ -31,12 +30,6 @@ FAR = 2**40  # random numbers ahead, where nobody is
 
 Batch = Mapping[str, Any]
 Shapes = tuple[Any, ...]
-
-
-@functools.cache
-def _stream(device: int) -> torch.cuda.Stream:
-    """The stream of all warm-ups and captures on a device: cuBLAS keeps 64 MiB for each stream it has met."""
-    return torch.cuda.Stream(device)
 
 
 class _Captured:
@@ -77,7 +70,8 @@ class _Graphs:
 
     def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any]):
         self.step, self.discard = step, discard
-        self.stream = _stream(torch.cuda.current_device())  # for both, since autograd remembers a leaf's stream
+        # for warm-ups and captures, since autograd remembers a leaf's stream
+        self.stream = capture_stream(torch.cuda.current_device())
         self.pool = torch.cuda.graph_pool_handle()
         self.pool_bytes = self.most_pool_bytes = 0
         self._seen: dict[Shapes, int] = {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -84,4 +85,6 @@ def answer(
             answers.append(_text(tokenizer, tokens))
     finally:
         forget(model)
+        if (device := next(model.parameters()).device).type != "cpu":
+            torch.get_device_module(device).empty_cache()  # the pools of graphs are nobody else's
     return answers
