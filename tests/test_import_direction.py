@@ -1,6 +1,7 @@
 """Imports run one way. This reads every import of the package, those inside functions too, and fails on an arrow up."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +131,14 @@ def cycles(found: list[Arrow]) -> list[str]:
         return False
 
     return [unit for unit in graph if reaches(unit)]
+
+
+def test_the_drawing_is_the_house():
+    """docs/design.md draws ORDER, highest row first; a row may take several lines."""
+    text = (PACKAGE.parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    block = text.split("**Imports run one way**")[1].split("```")[1].strip()
+    drawn = [set(row.replace(",\n", ", ").split(", ")) for row in re.split(r"(?<!,)\n", block)]
+    assert drawn == [set(row) - {"__init__", "__main__"} for row in reversed(ORDER)]
 
 
 def test_every_module_has_its_place():
