@@ -14,12 +14,12 @@ import gc
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import write_result
 from benchmarks.step_model import MODELS
 
 GIB = 2**30
@@ -199,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), help="default: all")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json")
     given = parser.parse_args()
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     lines, failed = [], []
@@ -212,8 +212,7 @@ def main() -> None:
             print(json.dumps({"case": name, "error": f"{type(error).__name__}: {error}"[:600]}), flush=True)
     result = verdict(lines) | {"failed": failed}
     print(json.dumps(result))
-    if given.json:
-        given.json.write_text(json.dumps({"lines": lines, "verdict": result}, indent=1) + "\n")
+    write_result(given.json, {"lines": lines, "verdict": result})
 
 
 if __name__ == "__main__":
