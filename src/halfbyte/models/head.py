@@ -7,6 +7,7 @@ losses beside it), the model's own full logits are used, and that is said once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,13 @@ from .layer import causal_lm_of
 IGNORE_INDEX = -100
 PROBE_TOKENS = 8
 ARGMAX_ROWS = 256  # positions whose logits are made at a time
+
+# The config's key of what logits are multiplied by → the exponent it has in that.
+LOGIT_SCALES = {
+    "logit_scale": 1,  # Cohere
+    "logits_scaling": -1,  # Granite
+    "lm_head_multiplier": 1,  # Falcon-H1
+}
 
 
 @dataclass(frozen=True)
@@ -201,10 +209,8 @@ def _obstacle(model: nn.Module) -> str | None:
 
 def configured_head(config: Any) -> Head:
     """What the (text) config of a model says of its head."""
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
-    return Head(scale, getattr(config, "final_logit_softcapping", None))  # Gemma 2, 3n
+    scales = ((getattr(config, key, None) or 1.0) ** exponent for key, exponent in LOGIT_SCALES.items())
+    return Head(math.prod(scales), getattr(config, "final_logit_softcapping", None))  # Gemma 2, 3n
 
 
 @torch.no_grad()
