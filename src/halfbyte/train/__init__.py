@@ -1,1 +1,1 @@
-"""Training: supervised fine-tuning on transformers' Trainer."""
+"""Training: supervised fine-tuning in a loop of its own."""
