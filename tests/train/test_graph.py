@@ -139,7 +139,7 @@ class StandIn:
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(graph, "_stream", lambda _: stream)
+        monkeypatch.setattr(graph, "capture_stream", lambda _: stream)
         monkeypatch.setattr(graph, "_leave_failed_capture", lambda *_: None)
         monkeypatch.setattr(graph, "_Captured", self.captured)
         monkeypatch.setattr(gradients, "PENDING", 1)  # every gradient is added at once

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+WIDE = 240  # columns of a table that goes into a file or a pipe
+
 
 def print_environment() -> None:
     """Print what `halfbyte.environment.environment` finds, one line per fact."""
@@ -38,11 +40,13 @@ def print_kernels(name: str | None) -> None:
         raise ConfigError(f"--device {name} is not known", f"choose from {', '.join(KNOWN)}")
     here = chosen_device(None)
     found = KNOWN[name or "cpu"] if name or here.type == "cpu" else device_of(torch.empty(0, device=here))
-    table = Table("op", "call", "kernel", "why not others", title=found.name, title_justify="left", box=None)
+    table = Table(title=found.name, title_justify="left", box=None)
+    for column in ("op", "call", "kernel", "why not others"):
+        table.add_column(column, overflow="fold")
     for choice in choices(found):
         why = "; ".join(f"{kernel}: {reason}" for kernel, reason in choice.others.items())
         table.add_row(choice.op, choice.shapes, choice.kernel, why)
-    Console(soft_wrap=True, width=None).print(table)
+    Console(width=None if Console().is_terminal else WIDE).print(table)
 
 
 def _in_words(value: Any) -> str:
