@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -100,6 +101,7 @@ def ours(model: str, data: Path, given: Settings, work: Path) -> float:
         "target_modules": TARGETS, "learning_rate": 2e-4, "output_dir": str(work / "ours"), "sample_prompts": 0,
         "logging_steps": 1,
     })  # fmt: skip
+    shutil.rmtree(config.output_path, ignore_errors=True)  # of a run before
     train(config)
     lines = (work / "ours" / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"][WARMUP:]
