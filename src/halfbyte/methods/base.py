@@ -5,6 +5,7 @@ Nothing here imports torch before it is needed, because reports read the names, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class Numbers:
         return cls(**{name: tuple(Metric(**metric) for metric in metrics) for name, metrics in document.items()})
 
 
-class Method:
+class Method(ABC):
     """A method whose rows are texts: `input_ids`, `labels` and the number columns that it asks for.
 
     Attributes:
@@ -101,10 +102,11 @@ class Method:
         """Tokens that training on `rows` processes."""
         return sum(len(row["input_ids"]) for row in rows)
 
+    @abstractmethod
     def counts(self, batch: Batch) -> dict[str, float]:
         """What the sums of a batch are divided by, name → number, known before its forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Forward: the sums of a batch, 0-d float32, by name and in the order of `numbers.trained`.
 
@@ -113,7 +115,6 @@ class Method:
         Args:
             batch: on the model's device.
         """
-        raise NotImplementedError
 
     def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """The numbers of an evaluation, from the means and counts over all its rows."""

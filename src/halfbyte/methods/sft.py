@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..ops import IGNORE_INDEX
 from .base import LOSS, Batch, Method, Metric, Numbers
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ class SupervisedFineTuning(Method):
     numbers = Numbers(evaluated=(LOSS, Metric("perplexity", "perplexity", ".2f")))
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        from ..models.head import IGNORE_INDEX
-
         # the first position predicts nothing, wherever its label points
         return {"trained_tokens": int((batch["labels"][..., 1:] != IGNORE_INDEX).sum())}
 

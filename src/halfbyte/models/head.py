@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..errors import DataError
 from ..notices import notice
+from ..ops import IGNORE_INDEX
 from .layer import causal_lm_of
 
-IGNORE_INDEX = -100
 PROBE_TOKENS = 8
 ARGMAX_ROWS = 256  # positions whose logits are made at a time
 

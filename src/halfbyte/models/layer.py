@@ -9,6 +9,7 @@ Training's forwards (`blocks`), `patch`, generation (`generation.engine`) and th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class Half(NamedTuple):
 
 
 @dataclass
-class Block:
+class Block(ABC):
     """Linears that read one input, and one for the output.
 
     Attributes:
@@ -49,9 +50,9 @@ class Block:
     linears: dict[str, Any]
 
     @property
+    @abstractmethod
     def parts(self) -> tuple[int, ...]:
         """How the output of one linear for all inputs is divided, in proportion."""
-        raise NotImplementedError
 
     @property
     def inputs(self) -> list[Any]:

@@ -30,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..config import SIXTEEN
 from ..errors import ModelError
 from ..formats import Format
+from ..optim import trained_parameters
 from ..tensor import QuantizedTensor
 from .head import causal_lm_loss
 from .layer import causal_lm_of
@@ -141,7 +142,7 @@ def _gradients(
         if output.requires_grad:  # it does not in a decoder layer's first run
             output.register_hook(partial(meet, name, module, args[0].detach()))
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = list(trained_parameters(model).values())
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     forwards = [layer.__dict__.get("forward") for layer in layers]
     handles = [causal_lm_of(model).get_input_embeddings().register_forward_hook(begin)]

@@ -37,7 +37,7 @@ from halfbyte.hardware import is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel import ALONE, Mesh
 
 from ..runs.manifest import write_manifest
@@ -94,7 +94,7 @@ class TrainingLoop:
         self.collate = Counting(self.method, collate)
         self.loss_count = self.method.numbers.trained[0].over
         self.output, self.row = Path(config.output_dir), OPTIMIZERS[config.optim]
-        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trained = list(trained_parameters(model).values())
         self.scaler = torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
         self.stepper = Stepper(self._sums, self.scaler)
         self.scaling: DelayedScaling | None = None
