@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,14 +118,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as one string. Not bounded: called by what is."""
-        restart_clock()
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        assert isinstance(text, str)
-        if len(text) > LONGEST and len(text) > LONGEST + 16 * len(_json([messages, tools])):
-            raise DataError(f"the chat template makes {len(text):,} characters of one conversation", ANOTHER)
-        return text
+        return _render(self.tokenizer, messages, tools, add_generation_prompt)
 
     def adapt(self, document: Document) -> Document:
         """Put what the template would ignore or refuse into a form it shows, and say so.
@@ -237,6 +231,42 @@ class ChatTemplate:
             return start
         prompt = self._try(before, tools, add_generation_prompt=True)
         return start if prompt is None or len(prompt) > start or not text.startswith(prompt) else len(prompt)
+
+
+_renderers: weakref.WeakKeyDictionary[Any, tuple[Any, Bounded[Any, str]]] = weakref.WeakKeyDictionary()
+
+
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+) -> str:
+    """A conversation as the tokenizer's chat template writes it, up to where an answer begins, under the same limits.
+
+    Raises:
+        DataError: the template refuses the conversation, or takes more time or memory than it may.
+    """
+    template, renderer = _renderers.get(tokenizer, (None, None))
+    if renderer is None or template != tokenizer.chat_template:
+        held = weakref.ref(tokenizer)  # so that the entry does not keep its own key
+        renderer = Bounded(lambda item: _render(held(), *item))
+        _renderers[tokenizer] = tokenizer.chat_template, renderer
+    [found] = renderer([(list(messages), None, add_generation_prompt)])
+    if isinstance(found, Failure):
+        raise DataError(f"the chat template refuses the conversation: {found.said}", CHANGE)
+    if isinstance(found, HalfbyteError):
+        raise found
+    return found
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
+    """A conversation as one string. Not bounded: called by what is."""
+    restart_clock()
+    text = tokenizer.apply_chat_template(
+        list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    assert isinstance(text, str)
+    if len(text) > LONGEST and len(text) > LONGEST + 16 * len(_json([messages, tools])):
+        raise DataError(f"the chat template makes {len(text):,} characters of one conversation", ANOTHER)
+    return text
 
 
 def _call(name: str) -> dict[str, Any]:
