@@ -22,6 +22,8 @@ ORDER = [
         "hardware",
         "config",
         "optim",
+        "printable",
+        "console",
         "terminal",
         "environment",
         "architectures",
