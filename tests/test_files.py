@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from halfbyte import files, notices
-from halfbyte.errors import CheckpointError, ConfigError, TrainingError
+from halfbyte.errors import CheckpointError, ConfigError, Stopped, TrainingError
 from halfbyte.files import cache_folder
 from halfbyte.processes import Process
-from halfbyte.signals import Terminated
 from halfbyte.train import snapshot
 
 
@@ -105,7 +104,9 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     assert "is back as it was" in notices.said()[f"leftover {former}"]
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, Terminated(15), ValueError("no"), OSError("no file named")])
+@pytest.mark.parametrize(
+    "stop", [KeyboardInterrupt, Stopped(signal.SIGTERM), ValueError("no"), OSError("no file named")]
+)
 def test_whatever_stops_it_the_former_stays_and_nothing_else(tmp_path, stop):
     for make, target in ((files.new_file, tmp_path / "f"), (files.new_directory, tmp_path / "d")):
         with make(target) as aside:
@@ -199,7 +200,7 @@ def test_what_is_only_read_is_not_said_to_be_written(tmp_path):
 @pytest.mark.parametrize(
     ("place", "said", "fix"),
     [
-        ("file/below", "a part of its path is a file", "name a folder that you may write to"),
+        ("file/below", "a file stands where a folder is needed", "name a folder that you may write to"),
         ("n" * 250, "the name is too long", "choose a shorter name"),
         ("/proc/m", "no file can be made there", "name a folder that you may write to"),
         ("/sys/m", "", "name a folder that you may write to"),

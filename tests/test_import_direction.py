@@ -24,6 +24,8 @@ ORDER = [
         "hardware",
         "config",
         "optim",
+        "printable",
+        "console",
         "terminal",
         "environment",
         "architectures",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import ModelError
+from .errors import ModelError, Stopped
 from .notices import notice
 
 if TYPE_CHECKING:
@@ -149,8 +149,10 @@ def _stream(conversation: Conversation, line: str, label: str, adapter: bool) ->
         for piece in answer:
             pieces.append(piece)
             print(piece, end="", flush=True)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         answer.close()
+        if isinstance(stop, Stopped):
+            raise
         print(" (stopped)", end="")
     print(flush=True)
     return "".join(pieces)

@@ -1,8 +1,10 @@
 """The errors a user can act on. Each message names the thing at fault (key, file, line, tensor) and the fix.
 
-The command line prints a `HalfbyteError` as one line and exits with 2; any other exception is a bug and keeps its
-traceback.
+The command line prints a `HalfbyteError` as one message and exits with 1, or with 2 where the command line itself is
+wrong. Any other exception is a bug: its traceback goes into a file.
 """
+
+import signal
 
 from . import words
 
@@ -25,6 +27,10 @@ class ConfigError(HalfbyteError):
     """A configuration key or value is wrong."""
 
 
+class UsageError(ConfigError):
+    """The command line itself is wrong: an argument is missing, an option or its value is unknown."""
+
+
 class DataError(HalfbyteError):
     """A dataset is missing, malformed or leaves nothing to train on."""
 
@@ -39,3 +45,16 @@ class ModelError(HalfbyteError):
 
 class TrainingError(HalfbyteError):
     """Training had to stop: NaN/Inf, no trained tokens, out of memory, no space left."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the command, as Ctrl-C does.
+
+    Args:
+        number: of the signal.
+        saved: what is saved and how to go on, for the user; may be empty.
+    """
+
+    def __init__(self, number: int, saved: str = ""):
+        super().__init__(saved)
+        self.number = signal.Signals(number)

@@ -139,7 +139,7 @@ WRITE_TO = "name a folder that you may write to"
 WORDS = {
     errno.EACCES: "you may not write there",
     errno.ENOENT: "no file can be made there",
-    errno.EEXIST: "a part of its path is a file, not a folder",
+    errno.EEXIST: "a file stands where a folder is needed",
 }
 OF_WRITING = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO)  # what cannot be of a file that is only read
 _RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers say so

@@ -14,43 +14,21 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from .errors import Stopped
+
 LEAVING = (signal.SIGTERM, signal.SIGHUP)
-
-
-class Terminated(SystemExit):
-    """SIGTERM or SIGHUP; `code` is the exit code that shells give for it.
-
-    Args:
-        said: for whoever reads the output, e.g. what is saved.
-    """
-
-    def __init__(self, number: int, said: str = ""):
-        super().__init__(128 + number)
-        self.number, self.said = number, said
-
-    def __str__(self) -> str:
-        return self.said
-
-
-def leave(number: int, said: str = "") -> None:
-    """Raise what stands for a signal.
-
-    Raises:
-        KeyboardInterrupt, Terminated: with `said`.
-    """
-    raise KeyboardInterrupt(said) if number == signal.SIGINT else Terminated(number, said)
 
 
 @contextlib.contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Around a command: SIGTERM and SIGHUP raise `Terminated`, so that what is half written is removed.
+    """Around a command: SIGTERM and SIGHUP raise `Stopped`, so that what is half written is removed.
 
     A second one ends the process as it would without this.
     """
 
     def raise_it(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        leave(number)
+        raise Stopped(number)
 
     with _handled(dict.fromkeys(LEAVING, raise_it)):
         yield
@@ -80,7 +58,7 @@ def as_requests(said: Callable[[int], None]) -> Iterator[Request]:
     def ask(number: int, frame: FrameType | None) -> None:
         if request.number:
             signal.signal(number, signal.SIG_DFL)
-            leave(number)
+            raise Stopped(number)
         request.number, request.since = number, time.monotonic()
         said(number)
 

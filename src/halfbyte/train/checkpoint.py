@@ -129,7 +129,7 @@ def write_state(
     Args:
         owes_evaluation: whether the evaluation after this step is still to be done.
     """
-    state = {"config": config.model_dump(), "data": data, "window": window.as_dict()}
+    state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict()}
     if owes_evaluation:
         state["owes_evaluation"] = True
     write_json(folder / STATE, {"format": FORMAT, **state})

@@ -32,7 +32,7 @@ from transformers.trainer_utils import speed_metrics
 
 from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
-from halfbyte.errors import TrainingError
+from halfbyte.errors import Stopped, TrainingError
 from halfbyte.files import new_directory
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.methods import method_of
@@ -40,7 +40,7 @@ from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel import ALONE, Mesh
-from halfbyte.signals import Request, as_requests, leave
+from halfbyte.signals import Request, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
@@ -146,7 +146,7 @@ class TrainingLoop:
         Raises:
             TrainingError: a step is broken, or has nothing to train on; see `Stops`.
             CheckpointError: `checkpoint` cannot be read.
-            KeyboardInterrupt, Terminated: the process was asked to leave; a checkpoint of the last step is saved.
+            Stopped: the process was asked to leave; a checkpoint of the last step is saved.
         """
         steps = total_steps(self.config, len(self.rows))
         self._begin(checkpoint, steps)
@@ -421,9 +421,9 @@ class TrainingLoop:
         """Save what the last step came to, and go.
 
         Raises:
-            KeyboardInterrupt, Terminated: always.
+            Stopped: always.
         """
         self.records.read()
         if self.state.global_step and checkpoints.damage(self._place()) is not None:
             self._save(random, owes_evaluation)
-        leave(self.request.number)
+        raise Stopped(self.request.number)
