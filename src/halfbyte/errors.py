@@ -4,20 +4,21 @@ The command line prints a `HalfbyteError` as one message and exits with 1, or wi
 wrong. Any other exception is a bug: its traceback goes into a file.
 """
 
-import signal
+from . import words
 
 
 class HalfbyteError(Exception):
     """Base of all errors with a known cause.
 
     Args:
-        message: what is wrong, naming the key, file, line or tensor.
+        message: what is wrong, naming the key, file, line or tensor. Control characters are spelled out, and
+            long lines cut.
         fix: what to do about it, as an imperative sentence; empty when the message already says it.
     """
 
     def __init__(self, message: str, fix: str = ""):
-        super().__init__(f"{message}\n  fix: {fix}" if fix else message)
-        self.message, self.fix = message, fix
+        self.message, self.fix = words.message(message), words.message(fix)
+        super().__init__(f"{self.message}\n  fix: {self.fix}" if fix else self.message)
 
 
 class ConfigError(HalfbyteError):
@@ -42,16 +43,3 @@ class ModelError(HalfbyteError):
 
 class TrainingError(HalfbyteError):
     """Training had to stop: NaN/Inf, no trained tokens, out of memory, no space left."""
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal ended the command, as Ctrl-C does.
-
-    Args:
-        number: of the signal.
-        saved: what is saved and how to go on, for the user; may be empty.
-    """
-
-    def __init__(self, number: int, saved: str = ""):
-        super().__init__(saved)
-        self.number = signal.Signals(number)

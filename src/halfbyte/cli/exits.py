@@ -1,6 +1,6 @@
 """What stops a command becomes one message on stderr and an exit code.
 
-0: done. 1: an error. 2: wrong usage. 130: Ctrl-C; 143 and 129: SIGTERM and SIGHUP. 141: nobody reads the output.
+0: done. 1: an error. 2: wrong usage. 130: Ctrl-C. 141: nobody reads the output.
 What is no `HalfbyteError` is a bug: its traceback goes into a file that the message names.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +17,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import HalfbyteError, Stopped, UsageError
+from ..errors import HalfbyteError, UsageError
 from ..hardware import is_out_of_memory
-from ..printable import nobody_reads, printable
+from ..streams import nobody_reads
+from ..words import visible
 
-FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
+FAILED, WRONG_USAGE, INTERRUPTED, UNREAD = 1, 2, 130, 141
 TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer offers no name for it
 RUN_FOLDER = "halfbyte.run_folder"  # in a context's meta: where the file of a bug goes, if that folder is there
 LONGEST = 300  # characters of a bug's message
@@ -81,10 +81,8 @@ def _known(error: BaseException) -> HalfbyteError | None:
 
 
 def _say_stopped(stop: KeyboardInterrupt) -> int:
-    number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-    by = "" if number == signal.SIGINT else f" by {number.name}"
-    typer.echo(f"\nstopped{by}{f': {printable(str(stop))}' if str(stop) else ''}", err=True)
-    return 128 + int(number)
+    typer.echo(f"\nstopped{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
+    return INTERRUPTED
 
 
 def _say_usage(error: Any) -> int:
@@ -150,7 +148,7 @@ def _write_somewhere(text: str, run_folder: Path | None) -> Path | None:
     for place in places:
         with contextlib.suppress(HalfbyteError, OSError):
             if folder := place():
-                return write_text(Path(folder) / name, printable(text, lines=True))
+                return write_text(Path(folder) / name, visible(text))
     return None
 
 
@@ -160,7 +158,7 @@ def print_error(error: HalfbyteError) -> None:
 
     from ..console import Console
 
-    message = Text.assemble(("error: ", "bold red"), printable(error.message, lines=True))
+    message = Text.assemble(("error: ", "bold red"), error.message)
     if error.fix:
-        message.append("\n  fix: ", "bold green").append(printable(error.fix, lines=True))
+        message.append("\n  fix: ", "bold green").append(error.fix)
     Console(stderr=True, soft_wrap=True).print(message)
