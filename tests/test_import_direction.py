@@ -23,6 +23,7 @@ ORDER = [
         "config",
         "optim",
         "streams",
+        "hub",
         "console",
         "terminal",
         "environment",
