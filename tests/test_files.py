@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from halfbyte import files, notices
-from halfbyte.errors import CheckpointError, ConfigError, Stopped, TrainingError
+from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import cache_folder
 from halfbyte.processes import Process
+from halfbyte.signals import Stopped
 from halfbyte.train import snapshot
 
 

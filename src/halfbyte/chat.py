@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import ModelError, Stopped
+from .errors import ModelError
 from .notices import notice
+from .signals import Stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,8 @@ from rich import console as rich_console
 from rich.segment import Segment
 
 from .notices import notice
-from .printable import in_encoding, nobody_reads, printable
+from .streams import in_encoding, nobody_reads
+from .words import visible
 
 
 class Console(rich_console.Console):
@@ -31,7 +32,7 @@ class Console(rich_console.Console):
             if segment.control:
                 yield segment
             else:
-                yield Segment(in_encoding(printable(segment.text, lines=True), self.encoding), segment.style)
+                yield Segment(in_encoding(visible(segment.text), self.encoding), segment.style)
 
     def on_broken_pipe(self) -> None:
         nobody_reads()

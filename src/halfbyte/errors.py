@@ -4,8 +4,6 @@ The command line prints a `HalfbyteError` as one message and exits with 1, or wi
 wrong. Any other exception is a bug: its traceback goes into a file.
 """
 
-import signal
-
 from . import words
 
 
@@ -45,16 +43,3 @@ class ModelError(HalfbyteError):
 
 class TrainingError(HalfbyteError):
     """Training had to stop: NaN/Inf, no trained tokens, out of memory, no space left."""
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal ended the command, as Ctrl-C does.
-
-    Args:
-        number: of the signal.
-        saved: what is saved and how to go on, for the user; may be empty.
-    """
-
-    def __init__(self, number: int, saved: str = ""):
-        super().__init__(saved)
-        self.number = signal.Signals(number)

@@ -14,9 +14,20 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from .errors import Stopped
-
 LEAVING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ends the command, as Ctrl-C does.
+
+    Args:
+        number: of the signal; the command's exit code is 128 more.
+        saved: what is saved and how to go on, for the user; may be empty.
+    """
+
+    def __init__(self, number: int, saved: str = ""):
+        super().__init__(saved)
+        self.number = signal.Signals(number)
 
 
 @contextlib.contextmanager

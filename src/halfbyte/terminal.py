@@ -25,7 +25,7 @@ from rich.text import Text
 
 from .config import SIXTEEN
 from .console import coloured
-from .printable import printable
+from .words import one_line
 
 if TYPE_CHECKING:
     from .config import RunConfig
@@ -138,7 +138,7 @@ def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
     table.add_column(style="bright_black", no_wrap=True, min_width=8)
     table.add_column(overflow="fold")
     for name, value in lines.items():
-        table.add_row(name, Text(printable(value)) if isinstance(value, str) else value)
+        table.add_row(name, Text(one_line(value)) if isinstance(value, str) else value)
     return table
 
 

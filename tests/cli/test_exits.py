@@ -1,13 +1,12 @@
 """Exit codes, and what is said when a command cannot go on: whatever it is, never a traceback."""
 
-import signal
 import subprocess
 import sys
 
 import pytest
 
 from halfbyte.cli import main
-from halfbyte.errors import ConfigError, DataError, Stopped, UsageError
+from halfbyte.errors import ConfigError, DataError, UsageError
 
 
 def exit_code(*arguments: str) -> int:
@@ -39,8 +38,6 @@ CODES = {
     KeyError("a bug"): 1,
     OSError(28, "No space left on device"): 1,
     KeyboardInterrupt(): 130,
-    Stopped(signal.SIGTERM): 143,
-    Stopped(signal.SIGHUP): 129,
     BrokenPipeError(): 141,
 }
 
@@ -96,12 +93,6 @@ def test_ctrl_c_says_what_is_saved(stopped_with, capsys):
     stopped_with(KeyboardInterrupt("out/checkpoint-40 is saved"))
     assert exit_code("env") == 130
     assert capsys.readouterr().err == "\nstopped: out/checkpoint-40 is saved\n"
-
-
-def test_a_signal_says_its_name(stopped_with, capsys):
-    stopped_with(Stopped(signal.SIGTERM, "out/checkpoint-40 is saved"))
-    assert exit_code("env") == 143
-    assert capsys.readouterr().err == "\nstopped by SIGTERM: out/checkpoint-40 is saved\n"
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -9,9 +9,8 @@ import pytest
 from test_checkpoint import comparable
 from tiny_runs import make_loop, rows, run_config
 
-from halfbyte.errors import Stopped
 from halfbyte.files import new_directory
-from halfbyte.signals import as_exceptions, as_requests
+from halfbyte.signals import Stopped, as_exceptions, as_requests
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train import loop as loops
 

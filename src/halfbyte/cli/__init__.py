@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..printable import settle_streams
+from ..streams import settle_streams
 from .app import app
 
 __all__ = ["app", "main"]

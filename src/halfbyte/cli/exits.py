@@ -18,10 +18,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import HalfbyteError, Stopped, UsageError
+from ..errors import HalfbyteError, UsageError
 from ..hardware import is_out_of_memory
-from ..printable import nobody_reads, printable
-from ..signals import as_exceptions
+from ..signals import Stopped, as_exceptions
+from ..streams import nobody_reads
+from ..words import visible
 
 FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
 TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer offers no name for it
@@ -84,7 +85,7 @@ def _known(error: BaseException) -> HalfbyteError | None:
 def _say_stopped(stop: KeyboardInterrupt) -> int:
     number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
     by = "" if number == signal.SIGINT else f" by {number.name}"
-    typer.echo(f"\nstopped{by}{f': {printable(str(stop))}' if str(stop) else ''}", err=True)
+    typer.echo(f"\nstopped{by}{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
     return 128 + int(number)
 
 
@@ -151,7 +152,7 @@ def _write_somewhere(text: str, run_folder: Path | None) -> Path | None:
     for place in places:
         with contextlib.suppress(HalfbyteError, OSError):
             if folder := place():
-                return write_text(Path(folder) / name, printable(text, lines=True))
+                return write_text(Path(folder) / name, visible(text))
     return None
 
 
@@ -161,7 +162,7 @@ def print_error(error: HalfbyteError) -> None:
 
     from ..console import Console
 
-    message = Text.assemble(("error: ", "bold red"), printable(error.message, lines=True))
+    message = Text.assemble(("error: ", "bold red"), error.message)
     if error.fix:
-        message.append("\n  fix: ", "bold green").append(printable(error.fix, lines=True))
+        message.append("\n  fix: ", "bold green").append(error.fix)
     Console(stderr=True, soft_wrap=True).print(message)

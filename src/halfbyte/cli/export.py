@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..console import Console
 from ..errors import ConfigError, UsageError
-from ..printable import printable
 from ..runs.saved import look_up
+from ..words import one_line
 
 
 def export_model(
@@ -35,13 +35,13 @@ def export_model(
         from ..export.gguf_adapter import export_adapter
 
         path = export_adapter(source, mix, out, trust_remote_code=trust_remote_code)
-        console.print(printable(f"adapter in {path}: llama-cli --model BASE.gguf --lora {path}"))
+        console.print(one_line(f"adapter in {path}: llama-cli --model BASE.gguf --lora {path}"))
         return
     from ..export.gguf_model import export_gguf
 
     report = export_gguf(source, mix, out, importances=importance, trust_remote_code=trust_remote_code, console=console)
     console.print(str(report))
     if report.mmproj:
-        console.print(printable(f"vision part in {report.mmproj}: llama-mtmd-cli --mmproj"))
-    console.print(printable(str(report.path)))
-    console.print(printable(f"{report.modelfile}: ollama create NAME -f {report.modelfile.name}"))
+        console.print(one_line(f"vision part in {report.mmproj}: llama-mtmd-cli --mmproj"))
+    console.print(one_line(str(report.path)))
+    console.print(one_line(f"{report.modelfile}: ollama create NAME -f {report.modelfile.name}"))

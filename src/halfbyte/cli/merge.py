@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..console import Console
 from ..errors import UsageError
-from ..printable import printable
 from ..runs.saved import find_trained
+from ..words import one_line
 
 BASES = ("auto", "original", "dequantized")
 
@@ -46,9 +46,9 @@ def merge_run(
         console=console,
     )
     console.print(str(report))
-    console.print(printable(f"merged model in {report.out_dir}"))
+    console.print(one_line(f"merged model in {report.out_dir}"))
     if report.run_dir and report.targets:
-        console.print(printable(f"report: {write_report(report.run_dir)}"))
+        console.print(one_line(f"report: {write_report(report.run_dir)}"))
 
 
 def _target(quantize: str | None) -> str | dict[str, str] | None:

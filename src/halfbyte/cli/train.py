@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..console import Console
-from ..errors import Stopped
 from ..runs.inputs import look_over_inputs
 from ..runs.lock import run_lock
+from ..signals import Stopped
 from ..train.checkpoint import checkpoints, starting_point
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import load_config
 from ..errors import ConfigError
 from ..files import write_text
-from ..printable import printable
+from ..words import one_line
 from .base import Recipe, base_model
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def main(
     config = load_config(write_run(output_dir, base, epochs))
     train(config, console=console)
     _show(output_dir, console)
-    console.print(printable(f"talk to it: halfbyte chat {output_dir} --temperature 0"))
-    console.print(printable(f"report: {output_dir / 'report.html'}  ({time.monotonic() - started:.0f} s in all)"))
+    console.print(one_line(f"talk to it: halfbyte chat {output_dir} --temperature 0"))
+    console.print(one_line(f"report: {output_dir / 'report.html'}  ({time.monotonic() - started:.0f} s in all)"))
     return output_dir / "report.html"
 
 

@@ -32,7 +32,7 @@ from transformers.trainer_utils import speed_metrics
 
 from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
-from halfbyte.errors import Stopped, TrainingError
+from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
 from halfbyte.hardware import is_out_of_memory
 from halfbyte.methods import method_of
@@ -40,7 +40,7 @@ from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel import ALONE, Mesh
-from halfbyte.signals import Request, as_requests
+from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints

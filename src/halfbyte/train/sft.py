@@ -36,8 +36,8 @@ from halfbyte.models.recipes import configured_recipe
 from halfbyte.notices import forget, silent
 from halfbyte.parallel import present_mesh
 from halfbyte.plan.estimate import GIB
-from halfbyte.printable import printable
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
+from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
 from . import checks, samples
@@ -269,7 +269,7 @@ def _report(job: Job, console: Console) -> None:
     write_card(job.output)
     report = write_report(job.output)
     saved = "adapter" if job.config.use_peft else "model"
-    console.print(printable(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
+    console.print(one_line(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
 
 
 def _summary(job: Job, measured: dict[str, int]) -> dict[str, Any]:

@@ -1,33 +1,19 @@
-"""Text from outside, as text: paths, data and answers may hold anything, and a terminal must not obey it."""
+"""stdout and stderr of a command: they take any character, may be closed, and hold halfbyte's own words only."""
 
 from __future__ import annotations
 
 import codecs
 import logging
 import os
-import re
 import sys
 import warnings
 
-# Control characters, marks and overrides of writing direction, line separators, halves of characters.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-_KEPT_IN_LINES = "\n\t"
+from .words import visible
 
 # Stand-ins for the signs that halfbyte itself prints, where the output's encoding has none of them.
 _SIGNS, _INSTEAD = "·…–—×→≤≥±✓✗█■░━╸╺⟦⟧⏎", "| ... - - x -> <= >= +- ok !! # # . = = - [[ ]] <-|"
 _STAND_INS = dict(zip(_SIGNS, _INSTEAD.split(), strict=True))
 ENCODING_ERRORS = "halfbyte.stand-ins"
-
-
-def printable(text: str, lines: bool = False) -> str:
-    r"""`text` with what a terminal would obey, and what has no form, written as escapes: \x1b, \u202e.
-
-    Args:
-        lines: leave newlines and tabs as they are.
-    """
-    return _UNPRINTABLE.sub(
-        lambda found: found[0] if lines and found[0] in _KEPT_IN_LINES else ascii(found[0])[1:-1], text
-    )
 
 
 def in_encoding(text: str, encoding: str) -> str:
@@ -51,9 +37,9 @@ def _as_json(character: str) -> str:
 codecs.register_error(ENCODING_ERRORS, _stand_ins)
 
 
-class _Printable(logging.Formatter):
+class _Visible(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), lines=True)
+        return visible(super().format(record))
 
 
 def settle_streams(everything: bool) -> None:
@@ -66,7 +52,7 @@ def settle_streams(everything: bool) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=ENCODING_ERRORS)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Printable("%(message)s"))
+    handler.setFormatter(_Visible("%(message)s"))
     if not everything:
         handler.addFilter(logging.Filter("halfbyte"))
         warnings.showwarning = lambda *_args, **_named: None
