@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rich.console import Console
-
 from ..config import RunConfig
+from ..console import Console
 from ..runs.inputs import look_over_inputs
 from ..runs.lock import run_lock
 from ..train.checkpoint import starting_point
@@ -22,7 +21,7 @@ def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     from ..train.sft import train
 
     try:
-        train(config, resume=again, console=Console())
+        train(config, resume=again, console=Console(outlives_reader=True))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_what_is_saved(config.output_path, file)) from None
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..notices import notice
 from .aliases import HINTS
 from .foreign import Ignored, Mapped, Refused, foreign_names, overruled, translate
@@ -86,9 +86,9 @@ def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
         key, equals, text = token.removeprefix("--").partition("=")
         if not equals:
             if not token.startswith("--"):
-                raise ConfigError(f"command line: {token!r} is not an override", "write key=value")
+                raise UsageError(f"command line: {token!r} is not an override", "write key=value")
             if not tokens or tokens[0].startswith("--"):
-                raise ConfigError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
+                raise UsageError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
             text = tokens.pop(0)
         key = key.replace("-", "_")
         found[key] = Located(parse_scalar(text, key in TEXT_KEYS), "command line")
