@@ -86,7 +86,8 @@ class Stage:
             wishes: environment (all of it), stdin (bytes), limit (seconds), limits (a resource's name to its number;
                 RLIMIT_AS counts from what the stage has), columns (a terminal that wide; its output is `out`), fresh
                 (a new python, not a fork), signal (its name) and when (a glob that shows that it is time, or seconds),
-                closed (numbers of streams), broken (streams into a pipe that nobody reads), call (module:function for the arguments, in place of a command).
+                closed (numbers of streams), broken (streams into a pipe that nobody reads), call (module:function for
+                the arguments, in place of a command).
         """
         (scratch / "in").write_bytes(wishes.pop("stdin", b""))
         found = self.ask(arguments=arguments, place=str(place), scratch=str(scratch), **wishes)
