@@ -26,7 +26,7 @@ from .formats import Document, Message
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "halfbyte_probe"
 # What a template raises for a conversation it does not support: its own raise_exception, or a key it did not expect.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 MASK_BY_MARKS = "the {% generation %} marks of the chat template"
 MASK_BY_DIFFERENCE = "difference of two renderings, one with the assistant turn replaced"
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from .run import ACTIVE, stream
+from .run import ACTIVE, Lengths, new_tokens, stream
 from .sampling import Sampling
 
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
@@ -78,7 +78,7 @@ def continue_texts(
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: Lengths = None,
     sampling: Sampling,
     ends: Sequence[int],
     stops: Sequence[str] = (),
@@ -94,14 +94,15 @@ def continue_texts(
     """
     texts = [Text(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), stops) for _ in prompts]
     going = set(range(len(prompts)))
-    steps = stream(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stops=list(ends), adapter=adapter)
+    lengths = new_tokens(model, prompts, max_new_tokens)
+    steps = stream(model, prompts, max_new_tokens=lengths, sampling=sampling, stops=list(ends), adapter=adapter)
     with contextlib.closing(steps):
         for count, tokens in enumerate(steps, 1):
             for row in sorted(going):
                 token, text = tokens[row], texts[row]
                 assert token is not None, "rows that end are not asked for again"
                 piece = text.add(token)
-                ended = token in ends or count == max_new_tokens
+                ended = token in ends or count == lengths[row]
                 if ended and not text.stopped:
                     piece += text.rest()
                 if text.stopped or ended:
