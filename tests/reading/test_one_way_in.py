@@ -22,8 +22,6 @@ OWN = {
 LEFT = {
     "adapters.py",
     "checkpoint_files.py",
-    "config/datasets.py",
-    "config/yaml.py",
     "data/formats.py",
     "data/sources.py",
     "demo/base.py",

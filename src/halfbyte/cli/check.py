@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..config import RunConfig, resolve
 from ..config.yaml import dump_value
+from ..console import Console
 from ..errors import ConfigError
 from ..runs.inputs import look_over_inputs
 
@@ -56,7 +57,7 @@ def check_run(config: RunConfig) -> None:
             f"this run needs {plan.total / 2**30:.2f} GiB, and there are {plan.capacity_bytes / 2**30:.2f} GiB",
             what_would_fit(config, model_config, len(data.train), batches),
         )
-    console.print("[green]ready:[/] `halfbyte train` can start")
+    console.print(Text.assemble(("ready:", "green"), " `halfbyte train` can start"))
 
 
 def read_model_config(config: RunConfig) -> PretrainedConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .. import hub
 from ..checkpoint_files import read_adapter_config
 from ..config import RunConfig, resolve
 from ..data.sources import files_of
@@ -33,4 +34,5 @@ def look_over_datasets(*names: str | list[str] | None) -> None:
     """
     for given in names:
         for name in [given] if isinstance(given, str) else given or []:
-            files_of(name)
+            if files_of(name) is None:
+                hub.reach()
