@@ -19,6 +19,8 @@ ORDER = [
         "notices",
         "moved",
         "files",
+        "processes",
+        "signals",
         "hardware",
         "config",
         "optim",

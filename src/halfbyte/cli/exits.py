@@ -1,6 +1,6 @@
 """What stops a command becomes one message on stderr and an exit code.
 
-0: done. 1: an error. 2: wrong usage. 130: Ctrl-C. 141: nobody reads the output.
+0: done. 1: an error. 2: wrong usage. 130: Ctrl-C; 143 and 129: SIGTERM and SIGHUP. 141: nobody reads the output.
 What is no `HalfbyteError` is a bug: its traceback goes into a file that the message names.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,11 @@ from typer.core import TyperGroup
 
 from ..errors import HalfbyteError, UsageError
 from ..hardware import is_out_of_memory
+from ..signals import Stopped, as_exceptions
 from ..streams import nobody_reads
 from ..words import visible
 
-FAILED, WRONG_USAGE, INTERRUPTED, UNREAD = 1, 2, 130, 141
+FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
 TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer offers no name for it
 RUN_FOLDER = "halfbyte.run_folder"  # in a context's meta: where the file of a bug goes, if that folder is there
 LONGEST = 300  # characters of a bug's message
@@ -37,7 +39,7 @@ class Commands(TyperGroup):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        with _answered(ctx.params.get("debug", False), ctx.meta):
+        with _answered(ctx.params.get("debug", False), ctx.meta), as_exceptions():
             result = super().invoke(ctx)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -81,8 +83,10 @@ def _known(error: BaseException) -> HalfbyteError | None:
 
 
 def _say_stopped(stop: KeyboardInterrupt) -> int:
-    typer.echo(f"\nstopped{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
-    return INTERRUPTED
+    number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+    by = "" if number == signal.SIGINT else f" by {number.name}"
+    typer.echo(f"\nstopped{by}{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
+    return 128 + int(number)
 
 
 def _say_usage(error: Any) -> int:
