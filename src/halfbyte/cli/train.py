@@ -31,5 +31,5 @@ def train_run(config: RunConfig, file: Path, resume: bool) -> None:
 def _what_is_saved(folder: Path, file: Path) -> str:
     saved = checkpoints(folder)
     if not saved:
-        return "no step was done yet"
+        return "no checkpoint was saved, as no step was done yet"
     return f"{saved[-1]} is saved; continue with `halfbyte train {file} --resume`"
