@@ -8,17 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from ..config import RunConfig
-from ..runs.inputs import look_over_inputs
-from ..runs.lock import run_lock
-from ..train.checkpoint import starting_point
+from ..train.look_over import look_over_run
 
 
 def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     """Train, and on Ctrl-C say what is saved and how to go on."""
     again: str | bool | None = True if resume else config.resume_from_checkpoint
-    with run_lock(config.output_path):
-        starting_point(config, again, contents=False)
-    look_over_inputs(config)
+    look_over_run(config, again)
     from ..train.sft import train
 
     try:

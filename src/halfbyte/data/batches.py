@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from datasets import Dataset
-from pyarrow import compute
+from pyarrow import ChunkedArray, compute
 
 from ..config import RunConfig
 from ..memory.batches import Batches, Shape
@@ -31,8 +31,22 @@ def _row_lengths(rows: Dataset | None) -> np.ndarray:
     """Tokens of each row, from Arrow's offsets: no row is read."""
     if rows is None or not len(rows):
         return np.zeros(0, dtype=np.int64)
-    lengths = compute.list_value_length(rows.data.column("input_ids"))
-    return np.asarray(lengths.to_numpy(), dtype=np.int64)
+    return np.asarray(compute.list_value_length(_ids(rows)).to_numpy(), dtype=np.int64)
+
+
+def _ids(rows: Dataset) -> ChunkedArray:
+    """The token ids of the rows that there are; the table under them may have more."""
+    return rows.with_format("arrow")[:]["input_ids"]
+
+
+def longest_row(rows: Dataset) -> int:
+    """Tokens of the longest of `rows`."""
+    return int(_row_lengths(rows).max(initial=0))
+
+
+def largest_id(rows: Dataset) -> int:
+    """The largest token id in `rows`."""
+    return max((compute.max(chunk.flatten()).as_py() or 0 for chunk in _ids(rows).chunks), default=0)
 
 
 def batches_of_lengths(config: RunConfig, train: np.ndarray, held_out: np.ndarray, *, rounded: bool) -> Batches:

@@ -61,6 +61,7 @@ class ModelShapes:
 
     def __init__(self, config: RunConfig, model_config: Any, device: torch.device):
         self.config, self.device, self.run = config, device, resolve(config)
+        self.rough = False  # whether anything could only be guessed
         self.dtype = dtype_named(self.run.precision.compute, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         with torch.device("meta"):
@@ -242,7 +243,8 @@ class ModelShapes:
         return {"input_ids": tokens, "attention_mask": tokens} if masked else {"input_ids": tokens}
 
     def _rough(self, checkpointed: bool, tokens: int) -> Step:
-        """Outputs of all linears, twice (before and after what follows them); or a layer's share, and the inputs."""
+        """A guess: outputs of all linears, twice (before and after what follows them); or a layer's share, and the inputs."""
+        self.rough = True
         width = sum(m.out_features for m in self.causal_lm.modules() if isinstance(m, nn.Linear))
         kept, depth = 2 * width * tokens * self.dtype.itemsize, self.text_config.num_hidden_layers
         if checkpointed:
