@@ -17,14 +17,24 @@ SAMPLES = 64  # batches that the usual one is the mean of
 
 
 def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> Batches:
-    """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for."""
-    train, held_out = _row_lengths(data.train), _row_lengths(data.eval)
+    """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
+    or packed ones, which are taken to be full."""
+    train, held_out = (_lengths_for(config, rows) for rows in (data.train, data.eval))
     return batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
 
 
 def widths_of(config: RunConfig, data: PreparedData) -> set[int]:
     """The widths that rounded batches of unpacked training rows can have."""
     return {width_of(int(length), config.max_length) for length in np.unique(_row_lengths(data.train))}
+
+
+def _lengths_for(config: RunConfig, rows: Dataset | None) -> np.ndarray:
+    """Tokens of each row under `config`."""
+    lengths = _row_lengths(rows)
+    if not config.packing or rows is None or "seq_lengths" in rows.column_names:
+        return lengths
+    full, rest = divmod(int(np.minimum(lengths, config.max_length).sum()), config.max_length)
+    return np.array([config.max_length] * full + [rest] * bool(rest), dtype=np.int64)
 
 
 def _row_lengths(rows: Dataset | None) -> np.ndarray:

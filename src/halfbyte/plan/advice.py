@@ -43,9 +43,7 @@ def check_fits(
     raise ConfigError(said, what_would_fit(config, model_config, rows, batches))
 
 
-def what_would_fit(
-    config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches]
-) -> str:
+def what_would_fit(config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches]) -> str:
     """The first single change with which the run fits, cheapest for the result first; failing that, several at once."""
 
     def fits(keys: Keys) -> bool:
@@ -54,10 +52,10 @@ def what_would_fit(
 
     alone: Keys = {}
     for steps in _changes(config, rows):
-        if keys := _mildest(steps, fits):
+        if keys := first_that_fits(steps, fits):
             return f"set {_in_words(keys)}"
     for steps in _changes(config, rows):
-        if keys := _mildest([alone | each for each in steps], fits):
+        if keys := first_that_fits([alone | each for each in steps], fits):
             return f"no single key is enough; set {_in_words(keys)}"
         alone |= steps[-1]
     if config.memory_limit_gib is not None:
@@ -66,7 +64,7 @@ def what_would_fit(
     return "no key makes it fit: take a smaller model, or a device with more memory"
 
 
-def _mildest(steps: Sequence[Keys], fits: Callable[[Keys], bool]) -> Keys:
+def first_that_fits(steps: Sequence[Keys], fits: Callable[[Keys], bool]) -> Keys:
     """The first of `steps` with which it fits, which then holds for all after it; none where the last is not enough."""
     if not fits(steps[-1]):
         return {}

@@ -15,15 +15,11 @@ import psutil
 import torch
 
 from ..config import Level, RunConfig
-from ..data.collate import PackedCollator
-from ..errors import ConfigError
-from ..families import of_config
 from ..hardware import best_device, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
-from ..models.isolation import isolate_like
 from ..models.unpacking import LIKE
-from ..notices import notice, silent
+from ..notices import notice
 from ..optim import OPTIMIZERS
 from .policy import OFFLOADED, REPLAYED, Choice, LayerCost, choose, cost, in_words, peak, replayed_level
 from .replay import Step
@@ -107,30 +103,11 @@ def estimate(
     """
     target = torch.device(device or config.device or best_device())
     capacity = _capacity(config, target, capacity_bytes)
-    batches, way = batches or _full_rows(config), packed_way(config, model_config)
-    if way == "unpacked":  # into rows that are padded
+    shapes, batches = shapes or ModelShapes(config, model_config, target), batches or _full_rows(config)
+    if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
-    shapes = shapes or ModelShapes(config, model_config, target)
-    plan = _Planner(shapes, batches, capacity, graphs=way == "positions").plan()
+    plan = _Planner(shapes, batches, capacity, graphs=shapes.packed_way == "positions").plan()
     return replace(plan, rough=shapes.rough)
-
-
-def packed_way(config: RunConfig, model_config: Any) -> str:
-    """How the run will keep packed documents apart, see `models.isolation`; families with a row, and models that cannot
-    be asked before they are loaded, are taken to do so by their positions.
-
-    Raises:
-        ConfigError: nothing keeps them apart.
-    """
-    if not (config.packing or config.padding_free) or of_config(model_config.get_text_config()) is not None:
-        return "positions"
-    try:
-        with silent():
-            return isolate_like(model_config, PackedCollator(0), trust_remote_code=config.trust_remote_code).way
-    except ConfigError:
-        raise
-    except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
-        return "positions"
 
 
 def _full_rows(config: RunConfig) -> Batches:

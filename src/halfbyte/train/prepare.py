@@ -162,7 +162,9 @@ def _machine(config: RunConfig, sections: Resolved, method: Method) -> Machine:
     check_recipe(configured_recipe(sections.precision), device)
     if sections.storage.qat_scheme is not None:
         qat_format(sections.storage.qat_scheme)
-    compute, weights = (resolve_dtype(name, device) for name in (sections.precision.compute, sections.precision.weights))
+    compute, weights = (
+        resolve_dtype(name, device) for name in (sections.precision.compute, sections.precision.weights)
+    )
     check_dtype(config, device, compute)
     facts = {**environment(str(device)), "numbers": method.numbers.document(), "started": time.time()}
     return Machine(device, compute, weights, facts)

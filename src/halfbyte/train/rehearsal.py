@@ -1,5 +1,5 @@
-"""What a run takes from libraries besides its model, tried out before the data are read: each is asked to do a little of
-what it will do, since whether a package is installed does not say whether it runs here."""
+"""What a run takes from libraries besides its model, tried out: whether a package is installed does not say whether it
+runs here."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ def try_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, ste
         ConfigError: it cannot.
     """
     try:
-        schedule = get_scheduler(config.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
-        schedule.step()
+        get_scheduler(config.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
     except (ValueError, ArithmeticError) as error:
         message = f"lr_scheduler_type: {config.lr_scheduler_type}: {first_line(error)}"
         raise ConfigError(message, "set lr_scheduler_type: cosine, or change learning_rate and warmup_steps") from error
