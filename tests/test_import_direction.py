@@ -27,6 +27,8 @@ ORDER = [
         "architectures",
         "families",
         "checkpoint_files",
+        "reading",
+        "words",
     ],
     ["dispatch"],
     ["ops", "formats"],

@@ -4,18 +4,21 @@ The command line prints a `HalfbyteError` as one line and exits with 2; any othe
 traceback.
 """
 
+from . import words
+
 
 class HalfbyteError(Exception):
     """Base of all errors with a known cause.
 
     Args:
-        message: what is wrong, naming the key, file, line or tensor.
+        message: what is wrong, naming the key, file, line or tensor. Control characters are spelled out, and
+            long lines cut.
         fix: what to do about it, as an imperative sentence; empty when the message already says it.
     """
 
     def __init__(self, message: str, fix: str = ""):
-        super().__init__(f"{message}\n  fix: {fix}" if fix else message)
-        self.message, self.fix = message, fix
+        self.message, self.fix = words.message(message), words.message(fix)
+        super().__init__(f"{self.message}\n  fix: {self.fix}" if fix else self.message)
 
 
 class ConfigError(HalfbyteError):
