@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from ..errors import ConfigError
 from ..optim import OPTIMIZERS
+from ..words import brief
 from .contradictions import Contradiction, in_run, in_storage
 from .yaml import dump_value, read_patterns
 
@@ -248,7 +249,7 @@ class TrainingSection(Section):
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
     method: str = Field("sft", description="what is trained for: sft is supervised fine-tuning")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="seeds data order, adapters and dropout")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(42, description="seeds data order, adapters and dropout")
     deterministic: bool = Field(
         False,
         description="on a GPU too, runs with one seed have equal bytes, whatever it costs; false: where it costs"

@@ -265,7 +265,7 @@ class ModelShapes:
         return {"input_ids": tokens, "attention_mask": tokens} if masked else {"input_ids": tokens}
 
     def _rough(self, checkpointed: bool, tokens: int) -> Step:
-        """A guess: outputs of linears, twice (before and after what follows them); or a layer's share, and the inputs."""
+        """A guess: outputs of linears, twice (before and after what follows); or a layer's share, and the inputs."""
         self.rough = True
         width = sum(m.out_features for m in self.causal_lm.modules() if isinstance(m, nn.Linear))
         kept, depth = 2 * width * tokens * self.dtype.itemsize, self.text_config.num_hidden_layers
