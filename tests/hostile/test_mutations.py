@@ -1,5 +1,5 @@
-"""What `check` calls ready reaches its first step, and what it refuses `train` refuses in the same words, leaving no file:
-over a good configuration of which one to three keys were changed at random."""
+"""What `check` calls ready reaches its first step, and what it refuses `train` refuses in the same words, leaving no
+file: over a good configuration of which one to three keys were changed at random."""
 
 import json
 import random
@@ -23,8 +23,15 @@ from halfbyte.optim import OPTIMIZERS
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 
 BASE = {
-    **{"model_name_or_path": "model", "dataset": "data.jsonl", "output_dir": "out", "device": "cpu"},
-    **{"max_length": 128, "max_steps": 1, "r": 2, "sample_prompts": 1, "sample_max_new_tokens": 2},
+    "model_name_or_path": "model",
+    "dataset": "data.jsonl",
+    "output_dir": "out",
+    "device": "cpu",
+    "max_length": 128,
+    "max_steps": 1,
+    "r": 2,
+    "sample_prompts": 1,
+    "sample_max_new_tokens": 2,
 }
 EDGES: dict[Any, list] = {
     bool: [True, False],
@@ -119,10 +126,11 @@ def errors(stream: bytes) -> str:
     return re.sub(r"[\d.]+ [KMG]iB", "N", found[0]) if found else ""
 
 
-def first_step(folder: Path) -> bool:
-    """Whether a run below `folder` has recorded it since."""
-    records = (json.loads(line) for path in folder.rglob("metrics.jsonl") for line in path.read_text().splitlines())
-    return any(record["kind"] == "train" and record["step"] == 1 for record in records)
+def first_step(folder: Path, before: dict[str, str]) -> bool:
+    """Whether a run below `folder` has recorded a step since it was as `before`."""
+    after = snapshot(folder)
+    changed = (folder / name for name in after if name.endswith("metrics.jsonl") and after[name] != before.get(name))
+    return any('"kind": "train"' in path.read_text() for path in changed)
 
 
 def disagreement(number: int, stage, base: Path, environment: dict[str, str]) -> str:
@@ -147,7 +155,7 @@ def disagreement(number: int, stage, base: Path, environment: dict[str, str]) ->
         if snapshot(folder) != before:
             wrong.append("check wrote files")
         trained = stage.run(["train", "run.yaml"], folder, scratch, environment=environment, limit=100)
-        reached, after = first_step(folder), snapshot(folder)
+        reached, after = first_step(folder, before), snapshot(folder)
     finally:
         shutil.rmtree(room)
     said, later = errors(checked.err), errors(trained.err)

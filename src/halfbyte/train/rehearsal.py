@@ -3,6 +3,7 @@ runs here."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ def try_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Optimi
     Raises:
         ConfigError: it cannot be made, or does not run on `device`.
     """
+    package = OPTIMIZERS[config.optim].package
+    if package is not None and find_spec(package) is None:
+        wrong = f"optim: {config.optim} needs the package {package}, which is not installed"
+        raise ConfigError(wrong, f"pip install {package}, or set optim: adamw_torch_fused")
     dtype = getattr(torch, config.adapter_dtype) if config.use_peft else torch.float32
     try:
         layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
@@ -65,8 +70,12 @@ def try_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, ste
     Raises:
         ConfigError: it cannot.
     """
+    warmup = args.get_warmup_steps(steps)
     try:
-        get_scheduler(config.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps)
+        for step in (0, 1, warmup, steps):
+            schedule.lr_lambdas[0](step)
     except (ValueError, ArithmeticError) as error:
-        message = f"lr_scheduler_type: {config.lr_scheduler_type}: {first_line(error)}"
-        raise ConfigError(message, "set lr_scheduler_type: cosine, or change learning_rate and warmup_steps") from error
+        message = f"lr_scheduler_type: {config.lr_scheduler_type} of {steps} steps, {warmup} of them warmup"
+        fix = "set lr_scheduler_type: cosine, or change learning_rate, max_steps or warmup_steps"
+        raise ConfigError(f"{message}: {first_line(error)}", fix) from error
