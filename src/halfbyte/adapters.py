@@ -259,8 +259,8 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
 
 
 def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") -> None:
-    """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype. An adapter on
-    the meta device is only compared with it.
+    """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype. One on the
+    meta device is only compared with it.
 
     Raises:
         CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ModelError
 from .notices import notice
+from .signals import Stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,8 +150,10 @@ def _stream(conversation: Conversation, line: str, label: str, adapter: bool) ->
         for piece in answer:
             pieces.append(piece)
             print(piece, end="", flush=True)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         answer.close()
+        if isinstance(stop, Stopped):
+            raise
         print(" (stopped)", end="")
     print(flush=True)
     return "".join(pieces)

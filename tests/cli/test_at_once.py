@@ -50,7 +50,7 @@ COMMANDS = {
     "check": of("check run.yaml", INPUTS),
     "preview": of("preview run.yaml", INPUTS),
     "train": of("train run.yaml", INPUTS)
-    | of("train run.yaml --resume", {(MODEL, DATA): "there is no run to resume in"})
+    | of("train run.yaml --resume", {(MODEL, DATA, "output_dir=old"): "old holds adapter/ and no checkpoint to resume"})
     | of("train run.yaml", {(MODEL, DATA, "output_dir=old"): "old already holds a run (adapter)"}),
     "init": {
         ("init", "./none", "one.jsonl"): NO_FOLDER,

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hostile_inputs import make_common
+from hostile_inputs import STOPPED, make_common
 from hostile_stage import Stage
 
 import halfbyte
@@ -67,6 +67,10 @@ def base(stage, environment, tmp_path_factory):
             modules = run("model", call="hostile_inputs:make_model")
             keys = ["output_dir=run", "max_steps=4", "save_steps=2", "eval_split_size=2", "lora_dropout=0.1"]
             modules += run("train", "run.yaml", *keys)
+            killed = {"signal": "SIGKILL", "when": "stopped/checkpoint-4", "environment": environment}
+            ended = stage.run(["train", "run.yaml", *STOPPED.split()], folder, scratch, **killed)
+            assert ended.code == -9, ended.err.decode()
+            assert len([*folder.glob("stopped/checkpoint-*")]) == 2
             modules += run("generate", "run", "prompts.jsonl", "--max-new-tokens", "4")
             (root / "modules.json").write_text(json.dumps(list(dict.fromkeys(modules))))
     stage.import_all(json.loads((root / "modules.json").read_text()))

@@ -9,7 +9,8 @@ default that suits a refused command: exit code 1, no file changed, at most 2 se
 asked: `judge`.
 
 In the folder where the command runs are `model/`, `data.jsonl` (17 rows of messages), `prompts.jsonl` and `run.yaml`
-(2 steps into `out`); with `given=("run",)` also `run/`: a finished run of 4 steps with checkpoint-2 and checkpoint-4.
+(2 steps into `out`); with `given=("run",)` also `run/`, a finished run of 4 steps with checkpoint-2 and checkpoint-4,
+and with `given=("stopped",)` what a run that was killed left behind: train run.yaml with `STOPPED`.
 `files` adds to them or replaces:
 
     files={"data.jsonl": '{"prompt": 1}\n',                # text, or bytes
@@ -48,14 +49,14 @@ class Case:
         run: the command line after `halfbyte`, as a shell reads it; or a list; or a tuple of such, each a test.
         says: part of the error line, or several; of stdout where the code is 0.
         fix: part of the fix, or several; None where none is asked.
-        code: exit code.
+        code: exit code; several where the case leaves it to halfbyte whether it works or is refused.
         files: path to content; see the module.
         given: what else is there: "run".
         after: globs of files that may and must be new or changed; `*` matches slashes too.
-        gone: globs of files that may and must have been removed.
+        gone: globs of files that may have been removed.
         never: what must be in neither stream.
         first: a command that is run before, which must succeed.
-        owed: who has yet to cure it.
+        owed: who has yet to cure it; "prep: train" where one of several commands is not cured.
         wishes: see `Stage.run`.
     """
 
@@ -63,7 +64,7 @@ class Case:
     run: str | list[str] | tuple[str, ...]
     says: str | tuple[str, ...] = ()
     fix: str | tuple[str, ...] | None = ""
-    code: int = 1
+    code: int | tuple[int, ...] = 1
     files: dict[str, "str | bytes | Maker | None"] = field(default_factory=dict)
     given: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -208,14 +209,15 @@ def judge(case: Case, ended: Any, before: dict[str, str], after: dict[str, str],
     out, err = (stream.decode("utf-8", "backslashreplace") for stream in (ended.out, ended.err))
     if ended.timed_out:
         wrong.append("did not end")
-    if ended.code != case.code and not ended.timed_out:
-        wrong.append(f"exit code {ended.code}, not {case.code}")
+    codes = (case.code,) if isinstance(case.code, int) else case.code
+    if ended.code not in codes and not ended.timed_out:
+        wrong.append(f"exit code {ended.code}, not {' or '.join(map(str, codes))}")
     wrong += [f"says {words!r}" for words in (*FOREIGN, *case.never) if words in out + err]
     plain = COLOURS.sub("", out) if "columns" in case.wishes else out
     wrong += [f"prints {found!r}" for found in sorted(set(CONTROLS.findall(plain + err)))]
-    if case.code == 0:
+    if ended.code == 0:
         wrong += [f"does not say {words!r}" for words in _many(case.says) if words not in plain + err]
-    elif case.code not in (130, 143, 129, 137):
+    elif ended.code in (1, 2):
         wrong += _judge_error(case, plain + err if "columns" in case.wishes else err)
     if ended.seconds > case.seconds:
         wrong.append(f"took {ended.seconds:.1f} s")
@@ -223,9 +225,10 @@ def judge(case: Case, ended: Any, before: dict[str, str], after: dict[str, str],
         wrong.append(f"took {ended.memory:.0f} MiB")
     new = sorted(name for name in after if before.get(name) != after[name])
     lost = sorted(name for name in before if name not in after)
-    for what, names, globs in (("wrote", new, case.after), ("removed", lost, case.gone)):
+    expected = case.after if ended.code in codes and ended.code == codes[0] else ()
+    for what, names, globs in (("wrote", new, expected), ("removed", lost, case.gone)):
         wrong += [f"{what} {name}" for name in names if not any(fnmatch(name, glob) for glob in globs)]
-        wrong += [f"{what} no {glob}" for glob in globs if not any(fnmatch(name, glob) for name in names)]
+    wrong += [f"wrote no {glob}" for glob in expected if not any(fnmatch(name, glob) for name in new)]
     hidden = [name for name in new if any(part.startswith(".") for part in Path(name).parts)]
     return wrong + [f"left {name}" for name in [*hidden, *leftovers]]
 

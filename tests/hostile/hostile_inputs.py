@@ -21,6 +21,8 @@ r: 2
 sample_prompts: 0
 device: cpu
 """
+# The keys of a run that is killed after its second checkpoint.
+STOPPED = "output_dir=stopped max_steps=8 save_steps=2 lora_dropout=0.1"
 ROWS = [
     {"messages": [{"role": "user", "content": " ".join(WORDS[at : at + 3])}, {"role": "assistant", "content": word}]}
     for at, word in enumerate(WORDS)

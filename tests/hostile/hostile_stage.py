@@ -86,7 +86,8 @@ class Stage:
             wishes: environment (all of it), stdin (bytes), limit (seconds), limits (a resource's name to its number;
                 RLIMIT_AS counts from what the stage has), columns (a terminal that wide; its output is `out`), fresh
                 (a new python, not a fork), signal (its name) and when (a glob that shows that it is time, or seconds),
-                closed (numbers of streams), call (module:function for the arguments, in place of a command).
+                closed (numbers of streams), broken (streams into a pipe that nobody reads), call (module:function for
+                the arguments, in place of a command).
         """
         (scratch / "in").write_bytes(wishes.pop("stdin", b""))
         found = self.ask(arguments=arguments, place=str(place), scratch=str(scratch), **wishes)
@@ -220,6 +221,10 @@ def _become(request: dict, slave: int | None) -> None:
         resource.setrlimit(getattr(resource, name), (most + extra, most + extra))
     for number in request.get("closed", ()):
         os.close(number)
+    for number in request.get("broken", ()):
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, number)
 
 
 def _address_space() -> int:
@@ -264,8 +269,11 @@ def _run(request: dict) -> int:
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):
-            stream.flush()
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:  # what Python itself does then
+            code = 120
     return code
 
 

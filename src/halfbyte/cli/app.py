@@ -9,13 +9,13 @@ import typer
 
 from .. import __version__
 from ..hardware import bound_cpu_primitives, let_segments_grow
-from .exits import Commands
+from .exits import RUN_FOLDER, Commands
 
 app = typer.Typer(
     cls=Commands,
     help="Fine-tune language models whose frozen weights are stored in 2 to 8 bits.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -81,6 +81,7 @@ def preview(
 
 @app.command(context_settings=_TAKES_OVERRIDES)
 def train(
+    ctx: typer.Context,
     config: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
@@ -89,7 +90,9 @@ def train(
     from ..config import load_config
     from .train import train_run
 
-    train_run(load_config(config, overrides), config, resume)
+    wanted = load_config(config, overrides)
+    ctx.meta[RUN_FOLDER] = wanted.output_path
+    train_run(wanted, config, resume)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)

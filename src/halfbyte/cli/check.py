@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from rich.text import Text
 
 from ..config import RunConfig
+from ..console import Console
 from ..train.look_over import look_over_run
 
 
@@ -19,4 +20,4 @@ def check_run(config: RunConfig) -> None:
 
     console = Console()
     prepare_run(config, console=console)
-    console.print("[green]ready:[/] `halfbyte train` can start")
+    console.print(Text.assemble(("ready:", "green"), " `halfbyte train` can start"))

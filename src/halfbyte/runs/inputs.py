@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .. import hub
 from ..checkpoint_files import read_adapter_config
 from ..config import RunConfig, resolve
 from ..data.sources import files_of
 from ..errors import ConfigError
 from ..models.find import look_over
+from ..reading import why
+from ..words import brief
 
 LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
 
@@ -37,7 +40,8 @@ def look_over_datasets(*names: str | list[str] | None) -> None:
     """
     for given in names:
         for name in [given] if isinstance(given, str) else given or []:
-            files_of(name)
+            if files_of(name) is None:
+                hub.reach()
 
 
 def look_over_output(output_dir: str) -> None:
@@ -55,13 +59,14 @@ def look_over_output(output_dir: str) -> None:
         for below in (*path.relative_to(there).parts, LONGEST_BELOW):
             _exists(there / below)  # the system's own rules: for names, and for the whole
         _exists(path / LONGEST_BELOW)
-        why = "" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
-        if not why and not os.access(there, os.W_OK | os.X_OK):
-            why = "cannot be written"
+        what = "" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
+        if not what and not os.access(there, os.W_OK | os.X_OK):
+            what = "is not yours to write to"
     except (OSError, ValueError) as error:  # ValueError: a NUL
-        raise ConfigError(f"output_dir: {_cut(output_dir)}: {getattr(error, 'strerror', error)}", fix) from error
-    if why:
-        raise ConfigError(f"output_dir: cannot write into {path}: {there} {why}", fix)
+        reason = why(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"output_dir: cannot write into {brief(output_dir)}: {reason}", fix) from error
+    if what:
+        raise ConfigError(f"output_dir: cannot write into {path}: {there} {what}", fix)
 
 
 def _exists(path: Path) -> bool:
@@ -71,8 +76,3 @@ def _exists(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _cut(text: str) -> str:
-    """A text that may be anything, for a message."""
-    return repr(text) if len(text) < 200 else f"{text[:40]!r} and {len(text) - 40} more characters"

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from halfbyte.adapters import check_adapter_files
 from halfbyte.config import Resolved, RunConfig, resolve
+from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
+from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
@@ -37,6 +37,7 @@ from halfbyte.notices import forget, silent
 from halfbyte.parallel import present_mesh
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
+from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
 from . import checks, samples
@@ -69,7 +70,7 @@ def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
     """
     forget()
     config = load_config(None, {"model_name_or_path": model, "dataset": dataset, **keys})
-    return train(config, console=Console())
+    return train(config, console=Console(outlives_reader=True))
 
 
 def train(config: RunConfig, *, resume: str | bool | None = None, console: Console | None = None) -> RunResult:
@@ -165,7 +166,7 @@ def _make_ready(
     results = {"first_step": checks.loss_check(model, ids, dtype)}
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, run.plan.levels or None)
-        console.print(str(report), highlight=False)
+        console.print(str(report))
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, dtype, loss)
     plain = make_collator(run.config, run.tokenizer, device)
@@ -271,7 +272,7 @@ def _report(job: OpenRun, console: Console) -> None:
     write_card(job.output)
     report = write_report(job.output)
     saved = "adapter" if job.prepared.config.use_peft else "model"
-    console.print(f"saved: {job.output / saved} · report: {report}", soft_wrap=True)
+    console.print(one_line(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
 
 
 def _summary(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
