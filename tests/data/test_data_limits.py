@@ -14,16 +14,16 @@ CHATML = (
 
 
 RUNAWAYS = [
-    ("{% for i in range(1000000000) %}{% endfor %}", "OverflowError: Range too big"),
+    ("{% for i in range(1000000000) %}{% endfor %}", "Range too big"),
     ("{{ 'x' * 10000000000 }}", "it takes more than 512 MiB of memory"),
     (CHATML + "{{ 'x' * 20000000 }}", "characters of one conversation"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 0.7 s"),
     ("{% if (10 ** (10 ** 8)) % 7 %}{% endif %}", "it takes more than 0.7 s"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-    ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+    ("{{ ''.__class__.__mro__ }}", "access to attribute"),
     ("{% include 'x' %}", "fails on a plain conversation"),
     ("{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}", "fails on a plain conversation"),
-    ("{% broken", "TemplateSyntaxError"),
+    ("{% broken", "fails on a plain conversation: Encountered unknown tag"),
 ]
 
 

@@ -7,7 +7,6 @@ later can be named by file and line.
 from __future__ import annotations
 
 import csv
-import difflib
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import DataError
+from ..hub import is_local, nearest
 from ..notices import notice
 from ..reading import look, open_text, parse_json, why
 from ..words import brief
@@ -83,22 +83,15 @@ def files_of(name: str) -> list[Path] | None:
             if path.suffix.lower() not in READERS:
                 raise DataError(f"{path} is of an unknown kind", f"use one of {', '.join(READERS)}")
             return [path]
-    # A hub id is "owner/name" or one bare name; whatever ends like a data file was meant to be one.
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and path.suffix.lower() not in READERS:
+    if not is_local(name):
         return None
     raise DataError(f"no such file: {name}{_closest(path)}", "check the path")
 
 
 def _closest(path: Path) -> str:
     """The existing neighbour whose name is nearest to `path`'s, as the tail of a message."""
-    folder, wanted = path.parent, path.name
-    while not folder.is_dir():
-        folder, wanted = folder.parent, folder.name
-    try:
-        near = difflib.get_close_matches(wanted, os.listdir(folder), n=1, cutoff=0.5)
-    except OSError:
-        return ""
-    return f" (the closest existing one is {folder / near[0]})" if near else ""
+    near = nearest(path)
+    return f" (the closest existing one is {near})" if near else ""
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -39,7 +39,7 @@ _WAS_IDLE = 3  # exit code
 
 @dataclass(frozen=True)
 class Failure:
-    """A call that gave no result, and why in a few words; for what it raised, `type: message`."""
+    """A call that gave no result, and why in a few words."""
 
     said: str
 
@@ -102,7 +102,7 @@ def _answer(function: Callable[[Any], Any], item: Any) -> Any:
     except HalfbyteError as error:
         return error
     except Exception as error:
-        return Failure(f"{type(error).__name__}: {str(error)[:1000]}")
+        return Failure(str(error)[:1000] or type(error).__name__)
 
 
 class _Child:
