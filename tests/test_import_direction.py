@@ -26,7 +26,6 @@ ORDER = [
         "environment",
         "architectures",
         "families",
-        "checkpoint_files",
         "reading",
         "words",
     ],

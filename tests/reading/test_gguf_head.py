@@ -1,4 +1,4 @@
-"""GGUF heads: what the gguf library reads, and every lie about counts, lengths and types refused before it is believed."""
+"""GGUF heads: what the library reads, and every lie about counts, lengths and types refused before it is believed."""
 
 import struct
 

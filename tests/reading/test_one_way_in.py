@@ -22,7 +22,7 @@ OWN = {
 LEFT = {
     "adapters.py",
     "chat.py",
-    "checkpoint_files.py",
+    "reading/tensors.py",
     "cli/generate.py",
     "config/datasets.py",
     "config/yaml.py",
@@ -30,7 +30,7 @@ LEFT = {
     "data/sources.py",
     "demo/base.py",
     "demo/run.py",
-    "export/base.py",
+    "models/stored.py",
     "export/gguf_source.py",
     "export/verify.py",
     "formats/base.py",

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..checkpoint_files import INDEX
 from ..errors import ConfigError
 from ..files import check_space, new_directory, write_json
 from ..formats.base import QUANT_METHOD
 from ..notices import notice
 from ..reading.boundary import answered
 from ..reading.gguf import DAMAGED
+from ..reading.tensors import INDEX
 from .cache import in_words
 from .file import GgufFile
 from .hyperparameters import read_config

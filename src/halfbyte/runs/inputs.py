@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..checkpoint_files import read_adapter_config
 from ..config import RunConfig, resolve
 from ..data.sources import files_of
 from ..models.find import look_over
+from ..reading.tensors import read_adapter_config
 
 
 def look_over_inputs(config: RunConfig) -> None:
