@@ -24,8 +24,6 @@ LEFT = {
     "chat.py",
     "reading/tensors.py",
     "cli/generate.py",
-    "config/datasets.py",
-    "config/yaml.py",
     "data/formats.py",
     "data/sources.py",
     "demo/base.py",

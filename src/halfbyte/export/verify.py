@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from halfbyte.adapters import load_adapter
 from halfbyte.config import Resolved
 from halfbyte.errors import CheckpointError
+from halfbyte.hardware import free_cached_memory
 from halfbyte.models.find import find_model
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.notices import notice
@@ -207,8 +208,7 @@ class Verifier:
                 found.append(logits(model, self._ids))
         del model
         gc.collect()  # modules and hooks refer to each other
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_cached_memory(self._device)
         self._progress.remove_task(task)
         return found, losses
 

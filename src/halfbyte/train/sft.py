@@ -24,7 +24,7 @@ from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
-from halfbyte.hardware import is_out_of_memory
+from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
 from halfbyte.methods.base import Collate
@@ -109,8 +109,7 @@ def _settings(job: Job) -> Iterator[None]:
 def _release(device: torch.device) -> None:
     """Give a finished run's memory back now: loop and model refer to each other, which waits for a collection."""
     gc.collect()
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+    free_cached_memory(device)
 
 
 def _run(job: Job, console: Console) -> RunResult:
