@@ -26,8 +26,8 @@ from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.notices import notice
 from halfbyte.qat.model import round_merged
 
+from ..models.quiet import no_loading_bars
 from ..models.stored import DTYPES
-from ..models.whole import no_loading_bars
 from ..reading import read_json
 from .fidelity import (
     DRAWS,

@@ -16,6 +16,7 @@ from ..gguf.cache import checkpoint_folder, gguf_file
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG
 from ..reading.tensors import check_checkpoint
+from .quiet import quiet
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def read_model_config(model: str | Origin) -> Any:
     local = Path(name).is_dir()
     said = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
     fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can reach"
-    with trusted_only(name), answered(said, fix, CheckpointError if local else ModelError):
+    with trusted_only(name), answered(said, fix, CheckpointError if local else ModelError), quiet():
         return AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
 
 

@@ -18,8 +18,10 @@ from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from ..reading.boundary import answered
 from .find import ModelFiles, find_model, place_of, trusted_only
-from .whole import check_finite, check_loaded, quiet
+from .quiet import quiet
+from .whole import check_finite, check_loaded
 
+TOKENIZER_KINDS = {"chat_template": (str, dict, type(None)), "model_max_length": (int, float)}
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head
 
@@ -204,6 +206,9 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=place.revision, trust_remote_code=place.trust_remote_code
         )
+    for key, kinds in TOKENIZER_KINDS.items():
+        if not isinstance(value := getattr(tokenizer, key), kinds):
+            raise ModelError(f"{name}/tokenizer_config.json: {key} cannot be {value!r:.80}", fix)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {name} has no EOS token: a model trained with it would never stop",

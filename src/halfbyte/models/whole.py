@@ -7,7 +7,6 @@ experts that it stacks and weights that it ties are judged as loading judges the
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,15 +17,16 @@ from torch import Tensor, nn
 
 from ..architectures import auto_class
 from ..config import Origin
-from ..errors import CheckpointError
+from ..errors import CheckpointError, HalfbyteError
 from ..formats import FORMATS
 from ..formats.base import QUANT_METHOD
 from ..notices import notice
-from ..reading.boundary import answered
+from ..reading.boundary import answered, in_words
 from ..reading.model_config import CONFIG, LAYERS
-from ..reading.tensors import SINGLE, pickled_files, read_state, safetensors_files
+from ..reading.tensors import AGAIN, SINGLE, pickled_files, read_state, safetensors_files
 from .find import load_model_config
-from .stored import TYPES, BaseCheckpoint
+from .quiet import no_loading_bars, quiet
+from .stored import DTYPES, TYPES, BaseCheckpoint
 
 ANOTHER = "check that config.json belongs to these weights, or re-download the checkpoint"
 PICKLES = "save it again where you trust it (model.save_pretrained writes safetensors)"
@@ -81,10 +81,27 @@ def meta_model(place: Origin, config: Any = None) -> Any:
         ModelError: there is no such model, or none that can be trained.
     """
     config = load_model_config(place) if config is None else config
-    with answered(f"{Path(place.name) / CONFIG} describes no model that can be built", ANOTHER), torch.device("meta"):
-        return auto_class(config).from_config(
-            _plain(config), attn_implementation="eager", trust_remote_code=place.trust_remote_code
-        )
+    path = Path(place.name) / CONFIG
+    try:
+        with answered(f"{path} describes no model that can be built", ANOTHER), torch.device("meta"), quiet():
+            return auto_class(config).from_config(
+                _plain(config), attn_implementation="eager", trust_remote_code=place.trust_remote_code
+            )
+    except CheckpointError as error:
+        cause = error.__cause__
+        unknown = cause.args[0] if isinstance(cause, KeyError) and cause.args else None
+        if keys := [key for key, value in _flat(config.to_dict()) if value == unknown is not None]:
+            raise CheckpointError(f"{path}: {keys[0]}: transformers knows no {unknown!r}", ANOTHER) from error
+        raise
+
+
+def _flat(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a config, those inside others with a dot, and their values."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", value
 
 
 def _plain(config: Any) -> Any:
@@ -95,10 +112,14 @@ def _plain(config: Any) -> Any:
 
 
 def _is_read(entry: Mapping[str, Any]) -> bool:
-    with answered(f"{CONFIG}: quantization_config", ANOTHER):
+    try:
         return entry.get("quant_method") == QUANT_METHOD or any(
             cls.from_quantization_config(dict(entry)) for cls in FORMATS.values()
         )
+    except HalfbyteError as error:
+        raise CheckpointError(f"{CONFIG}: quantization_config: {error.message}", error.fix) from error
+    except Exception as error:
+        raise CheckpointError(f"{CONFIG}: quantization_config: {in_words(error)}", ANOTHER) from error
 
 
 def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
@@ -108,13 +129,18 @@ def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
         if not (files := pickled_files(folder)):
             raise CheckpointError(f"{folder} holds no weights: there is no {SINGLE}", "re-download the checkpoint")
         for file in files:
-            state = read_state(file, PICKLES, "meta")
+            state = read_state(file, AGAIN, "meta", PICKLES)
             if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
                 raise CheckpointError(f"{file} is no dict of tensors", PICKLES)
             found |= state
         return found
     with answered(f"cannot read the heads of {folder}", ANOTHER):
-        weights = BaseCheckpoint(place).weights
+        base = BaseCheckpoint(place)
+        weights = base.weights
+    for each in weights:
+        if not base.quantized and each.name.endswith(".weight") and each.dtype not in DTYPES:
+            said = f"{folder}: {each.name} is stored as {each.dtype}, and {CONFIG} has no quantization_config"
+            raise CheckpointError(said, "re-download config.json")
     return {
         each.name: torch.empty(each.shape, dtype=TYPES.get(each.dtype, torch.uint8), device="meta") for each in weights
     }
@@ -149,30 +175,3 @@ def check_finite(model: nn.Module, name: str) -> None:
             continue
         if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
             raise CheckpointError(f"{name}: {key} has NaN or Inf", "re-download the checkpoint, or take an earlier one")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' table of what was missing: `check_loaded` says it, and nothing is initialised newly."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
-@contextlib.contextmanager
-def no_loading_bars() -> Iterator[None]:
-    """transformers' own progress bars would be drawn over ours."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -30,6 +30,6 @@ def answered(message: str, fix: str = "", error: type[HalfbyteError] = Checkpoin
 def in_words(problem: Exception) -> str:
     """What an exception of another library says, on one line and not too long."""
     said = " ".join(str(problem).split()) or type(problem).__name__
-    if isinstance(problem, KeyError):
-        said = f"{said} is missing"
+    if isinstance(problem, KeyError) and " " not in said:  # the bare key
+        said = f"nothing is called {said}"
     return said if len(said) <= LONGEST else f"{said[:LONGEST]}…"

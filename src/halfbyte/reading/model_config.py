@@ -20,6 +20,7 @@ SIZES = (
 )  # fmt: skip
 MAY_BE_ZERO = ("intermediate_size", "num_key_value_heads", "max_position_embeddings")
 LAYERS = ("num_hidden_layers", "n_layer")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what is read, whatever else may be named
 MAPPINGS = ("text_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters", "auto_map")
 TEXTS = ("model_type", "hidden_act", "transformers_version")
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -63,7 +64,8 @@ def check_model_config(folder: Path) -> None:
 def _object(path: Path) -> dict[str, Any]:
     config = read_json(path, CheckpointError, FIX.replace(CONFIG, path.name), LARGEST_FILE)
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds a {type(config).__name__}, not an object", FIX)
+        said = f"{path} holds a {type(config).__name__}, not an object"
+        raise CheckpointError(said, FIX.replace(CONFIG, path.name))
     return config
 
 
@@ -80,6 +82,12 @@ def _check(path: Path, config: Mapping[str, Any], within: str = "") -> None:
         for key in keys:
             if config.get(key) is not None and not isinstance(config[key], kind):
                 raise _wrong(path, within + key, said, config[key])
+    named = config.get("transformers_weights")
+    if named is not None and named not in WEIGHTS:
+        raise _wrong(path, within + "transformers_weights", " or ".join(WEIGHTS), named)
+    formats = (config.get("quantization_config") or {}).get("formats")
+    if formats is not None and not (isinstance(formats, dict) and all(map(_are_texts, formats.values()))):
+        raise _wrong(path, within + "quantization_config.formats", "formats and the layers stored so", formats)
     _check_ids(path, config, within)
     if isinstance(text := config.get("text_config"), dict):
         _check(path, text, f"{within}text_config.")
@@ -91,6 +99,10 @@ def _check_ids(path: Path, config: Mapping[str, Any], within: str = "") -> None:
         for each in value if isinstance(value, list) else [value]:
             if each is not None and type(each) is not int:
                 raise _wrong(path, within + key, "a token's number", value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _wrong(path: Path, key: str, kind: str, value: Any) -> CheckpointError:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from ..hardware import is_out_of_memory
 from .boundary import answered
 from .files import MEBIBYTE, look, open_bytes
 from .json import parse_json, read_json
@@ -73,9 +74,12 @@ def _files(folder: Path, single: str, index: str) -> list[Path]:
     if not look(folder / index, CheckpointError, AGAIN):
         return []
     document = read_json(folder / index, CheckpointError, "re-download the index", LARGEST_HEAD)
-    shards = document.get("weight_map") if isinstance(document, dict) else None
+    parts = document if isinstance(document, dict) else {}
+    shards = parts.get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{folder / index} has no weight_map of tensors to files", "re-download the index")
+    if not isinstance(parts.get("metadata"), dict):
+        raise CheckpointError(f"{folder / index} has no metadata, which transformers asks for", "re-download the index")
     names = sorted(set(shards.values()))
     for name in names:
         # Links are not followed up: the hub's cache is made of them. They are whoever's who owns the folder; the index
@@ -219,11 +223,12 @@ def read_tensor(file: Path, name: str) -> Tensor:
         return opened.get_tensor(name)
 
 
-def read_state(file: Path, fix: str, device: str = "cpu") -> Any:
+def read_state(file: Path, fix: str, device: str = "cpu", fix_of_pickles: str = "") -> Any:
     """What torch.save wrote of tensors, numbers, texts and their containers; nothing in it is run.
 
     Args:
         device: "meta": shapes alone, and no data is read.
+        fix_of_pickles: where it holds anything else; default: `fix`.
 
     Raises:
         CheckpointError: it is damaged, or holds anything else.
@@ -233,11 +238,13 @@ def read_state(file: Path, fix: str, device: str = "cpu") -> Any:
     with open_bytes(file, CheckpointError, fix):
         pass
     try:
-        with answered(f"{file} is damaged", fix):
-            return torch.load(file, map_location=device, weights_only=True)
-    except CheckpointError as error:
-        if isinstance(error.__cause__, pickle.UnpicklingError):
-            raise CheckpointError(
-                f"{file} is damaged, or holds more than tensors: a pickle that could run code is not loaded", fix
-            ) from error
-        raise
+        return torch.load(file, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} is damaged, or holds more than tensors: a pickle that could run code is not loaded",
+            fix_of_pickles or fix,
+        ) from error
+    except Exception as error:  # of zip files, pickles and tensors, a kind each; its words are about torch's insides
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(f"{file} is truncated or damaged", fix) from error
