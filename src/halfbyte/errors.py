@@ -1,7 +1,7 @@
 """The errors a user can act on. Each message names the thing at fault (key, file, line, tensor) and the fix.
 
-The command line prints a `HalfbyteError` as one line and exits with 2; any other exception is a bug and keeps its
-traceback.
+The command line prints a `HalfbyteError` as one message and exits with 1, or with 2 where the command line itself is
+wrong. Any other exception is a bug: its traceback goes into a file.
 """
 
 from . import words
@@ -23,6 +23,10 @@ class HalfbyteError(Exception):
 
 class ConfigError(HalfbyteError):
     """A configuration key or value is wrong."""
+
+
+class UsageError(ConfigError):
+    """The command line itself is wrong: an argument is missing, an option or its value is unknown."""
 
 
 class DataError(HalfbyteError):

@@ -8,7 +8,7 @@ from typing import Any
 
 LONGEST_LINE = 800
 # What a terminal obeys or cannot print: control characters, half surrogate pairs, reversals of the reading direction.
-_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 80, 80, 60
@@ -18,6 +18,11 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 4
 def visible(text: str) -> str:
     """`text` with control characters spelled out (`\\x1b`); newlines and tabs stay."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """`text` as `visible` shows it, newlines and tabs spelled out, too: for a path within a line."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def brief(value: Any, longest: int = 120) -> str:

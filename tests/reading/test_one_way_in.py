@@ -39,7 +39,6 @@ LEFT = {
     "runs/lock.py",
     "runs/manifest.py",
     "runs/saved.py",
-    "serve/model.py",
     "train/checkpoint.py",
     "train/metrics.py",
 }

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..notices import notice
 from ..words import brief
 from .aliases import HINTS
@@ -90,9 +90,9 @@ def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
         key, equals, text = token.removeprefix("--").partition("=")
         if not equals:
             if not token.startswith("--"):
-                raise ConfigError(f"command line: {brief(token)} is not an override", "write key=value")
+                raise UsageError(f"command line: {brief(token)} is not an override", "write key=value")
             if not tokens or tokens[0].startswith("--"):
-                raise ConfigError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
+                raise UsageError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
             text = tokens.pop(0)
         key = key.replace("-", "_")
         found[key] = Located(parse_scalar(text, f"command line: {key}={brief(text)}", key in TEXT_KEYS), "command line")
@@ -147,7 +147,7 @@ def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
     where = f"{given[key].where}: " if key in given and given[key].where else ""
     if detail["type"] == "contradiction":
         return ConfigError(where + context["message"], context["fix"])
-    if "near" in context or detail["type"] in ("empty", "steps", "whole"):
+    if "near" in context or detail["type"] in ("empty", "limit", "steps", "whole"):
         message, near = f"{where}{key} {detail['msg']}", context.get("near")
     else:
         value = given[key].value
@@ -192,7 +192,7 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
 def _bounds(metadata: Iterable[Any]) -> str:
     words = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
     limits = [
-        f" {word} {limit:g}"
+        f" {word} {limit:,.15g}"
         for rule in metadata
         for name, word in words.items()
         if (limit := getattr(rule, name, None)) is not None

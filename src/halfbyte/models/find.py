@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .. import hub
 from ..config import Origin
 from ..errors import CheckpointError, ModelError
 from ..families import FAMILIES
 from ..gguf.cache import checkpoint_folder, gguf_file
+from ..reading import look
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG
 from ..reading.tensors import check_checkpoint
@@ -52,15 +53,17 @@ def find_model(origin: Origin) -> ModelFiles:
 
 
 def look_over(origin: Origin) -> None:
-    """What can be said of a model before anything is imported to read it; nothing of what may be a hub id.
+    """What can be said of a model before anything is imported to read it.
 
     Raises:
-        ModelError: there is no such folder or file, or no config in it.
+        ModelError: there is no such folder or file, or no config in it; or the hub cannot be asked for it.
         CheckpointError: a file is missing or damaged.
         ConfigError: there is nothing to keep.
     """
     if gguf_file(origin.name, origin.keep) is None:
         _check_folder(origin.name)
+        if not Path(origin.name).is_dir():
+            hub.look_for_model(origin.name, origin.revision)
         check_checkpoint(Path(origin.name))
 
 
@@ -142,13 +145,13 @@ def load_model_config(model: str | Origin) -> Any:
 
 def _check_folder(name_or_path: str) -> None:
     """A path that does not exist is told apart from a hub id, with the nearest existing folder."""
-    path = Path(name_or_path)
-    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if path.is_dir():
+    path, fix = Path(name_or_path), "give a folder with a Hugging Face checkpoint"
+    kind = look(path, ModelError, fix)
+    if kind == "file":
+        raise ModelError(f"{path} is a file, not a model's folder", f"did you mean {path.parent}?")
+    if kind == "folder":
         if not (path / "config.json").exists():
-            raise ModelError(f"{path} has no config.json", "give a folder with a Hugging Face checkpoint")
-    elif looks_local:
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, 1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "give a folder with a Hugging Face checkpoint"
-        raise ModelError(f"there is no folder {path}", hint)
+            raise ModelError(f"{path} has no config.json", fix)
+    elif hub.is_local(name_or_path):
+        near = hub.nearest(path)
+        raise ModelError(f"there is no folder {path}", f"did you mean {near}?" if near else fix)

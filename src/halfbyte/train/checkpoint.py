@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import zipfile
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
-from halfbyte.files import write_json
+from halfbyte.files import clear_leftovers, remove, write_json
 from halfbyte.notices import notice
 from halfbyte.reading import read_json
 from halfbyte.reading.boundary import answered
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 STATE = "halfbyte.json"
 TRAINER_STATE = "trainer_state.json"
 SCALING = "fp8_scaling.safetensors"
+WEIGHTS = ("adapter", "model")  # folders of a finished run
 PICKLED = ("optimizer.pt", "scheduler.pt", "rng_state.pth")  # transformers' names; torch writes them as zip files
 EARLIER = "resume from an earlier checkpoint, or start a new run in another output_dir"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -119,9 +119,17 @@ def _damage_without_manifest(checkpoint: Path, contents: bool) -> str | None:
     return None
 
 
-def write_state(folder: Path, config: RunConfig, data: dict[str, int], window: Window) -> None:
-    """Put beside the weights what resuming has to check and to continue."""
-    state = {"config": config.model_dump(), "data": data, "window": window.as_dict()}
+def write_state(
+    folder: Path, config: RunConfig, data: dict[str, int], window: Window, owes_evaluation: bool = False
+) -> None:
+    """Put beside the weights what resuming has to check and to continue.
+
+    Args:
+        owes_evaluation: whether the evaluation after this step is still to be done.
+    """
+    state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict()}
+    if owes_evaluation:
+        state["owes_evaluation"] = True
     write_json(folder / STATE, {"format": FORMAT, **state})
 
 
@@ -159,14 +167,14 @@ def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
 def keep_newest(output_dir: Path, limit: int | None) -> None:
     """Remove all but the newest `limit` checkpoints; each is renamed first, so that none is ever half there."""
     for path in checkpoints(output_dir)[: -limit if limit else 0]:
-        doomed = path.rename(path.with_name(f".{path.name}.old"))
-        shutil.rmtree(doomed)
+        remove(path)
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Remove what a killed run left of a checkpoint that it was writing or removing."""
+    """Remove what a killed run, on whatever machine, left of a checkpoint: this one alone may write any here now."""
+    clear_leftovers(output_dir)
     for path in output_dir.glob(".checkpoint-*"):
-        shutil.rmtree(path)
+        remove(path)
 
 
 def set_aside_newer(output_dir: Path, chosen: Path) -> None:
@@ -196,8 +204,8 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
         contents: read every file of it, too, and not only their sizes.
 
     Raises:
-        ConfigError: `output_dir` holds another run and `resume` is not set; there is nothing to resume; or the run to
-            resume was started with other settings.
+        ConfigError: `output_dir` holds another run and `resume` is not set, or a finished one without a checkpoint; or
+            the run to resume was started with other settings.
         CheckpointError: the checkpoint named is not a whole one, or none in `output_dir` is.
     """
     output = config.output_path
@@ -210,11 +218,13 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
         return None
     if resume is True:
         checkpoint = _newest_whole(output, contents)
-        if checkpoint is None:
-            if not (output / "config.resolved.yaml").is_file():
-                fix = "leave out --resume to start one"
-                raise ConfigError(f"output_dir: there is no run to resume in {output}", fix)
-            notice("resume_from_start", f"{output} holds no checkpoint yet, so the run starts again at step 0")
+        if checkpoint is None:  # scripts of jobs always say --resume
+            if held := [name for name in WEIGHTS if (output / name).exists()]:
+                raise ConfigError(
+                    f"output_dir: {output} holds {held[0]}/ and no checkpoint to resume from",
+                    "choose another output_dir, or remove this one",
+                )
+            notice("resume_from_start", f"{output} holds no checkpoint yet, so the run starts at step 0")
             return None
     else:
         checkpoint = Path(resume)
@@ -253,7 +263,7 @@ def _newest_whole(output: Path, contents: bool) -> Path | None:
 def _results_in(output: Path) -> list[str]:
     """What would be lost or mixed up by a second run in `output`."""
     held = [path.name for path in sorted(_named(output), key=_order)[-1:]]
-    held += [name for name in ("adapter", "model") if (output / name).exists()]
+    held += [name for name in WEIGHTS if (output / name).exists()]
     if any(record["kind"] == "train" for record in MetricsFile(output / "metrics.jsonl").records()):
         held.append("metrics.jsonl")
     return held

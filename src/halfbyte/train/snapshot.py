@@ -49,10 +49,16 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def save_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
-    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
-    torch.save(schedule.state_dict(), folder / SCHEDULE)
+    _save(optimizer.state_dict(), folder / OPTIMIZER)
+    _save(schedule.state_dict(), folder / SCHEDULE)
     if scaler is not None:
-        torch.save(scaler.state_dict(), folder / SCALER)
+        _save(scaler.state_dict(), folder / SCALER)
+
+
+def _save(state: Any, path: Path) -> None:
+    """Through Python's file: where it cannot be written torch keeps the system's reason, which its own file loses."""
+    with open(path, "wb") as file:
+        torch.save(state, file)
 
 
 def load_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
@@ -68,17 +74,21 @@ def load_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.am
             scaler.load_state_dict(read_state(folder / SCALER, checkpoints.EARLIER))
 
 
-def save_random(folder: Path) -> None:
-    """The random states of Python, NumPy and torch; of a GPU, the current one's."""
+def random_states() -> dict[str, Any]:
+    """Those of Python, NumPy and torch; of a GPU, the current one's."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
     states["cpu"] = torch.random.get_rng_state()
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    torch.save(states, folder / RANDOM)
+    return states
+
+
+def save_random(folder: Path, states: dict[str, Any]) -> None:
+    _save(states, folder / RANDOM)
 
 
 def load_random(folder: Path) -> None:
-    """Go on with the random numbers that `save_random` found.
+    """Go on with the random numbers of `save_random`.
 
     Raises:
         CheckpointError: they cannot be read.
