@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import CheckpointError, DataError, HalfbyteError, ModelError
 from .notices import notice
-<<<<<<< HEAD
 from .reading import look, read_json
-=======
 from .signals import Stopped
->>>>>>> lead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -215,15 +212,9 @@ def _stream(conversation: Conversation, line: str, label: str, adapter: bool, in
         for piece in answer:
             pieces.append(piece)
             print(piece, end="", flush=True)
-<<<<<<< HEAD
-    except KeyboardInterrupt:
-        if not interactive:
-            raise
-=======
     except KeyboardInterrupt as stop:
->>>>>>> lead
         answer.close()
-        if isinstance(stop, Stopped):
+        if isinstance(stop, Stopped) or not interactive:
             raise
         print(" (stopped)", end="")
     except HalfbyteError:
