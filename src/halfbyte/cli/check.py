@@ -13,6 +13,7 @@ from ..config import RunConfig, resolve
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 from ..runs.inputs import look_over_inputs
+from .imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,13 +31,14 @@ def check_run(config: RunConfig) -> None:
         HalfbyteError: the data cannot be used, a target module does not exist, or it will not fit.
     """
     look_over_inputs(config)
-    from ..data.batches import batches_of
-    from ..hardware import planned_device
-    from ..methods import method_of
-    from ..models.find import find_model
-    from ..models.load import check_attention, load_tokenizer
-    from ..plan.estimate import estimate
-    from ..terminal import print_data, print_memory
+    with quick_imports():
+        from ..data.batches import batches_of
+        from ..hardware import planned_device
+        from ..methods import method_of
+        from ..models.find import find_model
+        from ..models.load import check_attention, load_tokenizer
+        from ..plan.estimate import estimate
+        from ..terminal import print_data, print_memory
 
     console = Console()
     files = find_model(resolve(config).origin)

@@ -11,6 +11,7 @@ from ..config import RunConfig
 from ..runs.inputs import look_over_inputs
 from ..runs.lock import run_lock
 from ..train.checkpoint import starting_point
+from .imports import quick_imports
 
 
 def train_run(config: RunConfig, file: Path, resume: bool) -> None:
@@ -19,7 +20,8 @@ def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     with run_lock(config.output_path):
         starting_point(config, again, contents=False)
     look_over_inputs(config)
-    from ..train.sft import train
+    with quick_imports():
+        from ..train.sft import train
 
     try:
         train(config, resume=again, console=Console())

@@ -1,0 +1,43 @@
+"""What commands do while they import torch, transformers and PEFT."""
+
+import gc
+import importlib.util
+import sys
+
+import pytest
+
+from halfbyte.cli.imports import quick_imports
+
+
+@pytest.fixture
+def unfrozen():
+    frozen = gc.get_freeze_count()
+    yield
+    if not frozen:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_collections_and_no_bitsandbytes_inside_both_afterwards(monkeypatch, unfrozen, fails):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    del sys.modules["bitsandbytes"]
+    assert importlib.util.find_spec("bitsandbytes")
+    try:
+        with quick_imports():
+            assert not gc.isenabled()
+            assert importlib.util.find_spec("bitsandbytes") is None
+            if fails:
+                raise ImportError
+    except ImportError:
+        assert fails
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    assert importlib.util.find_spec("bitsandbytes")
+
+
+def test_what_is_imported_already_stays(monkeypatch, unfrozen):
+    module = type(sys)("bitsandbytes")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module)
+    with quick_imports():
+        assert sys.modules["bitsandbytes"] is module
+    assert sys.modules["bitsandbytes"] is module
