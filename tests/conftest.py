@@ -30,6 +30,11 @@ def pytest_configure(config):
         config.pluginmanager.register(Log(Path(folder)))
 
 
+def pytest_collection_finish():
+    """What was imported stays: the collections of code under test, and Python's own, need not go through it each time."""
+    gc.freeze()
+
+
 class Log:
     """`gpu-failures.txt`, `gpu-seconds.txt`, `gpu-skipped.txt`: what is left of a session killed at its time limit."""
 
