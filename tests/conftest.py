@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What was imported stays: the collections of code under test, and Python's own, need not go through it each time."""
+    """What was imported stays: collections, in the code under test too, need not go through it each time."""
     gc.freeze()
 
 
