@@ -26,6 +26,11 @@ IN_8_BITS = {"load_in_4bit": True, "quantization": "int8"}
 AXOLOTL = (Path(__file__).parent / "cli/configs/axolotl_qlora.yml").read_text(encoding="utf-8")
 
 
+BOMB = "dataset: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n" for before, after in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
 @pytest.fixture(autouse=True)
 def _unsaid():
     notices.forget()
@@ -119,7 +124,7 @@ class TestRefusing:
             ("device: gpu", "device must be"),
             ("target_modules: []", "target_modules must name at least one"),
             ("learning_rate: .nan", "learning_rate must be a number above 0"),
-            ("seed:", "seed must be a whole number, not None"),
+            ("seed:", "seed must be a whole number from 0 to 4,294,967,295, not None"),
         ],
     )
     def test_wrong_value_names_key_place_and_what_is_allowed(self, write, line, said):
@@ -138,19 +143,51 @@ class TestRefusing:
             ("a: b: c\n", "run.yaml:1: not valid YAML"),
             ("model_name_or_path: m\n\tdataset: d\n", "run.yaml:2: not valid YAML"),
             ("- a\n- b\n", "found a list"),
-            ("r: 8\nseed: 1\nr: 9\n", "run.yaml:3: r is given twice, first at"),
+            ("r: 8\nseed: 1\nr: 9\n", "run.yaml:3: r is given twice, first in line 1"),
             ("", "model_name_or_path is missing"),
+            ("rank_pattern: {q_proj: 4, q_proj: 8}", "run.yaml:1: q_proj is given twice, first in line 1"),
+            ("output_dir: a\x07b", r"run.yaml:1: the character \x07 cannot stand there"),
+            ("r: 8\nseed: " + "9" * 5000, "run.yaml:2: '999"),
+            ("seed: !!int foo", "run.yaml:1: 'foo' is not a whole number"),
+            ("foo: !!timestamp 2024-13-45", "run.yaml:1: '2024-13-45' is not a date"),
+            ("use_peft: !!bool maybe", "run.yaml:1: 'maybe' is not true or false"),
+            ("r: !!python/object/apply:os.system [ls]", "fix: remove the tag"),
+            ("a: &a [*a]", "run.yaml:1: an alias stands for what it is part of"),
+            ("a: " + "[" * 10_000, "run.yaml:1: nested more than 50 levels deep"),
+            (BOMB, "run.yaml:6: more than 200,000 values"),
+            ("r: 8\n---\nr: 9\n", "run.yaml:2: not valid YAML: expected a single document"),
         ],
     )
     def test_files_that_are_no_configuration(self, write, text, said):
         assert said in problem(write(text))
+
+    def test_values_in_messages_are_cut(self, write):
+        """A value of 729 texts, fewer than are refused (11)."""
+        bomb = (
+            BOMB[: BOMB.index("d:")].replace("dataset: &a", "target_modules: &a").replace("b: &b", "rank_pattern: &b")
+        )
+        text = problem(write(bomb.replace("c: &c", "r: &c")), with_needed())
+        assert "run.yaml:3: r must be a whole number above 0, not [[['x', 'x', 'x', 'x', ...]" in text
+        assert len(text) < 2000
+
+    def test_a_mapping_may_merge_another_and_say_otherwise(self, write):
+        config = load_config(write("rank_pattern: &a {x: 8}\nalpha_pattern: {<<: *a, x: 4, y: 2}"), with_needed())
+        assert config.alpha_pattern == {"x": 4, "y": 2}
+
+    def test_a_broken_override_is_said_in_one_line(self):
+        error = "command line: target_modules='[q_proj': not valid YAML: expected ',' or ']', but got the end\n  fix: "
+        assert problem(None, with_needed("target_modules=[q_proj")).startswith(error)
+        assert r"the character \x1b cannot" in problem(None, with_needed("output_dir=a\x1b[31mb"))
+
+    def test_more_problems_than_anybody_reads(self):
+        assert problem(None, [f"k{number}=1" for number in range(50)]).endswith("- and 30 more")
 
     def test_missing_file(self, tmp_path):
         assert "no such file" in problem(tmp_path / "none.yaml")
 
     def test_binary_file(self, tmp_path):
         (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
-        assert "cannot read" in problem(tmp_path / "run.yaml")
+        assert "run.yaml is UTF-16" in problem(tmp_path / "run.yaml")
 
     @pytest.mark.parametrize("tokens", [["--r"], ["--r", "--seed"], ["r"]])
     def test_overrides_without_a_value(self, tokens):
@@ -236,6 +273,10 @@ class TestForeignNames:
             ("qlora_bnb_block_size: 128", {"bnb_4bit_blocksize": 128}),
             ("qlora_bnb_double_quant: false", {"bnb_4bit_use_double_quant": False}),
             ("save_strategy: epoch", {"save_steps": None}),
+            ("random_state: 3407", {"seed": 3407}),
+            ("use_gradient_checkpointing: unsloth", {"activation_checkpointing": "offload"}),
+            ("bias: none\ntask_type: CAUSAL_LM", {"r": 16}),
+            ("full_finetuning: true", {"use_peft": False}),
         ],
     )
     def test_converted_values(self, write, line, ours):
@@ -319,7 +360,7 @@ CONFIGS = st.fixed_dictionaries(
         "resume_from_checkpoint": st.none() | st.booleans() | FIELDS["text"],
         "sample_prompts": st.integers(0, 9) | st.lists(FIELDS["text"], max_size=3),
         "report_to": st.lists(FIELDS["text"], max_size=2),
-        "seed": st.integers(-(2**40), 2**40),
+        "seed": st.integers(0, 2**32 - 1),
     },
 )
 

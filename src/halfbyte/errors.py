@@ -1,25 +1,32 @@
 """The errors a user can act on. Each message names the thing at fault (key, file, line, tensor) and the fix.
 
-The command line prints a `HalfbyteError` as one line and exits with 2; any other exception is a bug and keeps its
-traceback.
+The command line prints a `HalfbyteError` as one message and exits with 1, or with 2 where the command line itself is
+wrong. Any other exception is a bug: its traceback goes into a file.
 """
+
+from . import words
 
 
 class HalfbyteError(Exception):
     """Base of all errors with a known cause.
 
     Args:
-        message: what is wrong, naming the key, file, line or tensor.
+        message: what is wrong, naming the key, file, line or tensor. Control characters are spelled out, and
+            long lines cut.
         fix: what to do about it, as an imperative sentence; empty when the message already says it.
     """
 
     def __init__(self, message: str, fix: str = ""):
-        super().__init__(f"{message}\n  fix: {fix}" if fix else message)
-        self.message, self.fix = message, fix
+        self.message, self.fix = words.message(message), words.message(fix)
+        super().__init__(f"{self.message}\n  fix: {self.fix}" if fix else self.message)
 
 
 class ConfigError(HalfbyteError):
     """A configuration key or value is wrong."""
+
+
+class UsageError(ConfigError):
+    """The command line itself is wrong: an argument is missing, an option or its value is unknown."""
 
 
 class DataError(HalfbyteError):

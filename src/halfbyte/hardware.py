@@ -107,6 +107,20 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def free_cached_memory(device: torch.device) -> None:
+    """Give back what torch's allocator caches of a GPU's memory, once nothing that was launched uses it.
+
+    torch unmaps an expandable segment after waiting for the stream that it belongs to. What was allocated there and
+    freed may still be read on another stream, where that wait alone ends in an illegal memory access.
+    """
+    import torch
+
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize(device)
+        module.empty_cache()
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether `error`, or what it came from, says that a device's or the host's memory ran out."""
     import torch

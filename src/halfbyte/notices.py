@@ -4,6 +4,8 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from . import words
+
 logger = logging.getLogger("halfbyte")
 
 _said: dict[str, str] = {}
@@ -13,8 +15,8 @@ _silent = False
 def notice(key: str, message: str) -> None:
     """Log `message` at WARNING the first time `key` is seen in this process, and remember it for the report."""
     if key not in _said and not _silent:
-        _said[key] = message
-        logger.warning(message)
+        _said[key] = words.message(message)
+        logger.warning(_said[key])
 
 
 def said() -> dict[str, str]:

@@ -24,6 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .config import SIXTEEN
+from .console import coloured
+from .words import one_line
 
 if TYPE_CHECKING:
     from .config import RunConfig
@@ -136,7 +138,7 @@ def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
     table.add_column(style="bright_black", no_wrap=True, min_width=8)
     table.add_column(overflow="fold")
     for name, value in lines.items():
-        table.add_row(name, Text(value) if isinstance(value, str) else value)
+        table.add_row(name, Text(one_line(value)) if isinstance(value, str) else value)
     return table
 
 
@@ -219,15 +221,17 @@ def _stack(
     console: Console, parts: Mapping[str, float], names: Mapping[str, Part], scale: float, capacity_known: bool
 ) -> Group:
     """A stacked bar with its legend under it; what `parts` leave of a known capacity is free."""
-    coloured = console.color_system is not None and not console.no_color
+    in_colours = coloured(console)
     free = max(scale - sum(parts.values()), 0)
     widths = bar_widths([*parts.values(), free], max(20, min(console.width - 14, 72)))
     bar, legend = Text(no_wrap=True), []
     for (part, count), cells in zip(parts.items(), widths[:-1], strict=True):
         name, colour, letter = names[part]
-        bar.append(("█" if coloured else letter) * cells, colour)
+        bar.append(("█" if in_colours else letter) * cells, colour)
         if count > 0:
-            legend.append(Text.assemble(("■" if coloured else letter, colour), f" {name} {size(count)}", no_wrap=True))
+            legend.append(
+                Text.assemble(("■" if in_colours else letter, colour), f" {name} {size(count)}", no_wrap=True)
+            )
     if capacity_known:
         bar.append("░" * widths[-1], "bright_black")
         legend.append(Text(f"░ free {size(free)}", "bright_black", no_wrap=True))
@@ -308,7 +312,9 @@ class LiveMetrics:
         self._seconds: deque[float] = deque(maxlen=20)
         self._first_evaluation: Mapping[str, Any] | None = None
         self._printed_at = -math.inf
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._live = (
+            Live(console=console, auto_refresh=False) if console.is_terminal and not console.is_dumb_terminal else None
+        )
 
     def __enter__(self) -> LiveMetrics:
         if self._live:

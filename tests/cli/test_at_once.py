@@ -50,7 +50,7 @@ COMMANDS = {
     "check": of("check run.yaml", INPUTS),
     "preview": of("preview run.yaml", INPUTS),
     "train": of("train run.yaml", INPUTS)
-    | of("train run.yaml --resume", {(MODEL, DATA): "there is no run to resume in"})
+    | of("train run.yaml --resume", {(MODEL, DATA, "output_dir=old"): "old holds adapter/ and no checkpoint to resume"})
     | of("train run.yaml", {(MODEL, DATA, "output_dir=old"): "old already holds a run (adapter)"}),
     "init": {
         ("init", "./none", "one.jsonl"): NO_FOLDER,
@@ -64,7 +64,7 @@ COMMANDS = {
     },
     "eval": of("eval", SAVED, "one.jsonl") | {("eval", "model", "none.jsonl"): NO_FILE},
     "chat": of("chat", SAVED),
-    "generate": of("generate", SAVED, "prompts.txt") | {("generate", "model", "none.txt"): "cannot read none.txt"},
+    "generate": of("generate", SAVED, "prompts.txt") | {("generate", "model", "none.txt"): "no such file: none.txt"},
     "merge": {("merge", "none"): "there is no folder none", ("merge", "empty"): NO_RUN},
     "export": of("export --gguf q8_0", SAVED),
     "serve": of("serve", SAVED) | {("serve", "model", "--adapter", "a=model"): "model has no adapter_config.json"},

@@ -9,13 +9,14 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app, main
 from halfbyte.cli.train import _what_is_saved
-from halfbyte.errors import DataError
+from halfbyte.files import write_json
+from halfbyte.train import checkpoint
 
 SURFACE = {
     "init": ["model", "data"],
-    "check": ["config", "overrides"],
-    "preview": ["config", "overrides", "-n --count"],
-    "train": ["config", "overrides", "--resume"],
+    "check": ["run"],
+    "preview": ["run", "-n --count"],
+    "train": ["run", "--resume"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", "--trust-remote-code"],
     "generate": ["model", "prompts", "--max-new-tokens", "--temperature", "--batch-size", "--trust-remote-code"],
@@ -61,7 +62,12 @@ def test_commands_and_options_are_frozen():
     found = {name: [spelled(parameter) for parameter in command.params] for name, command in group.commands.items()}
     assert found == SURFACE
     assert list(found) == list(SURFACE)
-    assert [option.opts for option in group.params] == [["--version"], ["--debug"]]
+    assert [option.opts for option in group.params] == [
+        ["--version"],
+        ["--debug"],
+        ["--install-completion"],
+        ["--show-completion"],
+    ]
 
 
 def test_help_lists_every_command_in_full_and_imports_nothing_heavy():
@@ -86,11 +92,12 @@ def test_every_command_has_help(name):
     shown = run(name, "--help")
     assert shown.exit_code == 0
     assert "Usage: " in shown.output
+    assert run(name, "-h").output == shown.output
 
 
-def test_a_known_error_is_one_message_and_exit_2(tmp_path, capsys):
+def test_a_known_error_is_one_message_and_exit_1(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset: d\nlearning_rte: 1\n")
-    assert exit_code("train", str(tmp_path / "run.yaml")) == 2
+    assert exit_code("train", str(tmp_path / "run.yaml")) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines() == [
@@ -99,52 +106,13 @@ def test_a_known_error_is_one_message_and_exit_2(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize("arguments", [["--debug", "check"], ["check", "--debug"]])
-def test_debug_shows_the_traceback_wherever_it_stands(arguments, tmp_path):
-    from halfbyte.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="no such file"):
-        main([*arguments, str(tmp_path / "none.yaml")])
-
-
-@pytest.mark.parametrize("arguments", [["chekc"], ["train"], ["chat", "m", "--temperature", "-1"], ["env", "--what"]])
-def test_wrong_usage_exits_with_2(arguments, capsys):
-    assert exit_code(*arguments) == 2
-    assert "Usage: halfbyte" in capsys.readouterr().err
-
-
-def test_a_bug_keeps_its_traceback(monkeypatch):
-    def broken():
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr("halfbyte.cli.env.print_environment", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
-        main(["env"])
-
-
-def stopped_with(monkeypatch, stop: BaseException) -> None:
-    def stop_now(*arguments):
-        raise stop
-
-    monkeypatch.setattr("halfbyte.cli.env.print_environment", stop_now)
-
-
-def test_ctrl_c_exits_with_130_and_says_what_is_saved(monkeypatch, capsys):
-    stopped_with(monkeypatch, KeyboardInterrupt("out/checkpoint-40 is saved"))
-    assert exit_code("env") == 130
-    assert capsys.readouterr().err == "\nstopped: out/checkpoint-40 is saved\n"
-
-
-def test_square_brackets_in_a_message_are_kept(monkeypatch, capsys):
-    stopped_with(monkeypatch, DataError("messages[0]: [bold] is no role"))
-    assert exit_code("env") == 2
-    assert capsys.readouterr().err == "error: messages[0]: [bold] is no role\n"
-
-
-def test_what_is_saved_names_the_newest_checkpoint(tmp_path):
+def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
     assert "no checkpoint" in _what_is_saved(tmp_path, "run.yaml")
     for step in (9, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in (checkpoint.TRAINER_STATE, *checkpoint.PICKLED, checkpoint.ADAPTER):
+            write_json(tmp_path / f"checkpoint-{step}" / name, {"global_step": step})
+        write_json(tmp_path / f"checkpoint-{step}" / checkpoint.STATE, {"config": {}, "data": {}, "window": {}})
+    (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12.set-aside-77").mkdir()
     assert f"{tmp_path}/checkpoint-10 is saved" in _what_is_saved(tmp_path, "run.yaml")
     assert "`halfbyte train run.yaml --resume`" in _what_is_saved(tmp_path, "run.yaml")

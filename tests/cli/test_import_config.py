@@ -42,9 +42,10 @@ def test_llamafactory_qlora(write, tmp_path):
         "lr_scheduler_type": "linear", "r": 8, "lora_alpha": 16.0,
     }  # fmt: skip
     assert set(imported.left_out) == {
-        "do_train", "template", "max_samples", "overwrite_cache", "plot_loss", "overwrite_output_dir", "ddp_timeout",
+        "do_train", "overwrite_cache", "plot_loss", "overwrite_output_dir", "ddp_timeout",
     }  # fmt: skip
-    assert "chat_template_path" in imported.left_out["template"]
+    assert set(imported.undecided) == {"template", "max_samples"}
+    assert "chat_template_path" in imported.undecided["template"][1]
     assert "lora_rank" not in imported.explain()
 
 
@@ -86,18 +87,75 @@ datasets:
     assert imported.keys["dataset"] == ["a.json", "b.json"]
     assert imported.keys["column_mapping"] == {"messages": "turns"}
     assert (imported.keys["load_in_4bit"], imported.keys["quantization"]) == (True, "int8")
-    assert set(imported.left_out) == {"chat_template"}
+    assert set(imported.undecided) == {"chat_template"}
+    assert imported.left_out == {}
 
 
-def test_values_our_keys_do_not_take_are_left_out_with_the_reason(write):
+def test_values_our_keys_do_not_take_are_to_be_decided(write):
     text = "base_model: m\nadapter: qlora\noptimizer: lomo\nmicro_batch_size: 0\nmade_up: 1\n"
     imported = convert(write(text))
     assert "optim" not in imported.keys
-    assert "optim must be one of" in imported.left_out["optimizer: lomo"]
-    assert imported.left_out["made_up"] == "unknown here"
+    assert "optim must be one of" in imported.undecided["optimizer"][1]
+    assert imported.undecided.keys() == {"optimizer", "micro_batch_size", "made_up"}
     assert imported.missing == ["dataset"]
     assert "to be added before it runs: dataset" in imported.explain()
     RunConfig(**imported.keys, dataset="d")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("rl: dpo", "rl is not built yet"),
+        ("stage: dpo", "stage is not built yet"),
+        ("reward_model: true", "reward_model is not built yet"),
+        ("optimizer: lomo", "optim must be one of"),
+        ("learning_rate: fast", "learning_rate must be a number above 0"),
+        ("lora_rank: {a: 1}", "r must be a whole number"),
+        ("made_up: 1", "unknown key 'made_up'"),
+        ("sequence_len: 5\nmax_length: 6", "max_length"),
+        ("datasets: [{path: a, split: [b]}]", "datasets cannot be"),
+        ("datasets: 3", "datasets must be a list"),
+        ("peft: 3", "peft cannot be 3"),
+        ("bnb_config_kwargs: 3", "bnb_config_kwargs cannot be 3"),
+        ("special_tokens: 3", "special_tokens cannot be 3"),
+        ("warmup_ratio: much", "warmup_ratio cannot be 'much'"),
+        ("evals_per_epoch: a", "evals_per_epoch cannot be 'a'"),
+        ("chat_template_jinja: 3", "chat_template_jinja cannot be 3"),
+        ("qat_scheme: int4", "load_in_4bit"),
+        ("bias: all", "adapters have no bias"),
+        ('"a: b\\nr": 3', "unknown key"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_until_somebody_decides(write, line, said):
+    """A file that asks for DPO does not become one that trains something else (64), whatever the value (63)."""
+    imported = convert(write(f"base_model: m\ndataset: d\nload_in_4bit: true\n{line}\n"))
+    assert "to be decided before it runs" in imported.explain()
+    assert ": :" not in imported.explain()
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(imported.as_yaml(), "ours.yaml"))
+    assert said in str(caught.value)
+
+
+def test_what_has_no_say_in_the_result_is_left_out(write):
+    imported = convert(write("base_model: m\ndataset: d\npush_to_hub: true\noverwrite_output_dir: true\n"))
+    assert imported.undecided == {}
+    load_config(write(imported.as_yaml(), "ours.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "dataset_info.json:1: malformed JSON"),
+        ("[]", "expected an object"),
+        ('{"identity": []}', "expected an object"),
+        ("[" * 10_000, "nested more than"),
+    ],
+)
+def test_a_list_of_datasets_that_is_none(write, tmp_path, text, said):
+    (tmp_path / "data").mkdir()
+    write(text, "data/dataset_info.json")
+    with pytest.raises(ConfigError, match=said):
+        convert(write(LLAMAFACTORY))
 
 
 def test_every_key_of_the_file_is_accounted_for(write):
@@ -105,7 +163,7 @@ def test_every_key_of_the_file_is_accounted_for(write):
         imported = convert(write(text))
         off = {key for key, value in yaml.safe_load(text).items() if not value}
         same = {"quantization_method", "stage", "eval_strategy", "gradient_checkpointing_kwargs"}
-        told = set(imported.origin.values()) | set(imported.left_out) | off | same
+        told = set(imported.origin.values()) | set(imported.left_out) | set(imported.undecided) | off | same
         assert set(yaml.safe_load(text)) <= told
 
 

@@ -90,9 +90,9 @@ def test_an_interrupted_build_leaves_nothing(cache, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(base, "write_json", full)
-    with pytest.raises(TrainingError, match="No space left"):
+    with pytest.raises(TrainingError, match="the disk is full"):
         base.base_model(TINY)
-    assert list(cache.iterdir()) == []
+    assert not cache.exists()
 
 
 def test_this_python_has_enough_text():

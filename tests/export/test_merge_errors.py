@@ -132,7 +132,7 @@ def test_no_space_is_said_before_and_survived_while_writing(tmp_path, run, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(weights, "write_shard", full)
-        fails(run, out, TrainingError, "No space left")
+        fails(run, out, TrainingError, "the disk is full")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(merge_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     fails(run, out, TrainingError, "no space for")

@@ -247,7 +247,7 @@ def test_wrong_requests_of_the_command(shared, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox.\n" * 40)
     result = CliRunner().invoke(app, ["mix", model, str(tmp_path / "text.txt"), "--formats", "nf5"])
     assert result.exit_code == 2
-    assert "there is no format 'nf5'" in result.output
+    assert "--formats nf5: there is no format 'nf5'" in result.output
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,9 @@
 one set of gradients and one pool, which go when memory runs out. On a stand-in for CUDA's graphs, and on a GPU."""
 
 import contextlib
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -131,7 +134,6 @@ class StandIn:
             "current_stream": lambda: stream,
             "stream": lambda _: contextlib.nullcontext(),
             "graph_pool_handle": self.pool,
-            "empty_cache": lambda: None,
             "memory_reserved": lambda _: 0,
             "synchronize": lambda _: None,
             "get_rng_state": lambda _: torch.get_rng_state(),
@@ -139,7 +141,9 @@ class StandIn:
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         monkeypatch.setattr(graph, "capture_stream", lambda _: stream)
+        monkeypatch.setattr(graph, "free_cached_memory", lambda _: None)
         monkeypatch.setattr(graph, "_leave_failed_capture", lambda *_: None)
         monkeypatch.setattr(graph, "_Captured", self.captured)
         monkeypatch.setattr(gradients, "PENDING", 1)  # every gradient is added at once
@@ -356,6 +360,41 @@ def test_one_pool_and_one_set_of_gradients_on_a_gpu():
         pool, beside, gradients_bytes = held(shapes)
         assert pool <= one + 32 * 2**20
         assert beside <= gradients_bytes + 2 * inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("freed", ["a step's result, by torch", "any memory, by us"])
+def test_memory_that_another_stream_still_reads_is_not_unmapped(freed):
+    """Red, the process's CUDA context is lost; so each is a process of its own."""
+    given_back = (
+        "torch.cuda.empty_cache()" if freed.endswith("torch") else "free_cached_memory(torch.device('cuda', 0))"
+    )
+    made = "graphs(batch)" if freed.endswith("torch") else "on_stream(batch)"
+    code = f"""
+import torch
+from halfbyte.hardware import free_cached_memory
+from halfbyte.train.graph import GraphedBackward
+
+graphs = GraphedBackward(lambda batch: batch["x"] + 1.0, [torch.zeros(1, device="cuda", requires_grad=True)])
+
+def on_stream(batch):
+    with torch.cuda.stream(graphs.stream):
+        result = batch["x"] + 1.0
+    torch.cuda.current_stream().wait_stream(graphs.stream)
+    return result
+
+batch = {{"x": torch.zeros(2**24, device="cuda")}}
+torch.cuda.synchronize()
+result = {made}
+torch.cuda._sleep(200_000_000)  # clocks: the host is far ahead of what reads the result
+total = result.sum()
+del result
+{given_back}
+torch.cuda.synchronize()
+assert total.item() == 2**24
+"""
+    where = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=where, timeout=120)
 
 
 @pytest.mark.gpu

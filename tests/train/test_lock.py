@@ -15,9 +15,10 @@ import pytest
 from halfbyte import notices
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError
+from halfbyte.processes import Process
 from halfbyte.runs import lock
 from halfbyte.runs.lock import run_lock
-from halfbyte.train import sft
+from halfbyte.train import look_over, sft
 
 HOST = socket.gethostname()
 
@@ -49,7 +50,8 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
 
 
 def test_train_is_refused_before_it_looks_at_anything(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "prepare_job", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(sft, "open_run", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(look_over, "look_over_inputs", lambda *_: pytest.fail("it began"))
     config = load_config(None, {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out")})
     with run_lock(tmp_path / "out"), pytest.raises(ConfigError, match="is writing into"):
         sft.train(config)
@@ -110,7 +112,8 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
         assert "has no locks (No locks available)" in notices.said()["no-locks"]
     out.mkdir()
     for pid, host, alive in ((os.getppid(), HOST, True), (1, "another", True), (ended.pid, HOST, False)):
-        (out / lock.NAME).write_text(json.dumps({"pid": pid, "host": host}))
+        holder = Process.here(pid)._replace(**({"machine": "0"} if host != HOST else {}))
+        (out / lock.NAME).write_text(json.dumps({"host": host, **holder._asdict()}))
         if alive:
             with pytest.raises(ConfigError, match=f"process {pid} on {host} is writing") as refused, run_lock(out):
                 pass
@@ -123,7 +126,7 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="output_dir: cannot write into"), run_lock(out):
+        with pytest.raises(ConfigError, match="output_dir: cannot write "), run_lock(out):
             pass
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 
+from ..streams import settle_streams
 from .app import app
 
 __all__ = ["app", "main"]
@@ -20,7 +19,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     rest = [argument for argument in given if argument != "--debug"]
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
-    # Names that transformers will rename concern this package, not its user.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    settle_streams(everything=len(rest) < len(given))
     app(["--debug", *rest] if len(rest) < len(given) else rest, prog_name="halfbyte")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from ..console import Console
 
 WIDE = 240  # columns of a table that goes into a file or a pipe
 
@@ -16,7 +18,7 @@ def print_environment() -> None:
 
     table = Table.grid(padding=(0, 2))
     for key, value in environment().items():
-        table.add_row(f"[bold]{key}[/]", _in_words(value))
+        table.add_row(Text(key, "bold"), _in_words(value))
     Console(soft_wrap=True).print(table)
 
 
@@ -27,17 +29,17 @@ def print_kernels(name: str | None) -> None:
         name: of `halfbyte.kernels.device.KNOWN`; None: the device that a run here would take.
 
     Raises:
-        ConfigError: the name is not known.
+        UsageError: the name is not known.
     """
     import torch
 
-    from ..errors import ConfigError
+    from ..errors import UsageError
     from ..hardware import chosen_device
     from ..kernels.device import KNOWN, device_of
     from ..kernels.selection import choices
 
     if name is not None and name not in KNOWN:
-        raise ConfigError(f"--device {name} is not known", f"choose from {', '.join(KNOWN)}")
+        raise UsageError(f"--device {name} is not known", f"choose from {', '.join(KNOWN)}")
     here = chosen_device(None)
     found = KNOWN[name or "cpu"] if name or here.type == "cpu" else device_of(torch.empty(0, device=here))
     table = Table(title=found.name, title_justify="left", box=None)

@@ -1,39 +1,166 @@
 """What stops a command becomes one message on stderr and an exit code.
 
-0: done. 2: a `HalfbyteError`, or wrong usage. 130: Ctrl-C. Anything else is a bug and keeps its traceback.
+0: done. 1: an error. 2: wrong usage. 130: Ctrl-C; 143 and 129: SIGTERM and SIGHUP. 141: nobody reads the output.
+What is no `HalfbyteError` is a bug: its traceback goes into a file that the message names.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..errors import HalfbyteError
+from ..errors import HalfbyteError, UsageError
+from ..hardware import is_out_of_memory
+from ..signals import Stopped, as_exceptions
+from ..streams import nobody_reads
+from ..words import visible
 
-FAILED, INTERRUPTED = 2, 130
+FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
+TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer offers no name for it
+RUN_FOLDER = "halfbyte.run_folder"  # in a context's meta: where the file of a bug goes, if that folder is there
+LONGEST = 300  # characters of a bug's message
+SECRETS = ("--api-key",)
 
 
 class Commands(TyperGroup):
-    """The group of commands; with `--debug` nothing is caught."""
+    """The group of commands. With `--debug` a traceback is shown, too."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with _answered("--debug" in args, {}):
+            return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        if ctx.params.get("debug"):
-            return super().invoke(ctx)
+        with _answered(ctx.params.get("debug", False), ctx.meta), as_exceptions():
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return result
+
+
+@contextlib.contextmanager
+def _answered(debug: bool, meta: dict[str, Any]) -> Iterator[None]:
+    """Turn whatever is raised within into a message and an exit code."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort, SystemExit):
+        raise
+    except BaseException as error:
+        if debug:
+            sys.excepthook(type(error), error, error.__traceback__)
+        raise typer.Exit(_answer(error, meta)) from None
+
+
+def _answer(error: BaseException, meta: dict[str, Any]) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return _say_stopped(error)
+    if isinstance(error, TYPERS_USAGE_ERROR):
+        return _say_usage(error)
+    if isinstance(error, BrokenPipeError):
+        nobody_reads()
+        return UNREAD
+    known = error if isinstance(error, HalfbyteError) else _known(error)
+    print_error(known or _bug(error, meta))
+    return WRONG_USAGE if isinstance(known, UsageError) else FAILED
+
+
+def _known(error: BaseException) -> HalfbyteError | None:
+    """What is no bug, though nobody said it in halfbyte's words: no memory, and no room where the output goes."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        nobody_reads()
+        return HalfbyteError(f"cannot write the output: {error.strerror}", "send it to another place")
+    if isinstance(error, MemoryError) or ("torch" in sys.modules and is_out_of_memory(error)):
+        return HalfbyteError("out of memory", "end other programs, or take a machine with more")
+    return None
+
+
+def _say_stopped(stop: KeyboardInterrupt) -> int:
+    number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+    by = "" if number == signal.SIGINT else f" by {number.name}"
+    typer.echo(f"\nstopped{by}{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
+    return 128 + int(number)
+
+
+def _say_usage(error: Any) -> int:
+    """What typer finds wrong with a command line, in the shape of every error; help where nothing was asked for."""
+    ctx = error.ctx
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(error.format_message(), err=True)
+        return WRONG_USAGE
+    what, _, near = error.message.partition(" Did you mean ")
+    near = ", ".join(getattr(error, "possibilities", None) or []) or near.strip("'?")
+    if isinstance(error, typer.BadParameter):
+        what = error.format_message()
+    fix = f"did you mean {near}?" if near else ""
+    if ctx and not near:
+        fix = f"write {' '.join(ctx.get_usage().split()[1:])} (`{ctx.command_path} -h` explains)"
+    print_error(UsageError(what[:1].lower() + what[1:].rstrip("."), fix))
+    return WRONG_USAGE
+
+
+def _bug(error: BaseException, meta: dict[str, Any]) -> HalfbyteError:
+    first = (str(error).strip() or "without a word").splitlines()[0]
+    what = f"this is a bug in halfbyte: {type(error).__name__}: {first[:LONGEST]}"
+    text = _full_text(error)
+    file = _write_somewhere(text, meta.get(RUN_FOLDER))
+    return HalfbyteError(
+        what, f"report it with {file}, which holds the full text" if file else f"report this text:\n{text}"
+    )
+
+
+def _full_text(error: BaseException) -> str:
+    """The traceback, and what is needed to see it again."""
+    import platform
+    import traceback
+    from importlib import metadata
+
+    def version(package: str) -> str:
         try:
-            return super().invoke(ctx)
-        except HalfbyteError as error:
-            _print_error(error)
-            raise typer.Exit(FAILED) from None
-        except KeyboardInterrupt as stop:
-            typer.echo(f"\nstopped{f': {stop}' if str(stop) else ''}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            return f"no {package}"
+
+    words = ["***" if before in SECRETS else word for before, word in zip(["", *sys.argv], sys.argv, strict=False)]
+    versions = [version(name) for name in ("halfbyte", "torch", "transformers", "peft")]
+    return "\n".join(
+        [
+            f"command: {' '.join(words)}",
+            f"versions: python {platform.python_version()} on {platform.platform()}, {', '.join(versions)}",
+            "",
+            "".join(traceback.format_exception(error)),
+        ]
+    )
 
 
-def _print_error(error: HalfbyteError) -> None:
-    from rich.console import Console
+def _write_somewhere(text: str, run_folder: Path | None) -> Path | None:
+    """Write the text where there is room: the run's folder, the cache, the folder for temporary files."""
+    import tempfile
+    import time
+
+    from ..files import cache_folder, write_text
+
+    name = f"halfbyte-bug-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    places = [lambda: run_folder if run_folder and run_folder.is_dir() else None, cache_folder, tempfile.gettempdir]
+    for place in places:
+        with contextlib.suppress(HalfbyteError, OSError):
+            if folder := place():
+                return write_text(Path(folder) / name, visible(text))
+    return None
+
+
+def print_error(error: HalfbyteError) -> None:
+    """The message and its fix, on stderr."""
     from rich.text import Text
+
+    from ..console import Console
 
     message = Text.assemble(("error: ", "bold red"), error.message)
     if error.fix:

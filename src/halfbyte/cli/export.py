@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
-from ..errors import ConfigError
+from ..console import Console
+from ..errors import ConfigError, UsageError
 from ..runs.saved import look_up
+from ..words import one_line
 from .imports import quick_imports
 
 
@@ -22,7 +22,7 @@ def export_model(
     """Write `source` as GGUF and say what was written.
 
     Raises:
-        ConfigError: the gguf library is missing, or options that do not go together.
+        ConfigError: the gguf library is missing; UsageError: options that do not go together.
     """
     look_up(source, [f"trust_remote_code={trust_remote_code}"])
     try:
@@ -32,17 +32,18 @@ def export_model(
     console = Console(soft_wrap=True)
     if adapter_only:
         if importance:
-            raise ConfigError("--importance weighs quantization, and an adapter is not quantized", "leave it out")
+            raise UsageError("--importance weighs quantization, and an adapter is not quantized", "leave it out")
         from ..export.gguf_adapter import export_adapter
 
         path = export_adapter(source, mix, out, trust_remote_code=trust_remote_code)
-        console.print(f"adapter in {path}: llama-cli --model BASE.gguf --lora {path}")
+        console.print(one_line(f"adapter in {path}: llama-cli --model BASE.gguf --lora {path}"))
         return
     with quick_imports():
         from ..export.gguf_model import export_gguf
 
     report = export_gguf(source, mix, out, importances=importance, trust_remote_code=trust_remote_code, console=console)
-    console.print(str(report), highlight=False)
+    console.print(str(report))
     if report.mmproj:
-        console.print(f"vision part in {report.mmproj}: llama-mtmd-cli --mmproj", highlight=False)
-    console.print(f"{report.path}\n{report.modelfile}: ollama create NAME -f {report.modelfile.name}", highlight=False)
+        console.print(one_line(f"vision part in {report.mmproj}: llama-mtmd-cli --mmproj"))
+    console.print(one_line(str(report.path)))
+    console.print(one_line(f"{report.modelfile}: ollama create NAME -f {report.modelfile.name}"))

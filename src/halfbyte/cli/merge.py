@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
-from ..errors import ConfigError
+from ..console import Console
+from ..errors import UsageError
 from ..runs.saved import find_trained
+from ..words import one_line
 from .imports import quick_imports
 
 BASES = ("auto", "original", "dequantized")
@@ -27,10 +27,10 @@ def merge_run(
         quantize: a target, or PATTERN=FORMAT pairs with commas between; None for 16 bits, or the run's `qat_scheme`.
 
     Raises:
-        ConfigError: an unknown base or target.
+        UsageError: an unknown base or target.
     """
     if base not in BASES:
-        raise ConfigError(f"--base {base}: not one of {', '.join(BASES)}", "use auto")
+        raise UsageError(f"--base {base}: not one of {', '.join(BASES)}", "use auto")
     find_trained(run)
     with quick_imports():
         from ..export.merge import merge, slug
@@ -47,10 +47,10 @@ def merge_run(
         trust_remote_code=trust_remote_code,
         console=console,
     )
-    console.print(str(report), highlight=False)
-    console.print(f"merged model in {report.out_dir}")
+    console.print(str(report))
+    console.print(one_line(f"merged model in {report.out_dir}"))
     if report.run_dir and report.targets:
-        console.print(f"report: {write_report(report.run_dir)}")
+        console.print(one_line(f"report: {write_report(report.run_dir)}"))
 
 
 def _target(quantize: str | None) -> str | dict[str, str] | None:
@@ -59,5 +59,5 @@ def _target(quantize: str | None) -> str | dict[str, str] | None:
         return quantize
     pairs = [pair.partition("=") for pair in quantize.split(",")]
     if wrong := next((pattern for pattern, _, format_ in pairs if not pattern or not format_), None):
-        raise ConfigError(f"--quantize {quantize}: {wrong!r} has no format", "write PATTERN=FORMAT,PATTERN=FORMAT")
+        raise UsageError(f"--quantize {quantize}: {wrong!r} has no format", "write PATTERN=FORMAT,PATTERN=FORMAT")
     return {pattern: format_ for pattern, _, format_ in pairs}

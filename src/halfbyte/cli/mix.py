@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Origin, resolve
 from ..config.yaml import dump_mapping
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, ModelError, UsageError
 from ..models.find import find_model, look_over
 from ..runs.inputs import look_over_datasets
 from ..runs.saved import find, saved_config
@@ -42,15 +42,13 @@ def mix_formats(
         raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit model that it was trained on")
     look_over(Origin(place.base))
     look_over_datasets(dataset)
-    from .. import formats as registry
     from ..data.calibration import ROW, batched, packed_rows
     from ..data.collate import make_collator
     from ..models.isolation import isolate_run
     from ..models.load import load_model, load_tokenizer
     from ..models.mixed import best, measure
 
-    wanted = formats.split(",") if formats else sorted(registry.names())
-    candidates = {each.strip(): registry.named(each.strip()) for each in wanted}
+    candidates = _candidates(formats)
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
     run = resolve(config)
     files = find_model(run.origin)
@@ -64,6 +62,17 @@ def mix_formats(
     isolate_run(model, config, collate, rows)
     options = measure(model, candidates, batched(rows[::2][: max(1, tokens // ROW)], collate, model.device))
     return best(model, candidates, options, bits, list(batched(rows[1::2], collate, model.device, TOGETHER)))
+
+
+def _candidates(formats: str | None) -> dict[str, Any]:
+    """The formats by name."""
+    from .. import formats as registry
+
+    wanted = sorted(registry.names()) if formats is None else [each.strip() for each in formats.split(",")]
+    try:
+        return {each: registry.named(each) for each in wanted}
+    except ModelError as error:
+        raise UsageError(f"--formats {formats}: {error.message}", error.fix) from error
 
 
 def explain(mixture: Mixture, losses: Mapping[str, float]) -> str:

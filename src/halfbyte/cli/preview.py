@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
 from ..config import RunConfig, resolve
+from ..console import Console, coloured
 from ..ops import IGNORE_INDEX
 from ..runs.inputs import look_over_inputs
 
@@ -31,8 +31,8 @@ def preview_rows(config: RunConfig, count: int) -> None:
     collate = method.collator(config, tokenizer)
     stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]
     ends = {tokenizer.eos_token_id, *stops}
-    console = Console(highlight=False, soft_wrap=True)
-    marks = not console.is_terminal
+    console = Console(soft_wrap=True)
+    marks = not coloured(console)
     console.print(legend(marks))
     for row in range(min(count, len(prepared.train))):
         for document in render(collate([prepared.train[row]]), tokenizer, ends, row, marks):

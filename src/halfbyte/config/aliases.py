@@ -43,6 +43,8 @@ RENAMED = {
     # Surogate
     "qlora_bnb_block_size": "bnb_4bit_blocksize",
     "qlora_bnb_double_quant": "bnb_4bit_use_double_quant",
+    # Unsloth
+    "random_state": "seed",
     # TRL and transformers
     "max_seq_length": "max_length",
     "dataset_name": "dataset",
@@ -56,6 +58,7 @@ _NO_CACHE = "each run tokenizes its data, and keeps no cache"
 _OWN_KERNELS = "halfbyte has fused kernels of its own, see use_kernels"
 HARMLESS = {
     "model_type": _BY_ITSELF,
+    "task_type": "halfbyte trains causal language models",
     "tokenizer_type": _BY_ITSELF,
     "pad_token": "the tokenizer's own is used, or one is chosen when it has none",
     "is_llama_derived_model": _BY_ITSELF,
@@ -171,7 +174,19 @@ NO_EQUIVALENT = {
     "xformers_attention": "set attn_implementation: sdpa",
     "s2_attention": "remove it",
     "upcast_layernorm": "remove it; norms are computed in float32 by the models themselves",
+    "lora_bias": "remove it; adapters have no bias",
+    "layers_to_transform": "name the layers in target_modules, one regular expression",
+    "lora_layers_to_transform": "name the layers in target_modules, one regular expression",
 }
+
+# Of those refused, the ones that have no say in what is trained: `import-config` leaves them out, and says so.
+BESIDE_THE_RESULT = frozenset(
+    {
+        *("push_to_hub", "hub_model_id", "hub_strategy", "hf_hub_token", "cache_dir"),
+        *("overwrite_output_dir", "save_only_model", "predict_with_generate", "do_predict"),
+        *("loss_watchdog_threshold", "loss_watchdog_patience", "use_ray", "streaming", "dataset_streaming"),
+    }
+)
 
 HINTS = {
     "lr": "learning_rate",

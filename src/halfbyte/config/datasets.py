@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from ..errors import ConfigError
+from ..reading import look, read_json
 
 _FORMATS = {
     "alpaca": "alpaca",
@@ -83,18 +85,21 @@ def llamafactory_datasets(names: str, folders: list[Path]) -> tuple[str | list[s
     Args:
         names: names with commas between them.
         folders: where to look for dataset_info.json, first match wins.
+
+    Raises:
+        ConfigError: dataset_info.json is not LLaMA-Factory's.
     """
-    listing = next(
-        (folder / "dataset_info.json" for folder in folders if (folder / "dataset_info.json").is_file()), None
-    )
-    known = json.loads(listing.read_text(encoding="utf-8")) if listing else {}
+    listing = next((file for folder in folders if look(file := folder / "dataset_info.json") == "file"), None)
+    known = read_json(listing, fix="mend the list of LLaMA-Factory's datasets") if listing else {}
+    if not isinstance(known, dict) or not all(isinstance(entry, dict) for entry in known.values()):
+        raise ConfigError(f"{listing}: expected an object with an object for each dataset", "copy it there again")
     found, unresolved = [], []
     for name in (part.strip() for part in names.split(",")):
         entry = known.get(name, {})
         if "file_name" in entry and listing:
-            found.append(str(listing.parent / entry["file_name"]))
+            found.append(str(listing.parent / str(entry["file_name"])))
         elif "hf_hub_url" in entry:
-            found.append(entry["hf_hub_url"])
+            found.append(str(entry["hf_hub_url"]))
         else:
             found.append(name)
             unresolved.append(name)

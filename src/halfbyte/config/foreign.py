@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..words import brief
 from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, RENAMED
 from .datasets import axolotl_datasets, axolotl_test_datasets
 
@@ -39,6 +40,9 @@ class Refused:
 Outcome = Mapped | Ignored | Refused
 Values = dict[str, Any]
 
+# What converting a value of another shape than the tool's runs into: there are as many as converters.
+SHAPES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+
 _TEMPLATE = "remove it to use the tokenizer's own chat template, or name a Jinja file with chat_template_path"
 
 
@@ -50,7 +54,10 @@ def translate(key: str, values: Values) -> Outcome | None:
     if value is None:
         return Ignored("")
     if key in CONVERTED:
-        return CONVERTED[key](value, values)
+        try:
+            return CONVERTED[key](value, values)
+        except SHAPES:
+            return Refused(f"{key} cannot be {brief(value)}", "write it as its tool does, or remove it")
     if key in RENAMED:
         return Mapped({RENAMED[key]: value})
     if _is_off(value):
@@ -108,6 +115,11 @@ def _finetuning_type(value: Any, values: Values) -> Outcome:
     return Refused(f"finetuning_type: {value} is not built yet", "set finetuning_type: lora or full")
 
 
+def _full(value: Any, values: Values) -> Outcome:
+    """Unsloth's switch for full fine-tuning."""
+    return Mapped({"use_peft": False, "load_in_4bit": False}) if value else Ignored("")
+
+
 def _quantization_bit(value: Any, values: Values) -> Outcome:
     method = "hqq" if values.get("quantization_method") == "hqq" else "bitsandbytes"
     formats = {bits: f"hqq{bits}" for bits in (2, 3, 4, 8)} if method == "hqq" else {4: "", 8: "int8"}
@@ -151,7 +163,7 @@ def _qat(value: Any, values: Values) -> Outcome:
 
 def _one_of(same: tuple[Any, ...], why: str, fix: str) -> Callable[[Any, Values], Outcome]:
     """A key of which only some values mean what halfbyte does."""
-    return lambda value, _: Ignored("") if value in same else Refused(f"{why}: {value!r}", fix)
+    return lambda value, _: Ignored("") if value in same else Refused(f"{why}: {brief(value)}", fix)
 
 
 def _bnb_config(value: Any, values: Values) -> Outcome:
@@ -242,7 +254,7 @@ def _checkpointing(value: Any, values: Values) -> Outcome:
         return Mapped({"activation_checkpointing": value})
     if value in ("unsloth", "offload"):  # Unsloth's and Axolotl's names for inputs that wait on the host
         return Mapped({"activation_checkpointing": "offload"})
-    return Refused(f"gradient_checkpointing: {value} is not known", "set activation_checkpointing: true")
+    return Refused(f"gradient checkpointing: {brief(value)} is not known", "set activation_checkpointing: true")
 
 
 def _offloading(value: Any, values: Values) -> Outcome:
@@ -349,6 +361,9 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "evals_per_epoch": _times_per_epoch("eval_steps"),
     "saves_per_epoch": _times_per_epoch("save_steps"),
     "gradient_checkpointing": _checkpointing,
+    "use_gradient_checkpointing": _checkpointing,
+    "bias": _one_of(("none", False), "adapters have no bias, so bias has no equivalent", "set bias: none"),
+    "full_finetuning": _full,
     "disable_gradient_checkpointing": _checkpointing_off,
     "activation_offloading": _offloading,
     "warmup_ratio": _warmup_ratio,
@@ -385,5 +400,6 @@ def implied(values: Values, ours: Values) -> Values:
     if tool == "Axolotl" and values.get("adapter") is None:
         keys |= {"use_peft": False, "load_in_4bit": False}
     if tool == "LLaMA-Factory":
-        keys |= {"load_in_4bit": False, "r": 8, "lora_alpha": 2.0 * ours.get("r", 8)}
+        rank = ours.get("r", 8)
+        keys |= {"load_in_4bit": False, "r": 8, "lora_alpha": 2.0 * (rank if isinstance(rank, int) else 8)}
     return {key: value for key, value in keys.items() if key not in ours}

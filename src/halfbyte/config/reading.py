@@ -13,12 +13,15 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..notices import notice
+from ..words import brief
 from .aliases import HINTS
 from .foreign import Ignored, Mapped, Refused, foreign_names, overruled, translate
 from .schema import RunConfig, Section, nearest
 from .yaml import Located, dump_value, parse_scalar, read_mapping
+
+MOST_PROBLEMS = 20
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -75,7 +78,8 @@ def _validated(
     try:
         return section(**{**(defaults or {}), **{key: setting.value for key, setting in given.items()}})
     except ValidationError as error:
-        raise _together([explain(detail, given) for detail in error.errors()]) from None
+        kinds = {(key_of(detail), detail["type"]): detail for detail in reversed(error.errors(include_url=False))}
+        raise _together([explain(detail, given) for detail in reversed(kinds.values())]) from None
 
 
 def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
@@ -86,12 +90,12 @@ def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
         key, equals, text = token.removeprefix("--").partition("=")
         if not equals:
             if not token.startswith("--"):
-                raise ConfigError(f"command line: {token!r} is not an override", "write key=value")
+                raise UsageError(f"command line: {brief(token)} is not an override", "write key=value")
             if not tokens or tokens[0].startswith("--"):
-                raise ConfigError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
+                raise UsageError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
             text = tokens.pop(0)
         key = key.replace("-", "_")
-        found[key] = Located(parse_scalar(text, key in TEXT_KEYS), "command line")
+        found[key] = Located(parse_scalar(text, f"command line: {key}={brief(text)}", key in TEXT_KEYS), "command line")
     return found
 
 
@@ -126,24 +130,28 @@ def _unknown(key: str, where: str, keys: Collection[str]) -> ConfigError:
     hint = HINTS.get(key, "")
     near = hint if hint in keys else nearest(key, keys if key in RunConfig.model_fields else [*keys, *foreign_names()])
     return ConfigError(
-        f"{where}: unknown key {key!r}", f"did you mean {near}?" if near else "`halfbyte init` lists the keys"
+        f"{where}: unknown key {brief(key)}", f"did you mean {near}?" if near else "`halfbyte init` lists the keys"
     )
+
+
+def key_of(detail: Any) -> str:
+    """The key that a pydantic error is about."""
+    return str(detail.get("ctx", {}).get("key") or detail["loc"][0])
 
 
 def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
     """One pydantic error as a sentence with key, place and what is allowed."""
-    context = detail.get("ctx", {})
-    key = str(context.get("key") or detail["loc"][0])
+    context, key = detail.get("ctx", {}), key_of(detail)
     if detail["type"] == "missing":
         return ConfigError(f"{key} is missing", f"add a line `{key}: ...` ({RunConfig.model_fields[key].description})")
-    where = f"{given[key].where}: " if key in given else ""
+    where = f"{given[key].where}: " if key in given and given[key].where else ""
     if detail["type"] == "contradiction":
         return ConfigError(where + context["message"], context["fix"])
-    if "near" in context or detail["type"] in ("empty", "steps", "whole"):
+    if "near" in context or detail["type"] in ("empty", "limit", "steps", "whole"):
         message, near = f"{where}{key} {detail['msg']}", context.get("near")
     else:
         value = given[key].value
-        message = f"{where}{key} must be {allowed(key)}, not {value!r}"
+        message = f"{where}{key} must be {allowed(key)}, not {brief(value)}"
         near = nearest(value, _choices(RunConfig.model_fields[key].annotation)) if isinstance(value, str) else ""
     return ConfigError(message, f"did you mean {near}?" if near else "")
 
@@ -152,7 +160,9 @@ def _together(problems: list[ConfigError]) -> ConfigError:
     unique = list({str(problem): problem for problem in problems}.values())
     if len(unique) == 1:
         return unique[0]
-    return ConfigError("\n".join([f"{len(unique)} problems:", *(f"- {problem}" for problem in unique)]))
+    shown = [f"- {problem}" for problem in unique[:MOST_PROBLEMS]]
+    more = [f"- and {len(unique) - MOST_PROBLEMS} more"] if len(unique) > MOST_PROBLEMS else []
+    return ConfigError("\n".join([f"{len(unique)} problems:", *shown, *more]))
 
 
 def allowed(key: str) -> str:
@@ -182,12 +192,12 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
 def _bounds(metadata: Iterable[Any]) -> str:
     words = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
     limits = [
-        f" {word} {limit:g}"
+        f" {word} {limit:,.15g}"
         for rule in metadata
         for name, word in words.items()
         if (limit := getattr(rule, name, None)) is not None
     ]
-    return " and".join(limits)
+    return " and".join(limits).replace(" and to ", " to ")
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -2,12 +2,16 @@
 
 PyYAML follows YAML 1.1, where `2e-4` is text because it has no dot. Learning rates are written like that, so both the
 reader and the writer here take YAML 1.2's floats.
+
+What comes from outside is bounded: in size, in depth, and in the values that aliases stand for. A key given twice, in a
+nested mapping too, is an error, where PyYAML takes the last one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,20 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError
+from ..reading import read_text
+from ..words import brief, cut, visible
 
+LARGEST = 2**21  # bytes; a pattern for each of 40,000 modules
+DEEPEST = 50
+MOST_VALUES = 200_000  # counting what an alias stands for at each of its places
+_WRITE_ONE = "`halfbyte init MODEL DATA > run.yaml` writes one"
+_FLATTEN = "write a flat list of keys; none of them holds that much"
+_QUOTE = "mend it; text with any of : # , [ ] { } & * ! | > % @ ` in it goes in quotes"
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
-_NUMBER_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")}
+_TAG = "tag:yaml.org,2002:"
+_NUMBER_TAGS = {_TAG + kind for kind in ("int", "float", "bool", "timestamp")}
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "timestamp": "a date"}
 
 
 @dataclass(frozen=True)
@@ -29,8 +43,58 @@ class Located:
     where: str
 
 
+class _Refused(yaml.MarkedYAMLError):
+    """What PyYAML takes, or lets through as some other exception, with a fix of its own."""
+
+    def __init__(self, said: str, mark: yaml.Mark, fix: str):
+        super().__init__(problem=said, problem_mark=mark)
+        self.fix = fix
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2 numbers and no dates."""
+    """SafeLoader with YAML 1.2 numbers, no dates, bounds, and errors that are all PyYAML's own."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.depth, self.values = 0, 0
+        self.stands_for: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A node of the tree, counted with all below it."""
+        event = self.peek_event()
+        before, is_alias = self.values, isinstance(event, yaml.AliasEvent)
+        self.depth, self.values = self.depth + 1, self.values + 1
+        if self.depth > DEEPEST:
+            raise _Refused(f"nested more than {DEEPEST} levels deep", event.start_mark, _FLATTEN)
+        node = super().compose_node(parent, index)
+        if is_alias and node not in self.stands_for:
+            raise _Refused("an alias stands for what it is part of", event.start_mark, "write out what is meant")
+        self.depth, self.values = self.depth - 1, self.values + (self.stands_for[node] if is_alias else 0)
+        if self.values > MOST_VALUES:
+            raise _Refused(f"more than {MOST_VALUES:,} values, those of aliases counted", event.start_mark, _FLATTEN)
+        if not is_alias and node is not None:
+            self.stands_for[node] = self.values - before
+        return node
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], yaml.Node] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if first.setdefault((key.tag, key.value), key) is not key:
+                line = first[key.tag, key.value].start_mark.line + 1
+                said = f"{cut(key.value, 80)} is given twice, first in line {line}"
+                raise _Refused(said, key.start_mark, "keep one of them")
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:  # int() of 5,000 digits, month 13, `!!bool foo`: PyYAML lets them all through
+            kind = node.tag.removeprefix(_TAG)
+            said = f"{brief(node.value)} is not {_KINDS.get(kind, kind)}"
+            raise _Refused(said, node.start_mark, "give such a value, or put it in quotes") from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -59,38 +123,26 @@ _with_own_numbers(_Dumper)
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def read_mapping(path: Path | str, text_keys: Collection[str] = ()) -> dict[str, Located]:
+def read_mapping(path: Path | str, text_keys: Collection[str] = (), fix: str = _WRITE_ONE) -> dict[str, Located]:
     """The top-level keys of a YAML file, each with its line.
 
     Args:
         path: the file, UTF-8.
         text_keys: keys whose value is text even when it looks like a number (`model_revision: 1234567`).
+        fix: what to do when there is no such file, or no mapping in it.
 
     Raises:
-        ConfigError: no such file, not YAML, not a mapping, or a key given twice.
+        ConfigError: no such file, not YAML, not a mapping, a key given twice, or more than the bounds allow.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"no such file: {path}", "`halfbyte init MODEL DATA > run.yaml` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "name a YAML file in UTF-8") from None
-    loader = _Loader(text)
-    try:
+    text = read_text(path, ConfigError, fix, LARGEST)
+    with _loading(text, str(path)) as loader:
         root = loader.get_single_node()
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: expected `key: value` lines, found {_what(root)}", "see `halfbyte init`")
+            raise ConfigError(f"{path}: expected `key: value` lines, found {_what(root)}", fix)
         return _located(loader, root, path, text_keys)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    finally:
-        loader.dispose()
 
 
 def read_patterns(path: str) -> dict[str, Any]:
@@ -99,18 +151,43 @@ def read_patterns(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: see `read_mapping`.
     """
-    return {key: found.value for key, found in read_mapping(path).items()}
+    return {key: found.value for key, found in read_mapping(path, fix="name a YAML file with a mapping").items()}
+
+
+@contextlib.contextmanager
+def _loading(text: str, where: str, is_file: bool = True) -> Iterator[_Loader]:
+    """A loader of `text`, whose errors are ConfigErrors that begin with `where`, of a file with the line."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        yield loader
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        spelled = visible(chr(error.character))
+        said, fix = f"the character {spelled} cannot stand there", f'remove it, or write "{spelled}" in double quotes'
+        raise ConfigError(f"{f'{where}:{line}' if is_file else where}: {said}", fix) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{where}:{mark.line + 1}" if is_file and mark else where
+        if isinstance(error, _Refused):
+            raise ConfigError(f"{place}: {error.problem}", error.fix) from None
+        said = error.problem or error.context or "it cannot be read"
+        if error.context and said.startswith("but "):
+            said = f"{error.context}, {said}"
+        said = said.replace(repr("\0"), "the end").replace("'<stream end>'", "the end")
+        fix = "remove the tag" if "for the tag" in said else _QUOTE
+        raise ConfigError(f"{place}: not valid YAML: {said}", fix) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def _located(loader: _Loader, root: yaml.MappingNode, path: Path, text_keys: Collection[str]) -> dict[str, Located]:
     found: dict[str, Located] = {}
     loader.flatten_mapping(root)
     for key_node, value_node in root.value:
-        where = f"{path}:{key_node.start_mark.line + 1}"
         key = str(loader.construct_object(key_node, deep=True))
-        if key in found:
-            raise ConfigError(f"{where}: {key} is given twice, first at {found[key].where}", "keep one of them")
-        found[key] = Located(_construct(loader, value_node, key in text_keys), where)
+        found[key] = Located(_construct(loader, value_node, key in text_keys), f"{path}:{key_node.start_mark.line + 1}")
     return found
 
 
@@ -124,26 +201,29 @@ def _what(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
 
 
-def parse_scalar(text: str, is_text: bool = False) -> Any:
+def parse_scalar(text: str, where: str, is_text: bool = False) -> Any:
     """The value of `text` as YAML reads it: `1e-4` a float, `[q_proj, v_proj]` a list, empty text null.
+
+    Args:
+        where: what it is the value of, for errors.
+        is_text: whether it stays text even when it looks like a number.
 
     Raises:
         ConfigError: not valid YAML.
     """
-    loader = _Loader(text)
-    try:
+    with _loading(text, where, is_file=False) as loader:
         node = loader.get_single_node()
         return None if node is None else _construct(loader, node, is_text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{text!r} is not a YAML value: {error}", "quote it") from None
-    finally:
-        loader.dispose()
 
 
 def dump_value(key: str, value: Any) -> str:
     """`key: value` on one line; lists and mappings in brackets. `read_mapping` gives the equal value back."""
+    return f"{_dumped(key)}: {_dumped(value)}"
+
+
+def _dumped(value: Any) -> str:
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False)
-    return f"{key}: {text.removesuffix('...' + chr(10)).strip(chr(10))}"
+    return text.removesuffix("...\n").strip("\n")
 
 
 def dump_mapping(mapping: dict[str, Any]) -> str:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from ..config import load_config
 from ..errors import ConfigError
 from ..files import write_text
+from ..words import one_line
 from .base import Recipe, base_model
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from ..console import Console
 
 INSTRUCTIONS = Path(__file__).with_name("instructions.jsonl")
 MARK = "# Written by `halfbyte demo`."
@@ -72,15 +73,17 @@ def main(
     Raises:
         ConfigError: `output_dir` holds something that is not a demo.
     """
-    from rich.console import Console
+    from rich.text import Text
 
+    from ..console import Console
     from ..train.sft import train
 
     started = time.monotonic()
-    console = console or Console()
+    console = console or Console(outlives_reader=True)
     output_dir = Path(output_dir)
     _make_room(output_dir)
-    console.print("[bold]halfbyte demo[/]: pretrain a small base, store it in 4 bits, teach it answers; no downloads")
+    aims = ": pretrain a small base, store it in 4 bits, teach it answers; no downloads"
+    console.print(Text.assemble(("halfbyte demo", "bold"), aims))
     base = base_model(recipe, seconds=seconds, console=console)
     described = json.loads((base / "recipe.json").read_text(encoding="utf-8"))
     console.print(
@@ -90,8 +93,8 @@ def main(
     config = load_config(write_run(output_dir, base, epochs))
     train(config, console=console)
     _show(output_dir, console)
-    console.print(f"talk to it: halfbyte chat {output_dir} --temperature 0")
-    console.print(f"report: {output_dir / 'report.html'}  ({time.monotonic() - started:.0f} s in all)")
+    console.print(one_line(f"talk to it: halfbyte chat {output_dir} --temperature 0"))
+    console.print(one_line(f"report: {output_dir / 'report.html'}  ({time.monotonic() - started:.0f} s in all)"))
     return output_dir / "report.html"
 
 

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..hardware import free_cached_memory
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,7 +25,7 @@ def held_to(device: torch.device, limit: int | None) -> Iterator[None]:
     if limit is None or device.type != "cuda":
         yield
         return
-    torch.cuda.empty_cache()
+    free_cached_memory(device)
     before = torch.cuda.get_per_process_memory_fraction(device)
     share = (limit + torch.cuda.memory_reserved(device)) / torch.cuda.mem_get_info(device)[1]
     torch.cuda.set_per_process_memory_fraction(min(share, before), device)

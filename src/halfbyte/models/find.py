@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_files import check_checkpoint
+from .. import hub
 from ..config import Origin
-from ..errors import ModelError
+from ..errors import CheckpointError, ModelError
 from ..families import FAMILIES
 from ..gguf.cache import checkpoint_folder, gguf_file
+from ..reading import look
+from ..reading.boundary import answered
+from ..reading.model_config import CONFIG
+from ..reading.tensors import check_checkpoint
+from .quiet import quiet
 
 
 @dataclass(frozen=True)
@@ -37,22 +43,27 @@ def find_model(origin: Origin) -> ModelFiles:
         CheckpointError: a file is missing or damaged.
         ConfigError: there is nothing to keep, or a library is missing.
     """
+    from .whole import check_whole
+
     place = place_of(origin)
-    config = load_model_config(place)
     check_checkpoint(Path(place.name))
+    config = load_model_config(place)
+    check_whole(place, config)
     return ModelFiles(origin.name, place, config)
 
 
 def look_over(origin: Origin) -> None:
-    """What can be said of a model before anything is imported to read it; nothing of what may be a hub id.
+    """What can be said of a model before anything is imported to read it.
 
     Raises:
-        ModelError: there is no such folder or file, or no config in it.
+        ModelError: there is no such folder or file, or no config in it; or the hub cannot be asked for it.
         CheckpointError: a file is missing or damaged.
         ConfigError: there is nothing to keep.
     """
     if gguf_file(origin.name, origin.keep) is None:
         _check_folder(origin.name)
+        if not Path(origin.name).is_dir():
+            hub.look_for_model(origin.name, origin.revision)
         check_checkpoint(Path(origin.name))
 
 
@@ -78,26 +89,30 @@ def read_model_config(model: str | Origin) -> Any:
 
     place = place_of(model)
     name = place.name
-    try:
+    local = Path(name).is_dir()
+    said = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
+    fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can reach"
+    with trusted_only(name), answered(said, fix, CheckpointError if local else ModelError), quiet():
         return AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if refused := untrusted(error, name):
-            raise refused from error
+
+
+@contextlib.contextmanager
+def trusted_only(name: str) -> Iterator[None]:
+    """Around what transformers loads from `name`: where it will not run the Python code that lies there, that is said.
+
+    Raises:
+        ModelError: it does not.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" not in f"{error} {error.__cause__}":
+            raise
         raise ModelError(
-            f"cannot read the model config of {name!r}: {error}",
-            "give a folder with config.json, or a hub id you can reach",
+            f"{name} brings Python code of its own, which is run only where you say so",
+            "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the"
+            " command (trust_remote_code=True in Python)",
         ) from error
-
-
-def untrusted(error: Exception, name: str) -> ModelError | None:
-    """What to say where transformers will not run the Python code in `name`; None for any other error."""
-    if "trust_remote_code" not in str(error):
-        return None
-    return ModelError(
-        f"{name} brings Python code of its own, which is run only where you say so",
-        "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the command"
-        " (trust_remote_code=True in Python)",
-    )
 
 
 def load_model_config(model: str | Origin) -> Any:
@@ -130,13 +145,13 @@ def load_model_config(model: str | Origin) -> Any:
 
 def _check_folder(name_or_path: str) -> None:
     """A path that does not exist is told apart from a hub id, with the nearest existing folder."""
-    path = Path(name_or_path)
-    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if path.is_dir():
+    path, fix = Path(name_or_path), "give a folder with a Hugging Face checkpoint"
+    kind = look(path, ModelError, fix)
+    if kind == "file":
+        raise ModelError(f"{path} is a file, not a model's folder", f"did you mean {path.parent}?")
+    if kind == "folder":
         if not (path / "config.json").exists():
-            raise ModelError(f"{path} has no config.json", "give a folder with a Hugging Face checkpoint")
-    elif looks_local:
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, 1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "give a folder with a Hugging Face checkpoint"
-        raise ModelError(f"there is no folder {path}", hint)
+            raise ModelError(f"{path} has no config.json", fix)
+    elif hub.is_local(name_or_path):
+        near = hub.nearest(path)
+        raise ModelError(f"there is no folder {path}", f"did you mean {near}?" if near else fix)

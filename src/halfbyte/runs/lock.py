@@ -13,16 +13,26 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import psutil
+from typing import NamedTuple
 
 from halfbyte.errors import ConfigError
+from halfbyte.files import refusal
 from halfbyte.notices import notice
+from halfbyte.processes import Process
 
 NAME = ".lock"
 HELD = (errno.EACCES, errno.EAGAIN)
 _ours: set[Path] = set()  # what this process holds: fcntl would give it a second time
+
+
+class _Holder(NamedTuple):
+    """Who has a folder."""
+
+    host: str
+    process: Process
+
+    def __str__(self) -> str:
+        return f"process {self.process.pid} on {self.host}"
 
 
 @contextlib.contextmanager
@@ -37,9 +47,8 @@ def run_lock(output: Path) -> Iterator[None]:
         output.mkdir(parents=True, exist_ok=True)
         descriptor = _open_locked(output / NAME)
     except OSError as error:
-        raise ConfigError(
-            f"output_dir: cannot write into {output}: {error.strerror}", "name a folder that you may write to"
-        ) from error
+        message, fix = refusal(output, error)
+        raise ConfigError(f"output_dir: {message}", fix) from error
     place = output.resolve()
     _ours.add(place)
     try:
@@ -54,6 +63,27 @@ def run_lock(output: Path) -> Iterator[None]:
                 path.rmdir()
 
 
+def check_free(output: Path) -> None:
+    """Whether no run is writing into `output`; nothing is made or changed.
+
+    Raises:
+        ConfigError: one is, and which.
+    """
+    path = output / NAME
+    if output.resolve() in _ours:  # to open and close it would give the lock up
+        raise ConfigError(*_refusal(path, _this_one()))
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:  # not there, or not to be written, which the run itself says
+        return
+    try:
+        before = _holder(descriptor)
+        if not _lock(descriptor, path) and before and before.process.runs is not False:
+            raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
+    finally:
+        os.close(descriptor)
+
+
 def _open_locked(path: Path) -> int:
     """A descriptor of the lock file, locked, with this process named in it.
 
@@ -61,17 +91,18 @@ def _open_locked(path: Path) -> int:
         ConfigError: another process has it, or may have where the file system has no locks.
     """
     if path.parent.resolve() in _ours:
-        raise ConfigError(*_refusal(path, f"process {os.getpid()} on {socket.gethostname()}, this one,"))
+        raise ConfigError(*_refusal(path, _this_one()))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         locked, before = _lock(descriptor, path), _holder(descriptor)
-        if before and not locked and _may_live(before):
-            raise ConfigError(*_refusal(path, _in_words(before), f"; remove {path} if that process has ended"))
+        if before and not locked and before.process.runs is not False:
+            raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        named = {"host": socket.gethostname(), **Process.this()._asdict()}
+        os.pwrite(descriptor, json.dumps(named).encode(), 0)
         if _is_still(descriptor, path):
             if before:
-                what = f"{_in_words(before)} was writing into {path.parent} and did not end in order"
+                what = f"{before} was writing into {path.parent} and did not end in order"
                 notice(f"lock {path}", f"{what}; this run takes over")
             return descriptor
     except BaseException:
@@ -92,7 +123,7 @@ def _lock(descriptor: int, path: Path) -> bool:
     except OSError as error:
         if error.errno in HELD:
             before = _holder(descriptor)
-            raise ConfigError(*_refusal(path, _in_words(before) if before else "another process")) from None
+            raise ConfigError(*_refusal(path, str(before or "another process"))) from None
         said = f"the file system of {path.parent} has no locks ({error.strerror})"
         notice("no-locks", f"{said}: runs are kept apart by the name in {path.name} alone")
         return False
@@ -105,6 +136,10 @@ def _refusal(path: Path, holder: str, more: str = "") -> tuple[str, str]:
     return f"output_dir: {holder} is writing into {path.parent}", fix
 
 
+def _this_one() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}, this one,"
+
+
 def _is_still(descriptor: int, path: Path) -> bool:
     """Whether `path` is the file that is open, and not one made after its holder had removed that."""
     try:
@@ -113,18 +148,10 @@ def _is_still(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _holder(descriptor: int) -> dict[str, Any] | None:
+def _holder(descriptor: int) -> _Holder | None:
     """Who is named in the lock file."""
     try:
         named = json.loads(os.pread(descriptor, 4096, 0))
-        return {"pid": int(named["pid"]), "host": str(named["host"])}
+        return _Holder(str(named["host"]), Process(named["machine"], int(named["pid"]), int(named["since"])))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _may_live(holder: dict[str, Any]) -> bool:
-    return holder["host"] != socket.gethostname() or psutil.pid_exists(holder["pid"])
-
-
-def _in_words(holder: dict[str, Any]) -> str:
-    return f"process {holder['pid']} on {holder['host']}"

@@ -8,22 +8,19 @@ it is named, and the newest whole checkpoint is taken. A folder's name says noth
 from __future__ import annotations
 
 import json
-import pickle
 import re
-import shutil
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
-from halfbyte.checkpoint_files import ADAPTER, read_header, safetensors_files
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
-from halfbyte.files import write_json
+from halfbyte.files import clear_leftovers, remove, write_json
 from halfbyte.notices import notice
+from halfbyte.reading import read_json
+from halfbyte.reading.boundary import answered
+from halfbyte.reading.tensors import ADAPTER, read_header, read_tensors, safetensors_files
 
 from ..runs.manifest import FORMAT, damage_by_manifest, read_manifest
 from .metrics import MetricsFile, Window
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
 STATE = "halfbyte.json"
 TRAINER_STATE = "trainer_state.json"
 SCALING = "fp8_scaling.safetensors"
+WEIGHTS = ("adapter", "model")  # folders of a finished run
 PICKLED = ("optimizer.pt", "scheduler.pt", "rng_state.pth")  # transformers' names; torch writes them as zip files
 EARLIER = "resume from an earlier checkpoint, or start a new run in another output_dir"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -54,7 +52,7 @@ def step_of(checkpoint: Path) -> int:
     try:
         if (checkpoint / STATE).is_file() and "format" in read_state(checkpoint):
             return read_manifest(checkpoint)["step"]
-        return int(json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"])
+        return int(read_json(checkpoint / TRAINER_STATE, CheckpointError, EARLIER)["global_step"])
     except (CheckpointError, OSError, ValueError, KeyError, TypeError):
         return -1
 
@@ -121,9 +119,17 @@ def _damage_without_manifest(checkpoint: Path, contents: bool) -> str | None:
     return None
 
 
-def write_state(folder: Path, config: RunConfig, data: dict[str, int], window: Window) -> None:
-    """Put beside the weights what resuming has to check and to continue."""
-    state = {"config": config.model_dump(), "data": data, "window": window.as_dict()}
+def write_state(
+    folder: Path, config: RunConfig, data: dict[str, int], window: Window, owes_evaluation: bool = False
+) -> None:
+    """Put beside the weights what resuming has to check and to continue.
+
+    Args:
+        owes_evaluation: whether the evaluation after this step is still to be done.
+    """
+    state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict()}
+    if owes_evaluation:
+        state["owes_evaluation"] = True
     write_json(folder / STATE, {"format": FORMAT, **state})
 
 
@@ -133,27 +139,19 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {checkpoint / STATE}: {error}", EARLIER) from error
+    state = read_json(checkpoint / STATE, CheckpointError, EARLIER)
     if not isinstance(state, dict):
         raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", EARLIER)
     return state
 
 
-@contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
+def reading(checkpoint: Path) -> AbstractContextManager[None]:
     """Around loading the state of a whole checkpoint: what does not fit this run is an error that names the folder.
 
     Raises:
         CheckpointError: in place of torch's errors, which name no file.
     """
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        words = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(f"cannot load the state in {checkpoint}: {words[0]}", EARLIER) from error
+    return answered(f"cannot load the state in {checkpoint}", EARLIER)
 
 
 def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
@@ -162,25 +160,21 @@ def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
     Raises:
         CheckpointError: they cannot be read, or are another model's.
     """
-    from safetensors.torch import load_file
-
-    try:
-        scaling.load_state_dict(load_file(checkpoint / SCALING))
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {checkpoint / SCALING}: {error}", EARLIER) from error
+    with reading(checkpoint):
+        scaling.load_state_dict(read_tensors(checkpoint / SCALING, EARLIER))
 
 
 def keep_newest(output_dir: Path, limit: int | None) -> None:
     """Remove all but the newest `limit` checkpoints; each is renamed first, so that none is ever half there."""
     for path in checkpoints(output_dir)[: -limit if limit else 0]:
-        doomed = path.rename(path.with_name(f".{path.name}.old"))
-        shutil.rmtree(doomed)
+        remove(path)
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Remove what a killed run left of a checkpoint that it was writing or removing."""
+    """Remove what a killed run, on whatever machine, left of a checkpoint: this one alone may write any here now."""
+    clear_leftovers(output_dir)
     for path in output_dir.glob(".checkpoint-*"):
-        shutil.rmtree(path)
+        remove(path)
 
 
 def set_aside_newer(output_dir: Path, chosen: Path) -> None:
@@ -210,8 +204,8 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
         contents: read every file of it, too, and not only their sizes.
 
     Raises:
-        ConfigError: `output_dir` holds another run and `resume` is not set; there is nothing to resume; or the run to
-            resume was started with other settings.
+        ConfigError: `output_dir` holds another run and `resume` is not set, or a finished one without a checkpoint; or
+            the run to resume was started with other settings.
         CheckpointError: the checkpoint named is not a whole one, or none in `output_dir` is.
     """
     output = config.output_path
@@ -224,11 +218,13 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
         return None
     if resume is True:
         checkpoint = _newest_whole(output, contents)
-        if checkpoint is None:
-            if not (output / "config.resolved.yaml").is_file():
-                fix = "leave out --resume to start one"
-                raise ConfigError(f"output_dir: there is no run to resume in {output}", fix)
-            notice("resume_from_start", f"{output} holds no checkpoint yet, so the run starts again at step 0")
+        if checkpoint is None:  # scripts of jobs always say --resume
+            if held := [name for name in WEIGHTS if (output / name).exists()]:
+                raise ConfigError(
+                    f"output_dir: {output} holds {held[0]}/ and no checkpoint to resume from",
+                    "choose another output_dir, or remove this one",
+                )
+            notice("resume_from_start", f"{output} holds no checkpoint yet, so the run starts at step 0")
             return None
     else:
         checkpoint = Path(resume)
@@ -267,7 +263,7 @@ def _newest_whole(output: Path, contents: bool) -> Path | None:
 def _results_in(output: Path) -> list[str]:
     """What would be lost or mixed up by a second run in `output`."""
     held = [path.name for path in sorted(_named(output), key=_order)[-1:]]
-    held += [name for name in ("adapter", "model") if (output / name).exists()]
+    held += [name for name in WEIGHTS if (output / name).exists()]
     if any(record["kind"] == "train" for record in MetricsFile(output / "metrics.jsonl").records()):
         held.append("metrics.jsonl")
     return held

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import TrainingError
-from halfbyte.hardware import capture_stream, is_out_of_memory
+from halfbyte.hardware import capture_stream, free_cached_memory, is_out_of_memory
 from halfbyte.notices import notice
 
 from .gradients import Gradients
@@ -95,6 +95,7 @@ class _Graphs:
         with torch.cuda.stream(self.stream):
             result = self.step(batch)
         torch.cuda.current_stream().wait_stream(self.stream)
+        result.record_stream(torch.cuda.current_stream())  # which reads it while the next step is launched
         return result
 
     def _capture(self, batch: Batch) -> _Captured | None:
@@ -102,7 +103,7 @@ class _Graphs:
         if size > self._largest:
             self.drop()
         inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        torch.cuda.empty_cache()  # then what is reserved grows by the pool alone
+        free_cached_memory(self.stream.device)  # then what is reserved grows by the pool alone
         before = torch.cuda.memory_reserved(self.stream.device)
         try:
             captured = _Captured(self.step, inputs, self.stream, self.pool)
@@ -131,10 +132,10 @@ class _Graphs:
     def drop(self) -> None:
         """Free all graphs and their pool; shapes that come again are captured again."""
         if self.holds_graphs:
-            torch.cuda.synchronize(self.stream.device)
+            torch.cuda.synchronize(self.stream.device)  # before the graphs go
             self._captured = {shapes: None for shapes, captured in self._captured.items() if captured is None}
         self.pool, self.pool_bytes, self._largest = torch.cuda.graph_pool_handle(), 0, 0
-        torch.cuda.empty_cache()
+        free_cached_memory(self.stream.device)
 
     def give_up(self) -> None:
         """Free all graphs and capture no more, since memory ran out."""

@@ -10,6 +10,8 @@ optimizer moves, and the step's numbers are read and recorded when the next one 
   checkpoint, an evaluation, the end. An optimizer that cannot be told on the device to leave the weights alone waits
   for them, too.
 - Checkpoints hold adapters, optimizer, schedule and random states, written aside and renamed.
+- Asked to leave (SIGTERM, SIGHUP, Ctrl-C), the run ends its step, saves a checkpoint and goes. What takes longer (a
+  step of many micro-batches, an evaluation) is given up: the checkpoint is of the moment before it.
 - Order of rows, schedule, parameter groups and checkpoints are those of transformers' Trainer (5.17 to 5.23), with
   which runs of earlier versions were made.
 """
@@ -18,13 +20,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
 from transformers.trainer_utils import speed_metrics
@@ -39,6 +40,7 @@ from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel import ALONE, Mesh
+from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
@@ -48,9 +50,19 @@ from .metrics import TOKENS, MetricsFile, Window
 from .readback import StepNumbers, guard
 from .records import Records
 from .rows import Counting, batches, counts_of
-from .snapshot import load_optimizer, load_random, load_weights, save_optimizer, save_random, save_weights
+from .snapshot import (
+    load_optimizer,
+    load_random,
+    load_weights,
+    random_states,
+    save_optimizer,
+    save_random,
+    save_weights,
+)
 from .stepper import GraphedStepper, Stepper
-from .stops import Stops
+from .stops import PATIENCE, Stops, announce
+
+Part = TypeVar("Part")
 
 
 class TrainingLoop:
@@ -99,6 +111,8 @@ class TrainingLoop:
         self.stepper = Stepper(self._sums, self.scaler)
         self.scaling: DelayedScaling | None = None
         self.callbacks = Callbacks(args, model)
+        self.request = Request()
+        self._owed = False  # an evaluation, by the checkpoint that the run continues from
         self.optimizer: Any = None
         self.schedule: Any = None
         self.stops = Stops(config, self.loss_count)
@@ -132,13 +146,14 @@ class TrainingLoop:
         Raises:
             TrainingError: a step is broken, or has nothing to train on; see `Stops`.
             CheckpointError: `checkpoint` cannot be read.
+            Stopped: the process was asked to leave; a checkpoint of the last step is saved.
         """
         steps = total_steps(self.config, len(self.rows))
         self._begin(checkpoint, steps)
         if self.state.global_step >= steps:
             return
         try:
-            with noisy_embeddings(self.model, self.config.neftune_noise_alpha):
+            with noisy_embeddings(self.model, self.config.neftune_noise_alpha), as_requests(announce) as self.request:
                 self._run(checkpoint)
         except BaseException:
             self.records.read_all()
@@ -152,7 +167,8 @@ class TrainingLoop:
             load_weights(self.model, checkpoint)
             if self.scaling is not None:
                 checkpoints.load_scaling(checkpoint, self.scaling)
-            self.records.window = Window.of_dict(checkpoints.read_state(checkpoint)["window"])
+            state = checkpoints.read_state(checkpoint)
+            self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
@@ -179,6 +195,7 @@ class TrainingLoop:
             self._epoch(epoch, done, checkpoint)
             self.callbacks("on_epoch_end")
             self._evaluate_and_save()
+            self._leave_if_asked()
             epoch, done, checkpoint = epoch + 1, 0, None
         steps = self.state.global_step - first
         rows = steps * self.config.gradient_accumulation_steps * self.config.per_device_train_batch_size
@@ -193,7 +210,7 @@ class TrainingLoop:
         of an epoch, and before it where the checkpoint was at an epoch's end.
         """
         if checkpoint is not None and not done:
-            load_random(checkpoint)
+            self._continue(checkpoint)
         config = self.config
         size, skip = config.per_device_train_batch_size, done * config.gradient_accumulation_steps
         pinned = self.device.type != "cpu"
@@ -202,13 +219,22 @@ class TrainingLoop:
         iterator = iter(loader)
         while taken := self._take(iterator):
             if checkpoint is not None and done:
-                load_random(checkpoint)
+                self._continue(checkpoint)
                 checkpoint = None
             seen += len(taken)
             self._step(taken, epoch + seen / micro_batches)
             control = self.callbacks.control
             if control.should_epoch_stop or control.should_training_stop:
                 return
+            if seen < micro_batches:  # the end of an epoch has things to do yet
+                self._leave_if_asked()
+
+    def _continue(self, checkpoint: Path) -> None:
+        """Take the random numbers of `checkpoint`, and do what was left out after its step."""
+        load_random(checkpoint)
+        if self._owed:
+            self.evaluate()
+            self._owed = False
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +259,8 @@ class TrainingLoop:
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
-        sums = self.mesh.sum(self.stepper(taken, count))
+        before = random_states() if len(taken) > 1 else None
+        sums = self.mesh.sum(self.stepper(self._unless_late(taken, before), count))
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
@@ -309,10 +336,11 @@ class TrainingLoop:
         """
         assert self.held_out is not None
         self.records.read()
-        began, found = time.time(), Window.of(self.method.numbers.trained)
+        began, found, random = time.time(), Window.of(self.method.numbers.trained), random_states()
         self.model.eval()
         size = self.args.per_device_eval_batch_size
-        for batch in batches(self.held_out, size, self.collate, pinned=self.device.type != "cpu"):
+        loader = batches(self.held_out, size, self.collate, pinned=self.device.type != "cpu")
+        for batch in self._unless_late(loader, random, evaluates=True):
             counts = counts_of([batch])
             with torch.no_grad():
                 sums = self._held_out_sums(self._on_device(batch))
@@ -338,29 +366,64 @@ class TrainingLoop:
         self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
         return self._held_out_sums(batch)
 
-    def _save(self) -> None:
+    def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.
+
+        Args:
+            random: states that the run is to continue with; default: those of now.
+            owes_evaluation: whether it is to begin with an evaluation.
 
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
         if not self.mesh.is_main:
             return
-        place = self.output / f"checkpoint-{self.state.global_step}"
         try:
-            with new_directory(place) as aside:
+            with new_directory(self._place()) as aside:
                 save_weights(self.model, aside)
                 save_optimizer(aside, self.optimizer, self.schedule, self.scaler)
-                save_random(aside)
+                save_random(aside, random or random_states())
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
-                checkpoints.write_state(aside, self.config, self.data, self.records.window)
+                checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation)
                 write_manifest(aside, self.state.global_step)
-        # safetensors and torch.save have errors of their own for a disk that is full
-        except (OSError, RuntimeError, SafetensorError, TrainingError) as error:
-            reason = getattr(error, "message", str(error))
-            raise TrainingError(
-                f"{place} could not be saved: {reason}", f"free some space and resume; {self.stops.last_checkpoint()}"
-            ) from error
+        except TrainingError as error:
+            raise TrainingError(error.message, f"{error.fix}; {self.stops.last_checkpoint()}") from error
         checkpoints.keep_newest(self.output, self.config.save_total_limit)
+
+    def _place(self) -> Path:
+        """Where the checkpoint of the last step is, or would be."""
+        return self.output / f"checkpoint-{self.state.global_step}"
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def _leave_if_asked(self) -> None:
+        """After a step."""
+        if self.mesh.max(self.request.number):
+            self._leave()
+
+    def _unless_late(
+        self, parts: Iterable[Part], random: dict[str, Any] | None, evaluates: bool = False
+    ) -> Iterator[Part]:
+        """The `parts` of a step, or of an evaluation; once the process has been asked to leave for `PATIENCE`, it does.
+
+        Args:
+            random: states from before them.
+        """
+        for part in parts:
+            # a recipe's scales have moved with the first part, and other processes wait for all of them
+            if self.request.seconds > PATIENCE and self.scaling is None and self.mesh.size == 1:
+                self._leave(random, evaluates)
+            yield part
+
+    def _leave(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
+        """Save what the last step came to, and go.
+
+        Raises:
+            Stopped: always.
+        """
+        self.records.read()
+        if self.state.global_step and checkpoints.damage(self._place()) is not None:
+            self._save(random, owes_evaluation)
+        raise Stopped(self.request.number)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.errors import TrainingError
-from halfbyte.files import write_text
+from halfbyte.files import write_text, writing
 
 if TYPE_CHECKING:
     import torch
@@ -89,11 +88,8 @@ class MetricsFile:
         Raises:
             TrainingError: the disk is full.
         """
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-        except OSError as error:
-            raise TrainingError(f"cannot write {self.path}: {error.strerror}", "free some space and resume") from error
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
         for listener in self.listeners:
             listener(record)
 

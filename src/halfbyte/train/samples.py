@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
 from ..generation import forget, generate
 from ..generation.engine import context_length
+from ..hardware import free_cached_memory
 from ..ops import IGNORE_INDEX
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
@@ -85,6 +85,5 @@ def answer(
             answers.append(_text(tokenizer, tokens))
     finally:
         forget(model)
-        if (device := next(model.parameters()).device).type != "cpu":
-            torch.get_device_module(device).empty_cache()  # the pools of graphs are nobody else's
+        free_cached_memory(next(model.parameters()).device)  # the pools of graphs are nobody else's
     return answers

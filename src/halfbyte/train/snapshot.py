@@ -16,6 +16,7 @@ from peft import PeftModel
 from transformers.trainer_pt_utils import safe_globals
 
 from halfbyte.adapters import load_adapter_weights, save_adapter
+from halfbyte.reading.tensors import read_state
 
 from . import checkpoint as checkpoints
 from .checks import saved_weights
@@ -48,10 +49,16 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def save_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
-    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
-    torch.save(schedule.state_dict(), folder / SCHEDULE)
+    _save(optimizer.state_dict(), folder / OPTIMIZER)
+    _save(schedule.state_dict(), folder / SCHEDULE)
     if scaler is not None:
-        torch.save(scaler.state_dict(), folder / SCALER)
+        _save(scaler.state_dict(), folder / SCALER)
+
+
+def _save(state: Any, path: Path) -> None:
+    """Through Python's file: where it cannot be written torch keeps the system's reason, which its own file loses."""
+    with open(path, "wb") as file:
+        torch.save(state, file)
 
 
 def load_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
@@ -61,30 +68,34 @@ def load_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.am
         CheckpointError: it cannot be read, or is of another model.
     """
     with checkpoints.reading(folder):
-        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
-        schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+        optimizer.load_state_dict(read_state(folder / OPTIMIZER, checkpoints.EARLIER))
+        schedule.load_state_dict(read_state(folder / SCHEDULE, checkpoints.EARLIER))
         if scaler is not None and (folder / SCALER).is_file():
-            scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
+            scaler.load_state_dict(read_state(folder / SCALER, checkpoints.EARLIER))
 
 
-def save_random(folder: Path) -> None:
-    """The random states of Python, NumPy and torch; of a GPU, the current one's."""
+def random_states() -> dict[str, Any]:
+    """Those of Python, NumPy and torch; of a GPU, the current one's."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
     states["cpu"] = torch.random.get_rng_state()
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    torch.save(states, folder / RANDOM)
+    return states
+
+
+def save_random(folder: Path, states: dict[str, Any]) -> None:
+    _save(states, folder / RANDOM)
 
 
 def load_random(folder: Path) -> None:
-    """Go on with the random numbers that `save_random` found.
+    """Go on with the random numbers of `save_random`.
 
     Raises:
         CheckpointError: they cannot be read.
     """
     with checkpoints.reading(folder):
         with safe_globals():
-            states = torch.load(folder / RANDOM, weights_only=True)
+            states = read_state(folder / RANDOM, checkpoints.EARLIER)
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.random.set_rng_state(states["cpu"])

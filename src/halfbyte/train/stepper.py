@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Stepper:
     def __init__(self, sums: Callable[[Batch], Mapping[str, Tensor]], scaler: torch.amp.GradScaler | None = None):
         self.sums, self.scaler = sums, scaler
 
-    def __call__(self, batches: Sequence[Batch], count: Tensor) -> Tensor:
+    def __call__(self, batches: Iterable[Batch], count: Tensor) -> Tensor:
         first, *others = (self.micro_batch({**batch, COUNT: count}) for batch in batches)
         for sums in others:
             first = first + sums

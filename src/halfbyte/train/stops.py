@@ -1,8 +1,13 @@
-"""What ends a run before a weight moves: broken numbers, nothing to train on, a scale that no longer helps."""
+"""What ends a run early: before a weight moves, broken numbers, nothing to train on, a scale that no longer helps; and
+being asked to leave."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
+import sys
 from pathlib import Path
 
 from halfbyte.config import RunConfig
@@ -11,6 +16,16 @@ from halfbyte.errors import TrainingError
 from . import checkpoint as checkpoints
 
 SKIPS = 20  # steps in a row that float16 may skip: the scale of 65536 that it begins with is below 1 after 17
+
+PATIENCE = 5.0  # seconds that a step or an evaluation may go on when the process is asked to leave
+
+
+def announce(number: int) -> None:
+    """Say what a signal brings about; for its handler, which may interrupt anything that writes to stderr."""
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    words = f"\n{name}: the run saves a checkpoint after this step and ends (once more: it ends at once)\n"
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
 
 class Stops:

@@ -1,0 +1,169 @@
+"""Files from outside: what stands at a path, and its bytes or its text."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal, TextIO, cast
+
+from ..errors import ConfigError, HalfbyteError
+
+MEBIBYTE = 2**20
+LARGEST_TEXT = 256 * MEBIBYTE  # of what is read whole; the largest tokenizer.json has 33 MiB
+
+_WORDS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "your share of the disk is full",
+    errno.EFBIG: "the file system takes no file of this size",
+    errno.EROFS: "the disk can only be read",
+    errno.ENOENT: "there is no such file",
+    errno.EEXIST: "there is one already",
+    errno.EACCES: "you may not read or enter it",
+    errno.EPERM: "you may not do that",
+    errno.EISDIR: "it is a folder",
+    errno.ENOTDIR: "a part of its path is a file, not a folder",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ELOOP: "it is a link that leads back to itself",
+    errno.ENOTEMPTY: "the folder is not empty",
+    errno.EBUSY: "something else is using it",
+    errno.EMFILE: "this process has too many files open",
+    errno.ENFILE: "this machine has too many files open",
+    errno.EIO: "the disk does not answer properly",
+    errno.ESTALE: "its network folder is gone",
+    errno.ENXIO: "nobody is at the other end of it",
+}
+_FIXES = {
+    errno.EACCES: "give yourself the right to (chmod u+rX), or name another",
+    errno.EPERM: "give yourself the right to, or name another",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "check the path",
+    errno.ENAMETOOLONG: "check the name",
+    errno.ELOOP: "mend the link, or name the file itself",
+    errno.EMFILE: "raise the limit (ulimit -n)",
+}
+_KINDS = {
+    stat.S_IFIFO: ("it is a pipe, not a file", "write what comes through it to a file, and name that"),
+    stat.S_IFSOCK: ("it is a socket, not a file", "name a file"),
+    stat.S_IFCHR: ("it is a device, not a file", "name a file"),
+    stat.S_IFBLK: ("it is a device, not a file", "name a file"),
+}
+_BOMS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+
+def why(error: OSError) -> str:
+    """What the system says, in plain words: "the disk is full", "you may not read or enter it", "it is a folder"."""
+    return _WORDS.get(error.errno or 0) or (error.strerror or str(error) or type(error).__name__)
+
+
+def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "") -> Literal["file", "folder", ""]:
+    """What stands at `path`: a file, a folder, or (empty text) nothing.
+
+    Args:
+        fix: what to do about a path that cannot be looked at, where its cause has no fix of its own.
+
+    Raises:
+        error: nothing can be read from there: a pipe, a device, a link to nothing or to itself, a name too long.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            return ""
+        raise error(
+            f"{path} is a link to {os.readlink(path)}, which is not there", "mend the link, or name the file itself"
+        ) from None
+    except OSError as problem:
+        raise error(f"cannot read {path}: {why(problem)}", _FIXES.get(problem.errno or 0, fix)) from None
+    except ValueError:  # NUL, or half a surrogate pair
+        raise error(f"cannot read {path}: the name holds a character that no file's name has", "check the name") from (
+            None
+        )
+    kind = stat.S_IFMT(mode)
+    if kind in _KINDS:
+        said, remedy = _KINDS[kind]
+        raise error(f"cannot read {path}: {said}", remedy)
+    return "folder" if kind == stat.S_IFDIR else "file"
+
+
+@contextlib.contextmanager
+def open_bytes(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "") -> Iterator[BinaryIO]:
+    """The file at `path`, open for reading; what the system raises while it is open is said of it.
+
+    Raises:
+        error: there is no such file, or it cannot be read.
+    """
+    with _open(path, error, fix, "rb") as file:
+        yield cast(BinaryIO, file)
+
+
+@contextlib.contextmanager
+def open_text(
+    path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "", newline: str | None = None
+) -> Iterator[TextIO]:
+    """The UTF-8 text at `path`, open for reading, a byte order mark at its start left out.
+
+    Raises:
+        error: there is no such file, or it cannot be read; or, while it is read, it is not UTF-8, with line and byte.
+    """
+    with _open(path, error, fix, "r", newline) as file:
+        try:
+            yield cast(TextIO, file)
+        except UnicodeDecodeError:
+            raise _undecodable(Path(path), error) from None
+
+
+@contextlib.contextmanager
+def _open(
+    path: Path | str, error: type[HalfbyteError], fix: str, mode: str, newline: str | None = None
+) -> Iterator[object]:
+    stands = look(path, error, fix)
+    if not stands:
+        raise error(f"no such file: {path}", fix)
+    if stands == "folder":
+        raise error(f"cannot read {path}: {_WORDS[errno.EISDIR]}", _FIXES[errno.EISDIR])
+    try:
+        with open(path, mode, encoding=None if "b" in mode else "utf-8-sig", newline=newline) as file:
+            yield file
+    except OSError as problem:
+        raise error(f"cannot read {path}: {why(problem)}", _FIXES.get(problem.errno or 0, fix)) from problem
+
+
+def _undecodable(path: Path, error: type[HalfbyteError]) -> HalfbyteError:
+    """Which byte of which line is not UTF-8."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+        if name := next((name for mark, name in _BOMS.items() if start.startswith(mark)), ""):
+            return error(f"{path} is {name}, not UTF-8", "save the file as UTF-8")
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as problem:
+                said = f"byte {problem.start + 1} of the line, 0x{line[problem.start]:02x}, is not UTF-8"
+                return error(f"{path}:{number}: {said}", "save the file as UTF-8")
+    return error(f"{path} is not UTF-8", "save the file as UTF-8")
+
+
+def read_text(
+    path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "", largest: int = LARGEST_TEXT
+) -> str:
+    """The whole text of the file at `path`, UTF-8 with or without a byte order mark.
+
+    Args:
+        error: what is raised.
+        fix: what to do when the file is missing or malformed.
+        largest: bytes the file may have.
+
+    Raises:
+        error: there is no such file, it cannot be read, is too large, or is not UTF-8, with line and byte.
+    """
+    with open_text(path, error, fix) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > largest:
+            said = f"{size / MEBIBYTE:,.0f} MiB, more than the {largest / MEBIBYTE:,.0f} that such a file may have"
+            raise error(f"{path} has {said}", fix or "name another file")
+        return file.read()

@@ -1,0 +1,100 @@
+"""JSON from outside, within bounds that no honest file meets: of depth, of digits, of characters."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, HalfbyteError
+from .files import LARGEST_TEXT, read_text
+
+DEEPEST = 100
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_json(
+    path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "", largest: int = LARGEST_TEXT
+) -> Any:
+    """The value of a JSON file.
+
+    Args:
+        error: what is raised.
+        fix: what to do when the file is missing or malformed.
+        largest: bytes the file may have.
+
+    Raises:
+        error: as `read_text` and `parse_json`, with the file and line.
+    """
+    return parse_json(read_text(path, error, fix, largest), str(path), error, fix)
+
+
+def parse_json(
+    text: str | bytes,
+    where: str,
+    error: type[HalfbyteError] = ConfigError,
+    fix: str = "",
+    *,
+    line: int | None = None,
+    unique: bool = False,
+) -> Any:
+    """The value that `text` spells.
+
+    Args:
+        where: the file, or whatever else `text` came from.
+        line: the line of that file that `text` is, where it is one.
+        unique: whether a key that is given twice in one object is refused; else the last one counts.
+
+    Raises:
+        error: it is not JSON, is nested too deeply, or holds a number or character that nothing can hold.
+    """
+    place = f"{where}:{line}" if line else where
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_unique) if unique else json.loads(text)
+        if _nests(text, value):
+            raise RecursionError
+        if _HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as problem:
+        said = f"malformed JSON: {problem.msg} (column {problem.colno})"
+        raise error(f"{place if line else f'{where}:{problem.lineno}'}: {said}", fix) from None
+    except RecursionError:
+        raise error(f"{place}: malformed JSON: nested more than {DEEPEST} levels deep", fix) from None
+    except UnicodeDecodeError as problem:
+        raise error(f"{place}: byte {problem.start + 1} is not UTF-8", fix or "save it as UTF-8") from None
+    except UnicodeEncodeError as problem:
+        half = problem.object[problem.start]
+        raise error(f"{place}: malformed JSON: half a surrogate pair ({half!r}) is no character", fix) from None
+    except _Twice as problem:
+        raise error(f"{place}: the key {problem} is given twice in one object", fix or "keep one of them") from None
+    except ValueError:  # int() of more digits than Python reads
+        raise error(f"{place}: malformed JSON: a number has more digits than can be read", fix) from None
+
+
+class _Twice(Exception):
+    """A key that is given twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(repr(next(key for key in found if keys.count(key) > 1)))
+    return found
+
+
+def _nests(text: str, value: Any) -> bool:
+    """Whether `value`, spelled by `text`, is nested more than DEEPEST levels deep."""
+    if text.count("[") + text.count("{") <= DEEPEST:
+        return False
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        nested = [node for node in level if isinstance(node, list | dict)]
+        level = [child for node in nested for child in (node.values() if isinstance(node, dict) else node)]
+        if not nested:
+            return False
+    return True

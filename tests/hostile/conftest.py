@@ -1,0 +1,78 @@
+"""The stage and what every case finds: made once for all of `tests/hostile/`."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hostile_inputs import STOPPED, make_common
+from hostile_stage import Stage
+
+import halfbyte
+from halfbyte.files import cache_folder
+
+HERE = Path(__file__).parent
+SOURCE = Path(halfbyte.__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """A user's, with caches of this session's; built kernels are those that the other tests built."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "cache").mkdir()
+    native = cache_folder() / "native"
+    native.mkdir(parents=True, exist_ok=True)
+    (home / "cache" / "native").symlink_to(native)
+    paths = os.pathsep.join([str(SOURCE), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        "HALFBYTE_CACHE": str(home / "cache"),
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(home),
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": paths,
+        "TERM": "xterm",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+@pytest.fixture(scope="session")
+def stage(environment):
+    stage = Stage(environment)
+    yield stage
+    stage.close()
+
+
+@pytest.fixture(scope="session")
+def base(stage, environment, tmp_path_factory):
+    """The inputs of every case, made once for all workers; the stage has imported what a run imports."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    folder, scratch = root / "hostile", tmp_path_factory.mktemp("scratch")
+    with open(root / "hostile.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "modules.json").exists():
+            folder.mkdir()
+
+            def run(*arguments, **wishes):
+                wishes = {"environment": environment, "limit": 240, "names_modules": True} | wishes
+                ended = stage.run(list(arguments), folder, scratch, **wishes)
+                assert ended.code == 0, (ended.err or ended.out).decode()
+                return ended.modules
+
+            make_common(folder)
+            modules = run("model", call="hostile_inputs:make_model")
+            keys = ["output_dir=run", "max_steps=4", "save_steps=2", "eval_split_size=2", "lora_dropout=0.1"]
+            modules += run("train", "run.yaml", *keys)
+            killed = {"signal": "SIGKILL", "when": "stopped/checkpoint-4", "environment": environment}
+            ended = stage.run(["train", "run.yaml", *STOPPED.split()], folder, scratch, **killed)
+            assert ended.code == -9, ended.err.decode()
+            assert len([*folder.glob("stopped/checkpoint-*")]) == 2
+            (folder / "stopped/.lock").unlink()
+            modules += run("generate", "run", "prompts.jsonl", "--max-new-tokens", "4")
+            (root / "modules.json").write_text(json.dumps(list(dict.fromkeys(modules))))
+    stage.import_all(json.loads((root / "modules.json").read_text()))
+    return folder

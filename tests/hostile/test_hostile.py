@@ -1,0 +1,65 @@
+"""Every row of `rows_*.py`: one command, run where something is wrong. See `hostile.py` for how a row is written."""
+
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hostile import Case, judge, place, snapshot
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
+
+HERE = Path(__file__).parent
+OWED = set((HERE / "owed.txt").read_text(encoding="utf-8").splitlines()) if (HERE / "owed.txt").exists() else set()
+SUBJECTS = sorted(path.stem for path in HERE.glob("rows_*.py"))
+
+
+def parameters() -> list:
+    made = []
+    for subject in SUBJECTS:
+        for case in importlib.import_module(subject).ROWS:
+            for command in case.commands():
+                name = f"{case.name} [{command[0] if command else ''}]" if isinstance(case.run, tuple) else case.name
+                name = f"{subject.removeprefix('rows_')}: {name}"
+                name = name.encode("unicode_escape").decode()
+                marks = [pytest.mark.xfail(reason="owed")] if name in OWED else []
+                made.append(pytest.param(case, command, id=name, marks=marks))
+    return made
+
+
+@pytest.mark.parametrize(("case", "command"), parameters())
+def test_hostile(case: Case, command, stage, base, environment):
+    room = Path(tempfile.mkdtemp(prefix="hostile-"))
+    folder, scratch, temporary = (room / name for name in ("case", "scratch", "tmp"))
+    for path in (folder, scratch, temporary):
+        path.mkdir()
+    try:
+        place(case, folder, base)
+        theirs = environment | {"TMPDIR": str(temporary)} | case.environment
+        wishes = {"environment": {key: value for key, value in theirs.items() if value is not None}, **case.wishes}
+        wishes.setdefault("limit", 8 * case.seconds)
+        if case.first:
+            first = stage.run(case.first.split(), folder, scratch, environment=environment)
+            assert first.code == 0, first.err.decode()
+        before = snapshot(folder)
+        ended = stage.run(command, folder, scratch, **wishes)
+        left = [f"{name} in TMPDIR" for name in os.listdir(temporary) if not name.startswith("torchinductor")]
+        wrong = judge(case, ended, before, snapshot(folder), left)
+    finally:
+        for path in room.rglob("*"):
+            if path.is_dir() and not path.is_symlink():
+                path.chmod(0o755)
+        shutil.rmtree(room)
+    streams = f"--- stdout\n{_shown(ended.out)}\n--- stderr\n{_shown(ended.err)}"
+    if "HOSTILE_SHOW" in os.environ:
+        print(f"\n{case.name}: exit {ended.code}, {ended.seconds:.2f} s, {ended.memory:.0f} MiB\n{streams}")
+    if wrong:
+        pytest.fail(f"{'; '.join(wrong)}\n--- command\nhalfbyte {' '.join(command)}\n{streams}", pytrace=False)
+
+
+def _shown(stream: bytes) -> str:
+    text = stream.decode("utf-8", "backslashreplace")
+    return text if len(text) < 4000 else f"{text[:2000]}\n[...]\n{text[-2000:]}"

@@ -1,0 +1,160 @@
+"""Reading what comes from outside: each thing that can stand at a path, and each text a parser chokes on."""
+
+import errno
+import os
+import socket
+
+import pytest
+
+from halfbyte.errors import CheckpointError, ConfigError, DataError
+from halfbyte.reading import look, open_bytes, open_text, parse_json, read_json, read_text, why
+from halfbyte.words import brief, cut, visible
+
+
+def _pipe(path):
+    os.mkfifo(path)
+
+
+def _socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "said", "fix"),
+    [
+        (_pipe, "it is a pipe, not a file", "write what comes through it to a file, and name that"),
+        (_socket, "it is a socket, not a file", "name a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file", "name a file"),
+        (lambda path: path.symlink_to(path), "it is a link that leads back to itself", "mend the link"),
+        (lambda path: path.symlink_to("gone"), "is a link to gone, which is not there", "mend the link"),
+        (lambda path: path.mkdir(), "it is a folder", "name a file"),
+        (lambda path: path.write_bytes(b"a: \xff"), ":1: byte 4 of the line, 0xff, is not UTF-8", "save the file as"),
+        (lambda path: path.write_text("\nné", "latin-1"), ":2: byte 2 of the line, 0xe9, is not", "save the file as"),
+        (lambda path: path.write_text("seed: 1", "utf-16"), "is UTF-16, not UTF-8", "save the file as UTF-8"),
+        (lambda path: None, "no such file: ", "write one"),
+    ],
+)
+def test_what_is_no_text_file_is_said(tmp_path, make, said, fix):
+    path = tmp_path / "x"
+    make(path)
+    with pytest.raises(DataError) as caught:
+        read_text(path, DataError, "write one")
+    assert said in caught.value.message
+    assert str(path) in caught.value.message
+    assert caught.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a" * 300, "the name is too long"),
+        ("a/" * 3000, "the name is too long"),
+        ("a\0b", "the name holds a character that no file's name has"),
+        ("a\ud800b", "the name holds a character that no file's name has"),
+        (f"{__file__}/below", "a part of its path is a file, not a folder"),
+    ],
+)
+@pytest.mark.parametrize("read", [look, read_text, read_json])
+def test_names_that_cannot_be(name, said, read):
+    with pytest.raises(CheckpointError) as caught:
+        read(name, CheckpointError)
+    assert said in caught.value.message
+    assert len(caught.value.message) < 900
+    assert caught.value.message.isprintable()
+
+
+def test_look(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    assert [look(tmp_path / name) for name in (".", "file", "link", "none")] == ["folder", "file", "file", ""]
+
+
+def test_what_may_not_be_read(tmp_path, monkeypatch):
+    """Tests run as root, who may read everything."""
+    (tmp_path / "x").touch()
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(ConfigError, match="you may not read or enter it") as caught:
+        read_text(tmp_path / "x")
+    assert "chmod" in caught.value.fix
+
+
+def test_what_the_disk_raises_while_a_file_is_read(tmp_path):
+    (tmp_path / "x").touch()
+    with pytest.raises(DataError, match="the disk does not answer properly"), open_bytes(tmp_path / "x", DataError):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "x").write_bytes(b"\xef\xbb\xbfa\r\nb")
+    assert read_text(tmp_path / "x") == "a\nb"
+    with open_text(tmp_path / "x", newline="") as file:
+        assert file.read() == "a\r\nb"
+
+
+def test_a_file_may_be_too_large(tmp_path):
+    (tmp_path / "x").write_text("12345")
+    assert read_text(tmp_path / "x", largest=5) == "12345"
+    with pytest.raises(ConfigError, match="more than"):
+        read_text(tmp_path / "x", largest=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a":\n}', "x.json:2: malformed JSON: Expecting value (column 1)"),
+        ("9" * 5000, "x.json: malformed JSON: a number has more digits than can be read"),
+        ("[" * 100_000, "x.json: malformed JSON: nested more than 100 levels deep"),
+        ("[" * 101 + "]" * 101, "x.json: malformed JSON: nested more than 100 levels deep"),
+        ('{"a":' * 101 + "1" + "}" * 101, "x.json: malformed JSON: nested more than 100 levels deep"),
+        ('{"a": "\\ud800"}', "x.json: malformed JSON: half a surrogate pair ('\\ud800') is no character"),
+        ('{"\\uDFFF": 1}', "x.json: malformed JSON: half a surrogate pair ('\\udfff') is no character"),
+        (b"\xff", "x.json: byte 1 is not UTF-8"),
+        ("", "x.json:1: malformed JSON: Expecting value (column 1)"),
+    ],
+)
+def test_json_that_cannot_be_read(text, said):
+    with pytest.raises(DataError) as caught:
+        parse_json(text, "x.json", DataError, "copy it again")
+    assert caught.value.message == said
+    assert caught.value.fix == "copy it again"
+
+
+def test_json_that_can_be_read():
+    deep, wide = "[" * 100 + "]" * 100, "[" + "[]," * 1000 + "[]]"
+    assert parse_json(deep, "x")
+    assert len(parse_json(wide, "x")) == 1001
+    assert parse_json('"\\ud83d\\ude00 [[[[\\\\ud800"', "x") == "😀 [[[[\\ud800"
+    assert parse_json(b'\xef\xbb\xbf{"a": 1, "a": 2}', "x") == {"a": 2}
+
+
+def test_a_key_given_twice_where_that_counts():
+    with pytest.raises(DataError, match=r"x.jsonl:7: the key 'a' is given twice"):
+        parse_json('{"b": {"a": 1, "a": 2}}', "x.jsonl", DataError, line=7, unique=True)
+
+
+def test_why_has_words_for_what_the_system_raises():
+    assert why(OSError(errno.ENOSPC, "No space left on device")) == "the disk is full"
+    assert why(OSError(errno.ETXTBSY, "Text file busy")) == "Text file busy"
+    assert why(OSError("odd")) == "odd"
+    assert why(OSError()) == "OSError"
+
+
+def test_values_in_messages_are_short_and_no_terminal_obeys_them():
+    bomb = "x"
+    for _ in range(8):
+        bomb = [bomb] * 9
+    assert len(brief(bomb)) <= 120
+    assert brief(["a", 1]) == "['a', 1]"
+    assert brief(10**5000).startswith("a int")
+    assert visible("a\x1b[2J\u202eb\n\tü😀") == "a\\x1b[2J\\u202eb\n\tü😀"
+    assert cut("abcdefghijklmnopqrstuvwxyz", 15) == "abcdefg...vwxyz"
+    error = ConfigError(f"\x1b]0;x\x07{'y' * 10_000}\nnext", "\x9b0m")
+    assert max(map(len, str(error).split("\n"))) <= 820
+    assert "\x1b" not in str(error)
+    assert "\x9b" not in error.fix
+    assert error.message.endswith("\nnext")

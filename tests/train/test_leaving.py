@@ -1,0 +1,149 @@
+"""Asked to leave by a signal: a checkpoint is saved, and the run that goes on from it is the one that was not asked."""
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+from test_checkpoint import comparable
+from tiny_runs import make_loop, rows, run_config
+
+from halfbyte.files import new_directory
+from halfbyte.signals import Stopped, as_exceptions, as_requests
+from halfbyte.train import checkpoint as checkpoints
+from halfbyte.train import loop as loops
+
+# 20 rows, 2 a batch, 3 batches a step: 4 steps an epoch
+KEYS = {"num_train_epochs": 3, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+KEYS |= {"save_steps": 100, "eval_steps": 2, "logging_steps": 3, "save_total_limit": 2}
+
+
+def loop_of(output):
+    return make_loop(run_config(output, **KEYS), train=rows(20), held_out=rows(7, 9))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    loop = loop_of(tmp_path_factory.mktemp("uninterrupted"))
+    loop.train()
+    return loop
+
+
+def interrupted(output, moment, number=signal.SIGTERM):
+    """A run that is asked at its `moment`-th batch, resumed until its end; and the checkpoint it was resumed from."""
+    loop, count = loop_of(output), 0
+    inner = loop._sums
+
+    def sums(batch):
+        nonlocal count
+        count += 1
+        if count == moment:
+            signal.raise_signal(number)
+        return inner(batch)
+
+    loop._sums = loop.stepper.sums = sums
+    with pytest.raises(Stopped) as stopped:
+        loop.train()
+    assert stopped.value.number == number
+    loop, checkpoint = loop_of(output), checkpoints.starting_point(loop.config, True)
+    loop.metrics.keep_until(checkpoints.step_of(checkpoint))
+    loop.train(checkpoint)
+    return loop, checkpoint
+
+
+def same(one, other):
+    theirs = dict(other.model.named_parameters())
+    return comparable(one) == comparable(other) and all(
+        bool((p == theirs[name]).all()) for name, p in one.model.named_parameters()
+    )
+
+
+# A step has 3 micro-batches; the last of an epoch has 1, and an evaluation of 7 rows has 4 batches.
+@pytest.mark.parametrize(
+    ("number", "moment", "step"),
+    [
+        (signal.SIGTERM, 2, 1),  # in the first step
+        (signal.SIGHUP, 9, 2),  # in the evaluation after step 2
+        (signal.SIGINT, 14, 4),  # in the last step of an epoch, which evaluates, too
+    ],
+)
+def test_the_step_is_finished_and_saved_and_the_resumed_run_is_the_same(uninterrupted, tmp_path, number, moment, step):
+    loop, checkpoint = interrupted(tmp_path, moment, number)
+    assert checkpoint.name == f"checkpoint-{step}"
+    assert same(loop, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "owes"),
+    [
+        (5, 1, False),  # in the second step: the checkpoint is of the first
+        (8, 2, True),  # in the evaluation after the second
+        (15, 4, True),  # in the one at the epoch's end
+    ],
+)
+def test_what_takes_too_long_is_given_up_and_done_again(uninterrupted, tmp_path, monkeypatch, moment, step, owes):
+    monkeypatch.setattr(loops, "PATIENCE", 0.0)
+    loop, checkpoint = interrupted(tmp_path, moment)
+    assert checkpoint.name == f"checkpoint-{step}"
+    assert checkpoints.read_state(checkpoint).get("owes_evaluation", False) == owes
+    assert same(loop, uninterrupted)
+
+
+def test_before_a_step_is_done_there_is_nothing_to_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(loops, "PATIENCE", 0.0)
+    loop = loop_of(tmp_path)
+    loop.metrics.listeners.append(lambda record: pytest.fail("a step was done"))
+    inner = loop.stepper.sums
+    loop.stepper.sums = lambda batch: signal.raise_signal(signal.SIGTERM) or inner(batch)
+    with pytest.raises(Stopped):
+        loop.train()
+    assert not list(tmp_path.iterdir())
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_signal_leaves_at_once_and_a_third_is_the_system_s():
+    said, third = [], []
+    with contextlib.suppress(Stopped), as_requests(said.append) as request:
+        signal.raise_signal(signal.SIGTERM)
+        assert (said, request.number) == ([signal.SIGTERM], signal.SIGTERM)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            third.append(signal.getsignal(signal.SIGINT))
+        pytest.fail("it went on")
+    assert third == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_what_is_ignored_or_handled_by_somebody_else_stays_so():
+    def theirs(*_):
+        """Of a job manager."""
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGTERM, theirs)
+    try:
+        with as_exceptions(), as_requests(print):
+            signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGHUP, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_is_being_written_goes(tmp_path, number):
+    with pytest.raises(Stopped) as stopped, as_exceptions(), new_directory(tmp_path / "merged"):
+        signal.raise_signal(number)
+    assert stopped.value.number == number
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_worker_ends_as_ever(tmp_path):
+    with as_exceptions():
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
