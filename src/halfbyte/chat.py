@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import CheckpointError, DataError, HalfbyteError, ModelError
 from .notices import notice
-<<<<<<< HEAD
 from .reading import look, read_json
-=======
 from .signals import Stopped
->>>>>>> lead
+from .words import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,17 +212,11 @@ def _stream(conversation: Conversation, line: str, label: str, adapter: bool, in
     try:
         for piece in answer:
             pieces.append(piece)
-            print(piece, end="", flush=True)
-<<<<<<< HEAD
-    except KeyboardInterrupt:
-        if not interactive:
-            raise
-=======
+            print(visible(piece), end="", flush=True)
     except KeyboardInterrupt as stop:
->>>>>>> lead
-        answer.close()
-        if isinstance(stop, Stopped):
+        if not interactive or isinstance(stop, Stopped):
             raise
+        answer.close()
         print(" (stopped)", end="")
     except HalfbyteError:
         print(flush=True)
