@@ -32,8 +32,8 @@ from halfbyte.hardware import chosen_device
 from halfbyte.notices import notice
 from halfbyte.runs.saved import find_trained, saved_config, trained_tokenizer
 
+from ..models.stored import BaseCheckpoint
 from .adapter import AdapterLayers
-from .base import BaseCheckpoint
 from .fidelity import Fidelity
 from .judge import loss_is_higher, update_is_lost
 from .kept import Kept
