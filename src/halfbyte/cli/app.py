@@ -33,6 +33,10 @@ Words = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys that replace those of the file")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+LongestAnswer = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest answer, in tokens; default: 512, or what the model has positions for."),
+]
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
 
@@ -121,7 +125,7 @@ def evaluate(
 def chat(
     model: RunOrModel,
     compare_base: Annotated[bool, typer.Option("--compare-base", help="Answer without the adapter, too.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    max_new_tokens: LongestAnswer = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.7,
     trust_remote_code: TrustCode = False,
 ) -> None:
@@ -141,7 +145,7 @@ def chat(
 def generate(
     model: RunOrModel,
     prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="a text file, or .jsonl with prompt in each line")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    max_new_tokens: LongestAnswer = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
     trust_remote_code: TrustCode = False,

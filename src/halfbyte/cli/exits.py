@@ -112,7 +112,7 @@ def _say_usage(error: Any) -> int:
 
 def _of_value(error: Any) -> str:
     """Which value of which argument or option is wrong, and why."""
-    details = getattr(error.__cause__, "errors", list)()
+    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     if not details or error.param is None:
         return str(error.format_message())
     name = error.param.opts[0] if error.param.param_type_name == "option" else error.param.metavar
