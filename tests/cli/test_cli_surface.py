@@ -9,12 +9,14 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app, main
 from halfbyte.cli.train import _what_is_saved
+from halfbyte.files import write_json
+from halfbyte.train import checkpoint
 
 SURFACE = {
     "init": ["model", "data"],
-    "check": ["config", "overrides"],
-    "preview": ["config", "overrides", "-n --count"],
-    "train": ["config", "overrides", "--resume"],
+    "check": ["run"],
+    "preview": ["run", "-n --count"],
+    "train": ["run", "--resume"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", "--trust-remote-code"],
     "generate": ["model", "prompts", "--max-new-tokens", "--temperature", "--batch-size", "--trust-remote-code"],
@@ -104,10 +106,13 @@ def test_a_known_error_is_one_message_and_exit_1(tmp_path, capsys):
     ]
 
 
-def test_what_is_saved_names_the_newest_checkpoint(tmp_path):
+def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
     assert "no checkpoint" in _what_is_saved(tmp_path, "run.yaml")
     for step in (9, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in (checkpoint.TRAINER_STATE, *checkpoint.PICKLED, checkpoint.ADAPTER):
+            write_json(tmp_path / f"checkpoint-{step}" / name, {"global_step": step})
+        write_json(tmp_path / f"checkpoint-{step}" / checkpoint.STATE, {"config": {}, "data": {}, "window": {}})
+    (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12.set-aside-77").mkdir()
     assert f"{tmp_path}/checkpoint-10 is saved" in _what_is_saved(tmp_path, "run.yaml")
     assert "`halfbyte train run.yaml --resume`" in _what_is_saved(tmp_path, "run.yaml")

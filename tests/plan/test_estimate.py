@@ -56,7 +56,9 @@ def tiny_config(family: str):
 
 
 def real_model(config: RunConfig, model_config, checkpointed: bool) -> nn.Module:
-    model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, config.dtype))
+    capped = getattr(model_config, "attn_logit_softcapping", None)  # eager, as `models.load` does: 5.17 takes sdpa
+    options = {"attn_implementation": "eager"} if capped else {}
+    model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, config.dtype), **options)
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:
@@ -264,7 +266,7 @@ def test_unpacked_documents_take_more_tokens_and_no_graphs(monkeypatch, way, lon
     keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     config = run_config(packing=True, max_length=300, **keys)
     options = {"device": "cuda", "capacity_bytes": GIB}
-    monkeypatch.setattr("halfbyte.plan.estimate.isolate_like", lambda *_, **__: SimpleNamespace(way=way))
+    monkeypatch.setattr("halfbyte.plan.shapes.isolate_like", lambda *_, **__: SimpleNamespace(way=way))
     found = estimate(config, model_config, **options)
     assert found.use_graphs == graphs
     padded = config.model_copy(update={"packing": False, "max_length": round(300 * longer)})

@@ -22,13 +22,13 @@ OWN = {
 LEFT = {
     "adapters.py",
     "chat.py",
-    "checkpoint_files.py",
+    "reading/tensors.py",
     "cli/generate.py",
     "data/formats.py",
     "data/sources.py",
     "demo/base.py",
     "demo/run.py",
-    "export/base.py",
+    "models/stored.py",
     "export/gguf_source.py",
     "export/verify.py",
     "formats/base.py",
@@ -39,7 +39,6 @@ LEFT = {
     "runs/lock.py",
     "runs/manifest.py",
     "runs/saved.py",
-    "serve/model.py",
     "train/checkpoint.py",
     "train/metrics.py",
 }

@@ -34,13 +34,23 @@ def test_names_of_this_machine_are_answered(served, host):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "", "[::1"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil",
+        "",
+        "[::1",
+        "a@localhost",
+        "localhost/a",
+    ],
 )
 def test_other_names_are_not(served, host):
     """A page whose name leads to 127.0.0.1 is the browser's same origin: it could post JSON and read the answer."""
     client = client_of(served)
     for answer in (client.get(MODELS, headers={"host": host}), client.post(CHAT, json=HELLO, headers={"host": host})):
-        assert (answer.status_code, answer.text) == (400, "Invalid host header")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +69,14 @@ def test_pages_of_other_sites_are_not(served, origin):
 def test_rebinding_gets_nothing(served):
     for method, path in (("GET", MODELS), ("POST", CHAT)):
         assert client_of(served).request(method, path, json=HELLO, headers=EVIL).status_code == 400
+
+
+def test_anyone_may_ask_whether_the_server_is_well(served):
+    """What watches over servers asks by their address, and without a key."""
+    client = client_of(served, Access(api_key="secret"), host="10.1.2.3:8000")
+    answer = client.get("/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert client.get("/health/", headers=EVIL).status_code == 400
 
 
 def test_named_hosts_are_answered(served):
@@ -119,10 +137,10 @@ def test_hosts_that_others_reach_need_a_key(host, address, needed):
     assert access.hosts == tuple(dict.fromkeys([*guard.LOOPBACK, named]))
 
 
-def test_it_is_refused_before_the_model_is_loaded(monkeypatch):
+def test_it_is_refused_before_the_model_is_loaded(base_folder, monkeypatch):
     monkeypatch.setattr(run, "load", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines reach it"):
-        command.serve_model("no/such-model", "0.0.0.0", 0, [])
+        command.serve_model(str(base_folder), "0.0.0.0", 0, [])
     with socket.socket() as again:
         again.bind(("0.0.0.0", 0))
 
@@ -139,14 +157,15 @@ def test_names_that_are_none(name):
         access_to("127.0.0.1", "127.0.0.1", [name], None)
 
 
-def test_the_command_line_hands_it_on(monkeypatch):
+def test_the_command_line_hands_it_on(base_folder, monkeypatch):
     from typer.testing import CliRunner
 
     from halfbyte.cli.app import app
 
     seen = []
     monkeypatch.setattr("halfbyte.serve.run.serve", lambda *words: seen.append(words))
-    words = ["serve", "m", "--allowed-host", "gpu.lan", "--allowed-host", "b", "--trust-remote-code"]
+    model = str(base_folder)
+    words = ["serve", model, "--allowed-host", "gpu.lan", "--allowed-host", "b", "--trust-remote-code"]
     assert CliRunner().invoke(app, [*words, "--api-key", "one"]).exit_code == 0
-    assert CliRunner().invoke(app, ["serve", "m"], env={guard.KEY_VARIABLE: "two"}).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", model], env={guard.KEY_VARIABLE: "two"}).exit_code == 0
     assert [each[-3:] for each in seen] == [(["gpu.lan", "b"], "one", True), ([], "two", False)]

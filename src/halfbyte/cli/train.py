@@ -7,19 +7,18 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..console import Console
-from ..runs.inputs import look_over_inputs
-from ..runs.lock import run_lock
 from ..signals import Stopped
-from ..train.checkpoint import checkpoints, starting_point
+from ..train.checkpoint import checkpoints
+from ..train.look_over import look_over_run
+from .imports import quick_imports
 
 
 def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     """Train, and where a signal ends it say what is saved and how to go on."""
     again: str | bool | None = True if resume else config.resume_from_checkpoint
-    with run_lock(config.output_path):
-        starting_point(config, again, contents=False)
-    look_over_inputs(config)
-    from ..train.sft import train
+    look_over_run(config, again)
+    with quick_imports():
+        from ..train.sft import train
 
     try:
         train(config, resume=again, console=Console(outlives_reader=True))
@@ -31,5 +30,5 @@ def train_run(config: RunConfig, file: Path, resume: bool) -> None:
 def _what_is_saved(folder: Path, file: Path) -> str:
     saved = checkpoints(folder)
     if not saved:
-        return "no step was done yet"
+        return "no checkpoint was saved, as no step was done yet"
     return f"{saved[-1]} is saved; continue with `halfbyte train {file} --resume`"

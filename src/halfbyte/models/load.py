@@ -10,16 +10,22 @@ import torch
 
 from ..architectures import auto_class, beside_text
 from ..config import Origin, Storage, storage_of
-from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
+from ..errors import ConfigError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
-from .find import ModelFiles, find_model, place_of, untrusted
+from ..reading.boundary import answered
+from .find import ModelFiles, find_model, place_of, trusted_only
+from .quiet import quiet
+from .tiny import tiny_config
+from .whole import check_finite, check_loaded
 
+TOKENIZER_KINDS = {"chat_template": (str, dict, type(None)), "model_max_length": (int, float)}
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head
+TORCHS_OWN = ("eager", "sdpa", FLEX)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -37,7 +43,8 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 
 def check_attention(config: Any, name: str | None, device: torch.device, *, trains: bool = False) -> None:
-    """Whether the attention that a run asks for is there, for a model of `config`; builds one without weights.
+    """Whether the attention that a run asks for is there, for a model of `config`; builds one without weights, and runs
+    a small one of its kind where gradients are wanted.
 
     Args:
         name: `attn_implementation`; None for transformers' choice.
@@ -63,6 +70,25 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
             raise ConfigError(f"attn_implementation: {name} takes heads of {FLEX_HEAD} and more, not of {size}", fix)
     if "flash" in name and device.type == "cpu":
         raise ConfigError(f"attn_implementation: {name} runs on GPUs only", fix)
+    if trains and name not in TORCHS_OWN and (raised := _step_with(config, name, device)):
+        usual = _step_with(config, "sdpa", device) and _step_with(config, "eager", device)
+        if usual is None:  # else it is the small model that does not run
+            said = str(raised).strip().partition("\n")[0] or type(raised).__name__
+            raise ConfigError(f"attn_implementation: {name} does not train this model on {device}: {said}", fix)
+
+
+def _step_with(config: Any, attention: str, device: torch.device) -> Exception | None:
+    """What a small model of `config` raises in a forward and backward with that attention."""
+    try:
+        small = tiny_config(config)
+        small.__dict__.pop("quantization_config", None)
+        dtype = compute_dtype(device).dtype
+        model = auto_class(small).from_config(small, attn_implementation=attention, dtype=dtype).to(device).train()
+        tokens = torch.arange(10, 20, device=device)[None]
+        model(input_ids=tokens, use_cache=False).logits.float().sum().backward()
+    except Exception as error:  # whatever the attention's own library raises
+        return error
+    return None
 
 
 def load_model(
@@ -136,23 +162,17 @@ def _quantized_by(config: Any, name: str, storage: Storage) -> dict[str, Any]:
 
 
 def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
-    """transformers' loading, with what is missing or misshapen named."""
-    try:
-        loaded: Any = auto_class(config).from_pretrained(
+    """transformers' loading, with what is missing, misshapen or broken named."""
+    with trusted_only(name_or_path), answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"), quiet():
+        model, info = auto_class(config).from_pretrained(
             name_or_path,
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
             **options,
         )
-    except HalfbyteError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        if refused := untrusted(error, name_or_path):
-            raise refused from error
-        raise CheckpointError(f"cannot load {name_or_path!r}: {error}", "check the checkpoint's files") from error
-    model, info = loaded
-    _check_loaded(info, name_or_path)
+    check_loaded(info, name_or_path)
+    check_finite(model, name_or_path)
     return model
 
 
@@ -181,18 +201,6 @@ def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
     return {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skip}
 
 
-def _check_loaded(info: Any, name: str) -> None:
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{name}: {len(missing)} tensors are missing from the checkpoint, first {missing[0]}",
-            "re-download the checkpoint",
-        )
-    mismatched = sorted(str(key) for key in info["mismatched_keys"])
-    if mismatched:
-        raise CheckpointError(f"{name}: misshapen tensors: {mismatched[0]}", "check that config.json fits the weights")
-
-
 def load_tokenizer(
     name_or_path: str | Origin,
     *,
@@ -214,16 +222,15 @@ def load_tokenizer(
         name_or_path = Origin(name_or_path, revision, trust_remote_code)
     place = place_of(name_or_path)
     name = place.name
-    try:
+    there = Path(name, "tokenizer.json").is_file()
+    fix = "correct or re-download the tokenizer's files" if there else "put tokenizer.json beside the weights"
+    with trusted_only(name), answered(f"cannot load the tokenizer of {name!r}", fix, ModelError):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=place.revision, trust_remote_code=place.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        if refused := untrusted(error, name):
-            raise refused from error
-        raise ModelError(
-            f"cannot load the tokenizer of {name!r}: {error}", "put tokenizer.json beside the weights"
-        ) from error
+    for key, kinds in TOKENIZER_KINDS.items():
+        if not isinstance(value := getattr(tokenizer, key), kinds):
+            raise ModelError(f"{name}/tokenizer_config.json: {key} cannot be {value!r:.80}", fix)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {name} has no EOS token: a model trained with it would never stop",
