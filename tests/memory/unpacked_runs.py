@@ -30,8 +30,8 @@ from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.memory.offload import Offload
 from halfbyte.models.find import ModelFiles, load_model_config
-from halfbyte.train import rows as training_rows
 from halfbyte.train import prepare, sft
+from halfbyte.train import rows as training_rows
 
 GIB = 2**30
 SHAPES = {
