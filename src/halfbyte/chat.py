@@ -148,7 +148,7 @@ def chat(
             _say(conversation, line, number, compare_base, interactive)
         except HalfbyteError as error:
             lost.append(str(number))
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error, file=sys.stderr, flush=True)
     if lost and not interactive:
         lines = f"line {lost[0]}" if len(lost) == 1 else f"lines {', '.join(lost[:10])}{', …' * (len(lost) > 10)}"
         raise DataError(f"{lines} of the input {'has' if len(lost) == 1 else 'have'} no answer", "see above why")
