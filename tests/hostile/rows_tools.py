@@ -28,9 +28,13 @@ ROWS = [
     factory("63 dataset_info.json that is cut", '{"mine": {"file_name', says="dataset_info.json"),
     factory("63 dataset_info.json of a list", "[1, 2]", says="dataset_info.json"),
     factory(
-        "63 a rank that is a mapping", '{"mine": {"file_name": "data.jsonl"}}', "lora_rank: {a: 1}\n", says="lora_rank"
+        "63 a rank that is a mapping: LLaMA-Factory",
+        '{"mine": {"file_name": "data.jsonl"}}',
+        "lora_rank: {a: 1}\n",
+        code=0,
+        says="lora_rank: {a: 1}",
     ),
-    axolotl("63 a rank that is a mapping", "lora_r: {a: 1}\n", says="lora_r"),
+    axolotl("63 a rank that is a mapping: Axolotl", "lora_r: {a: 1}\n", code=0, says="lora_r: {a: 1}"),
     axolotl("64 rl: dpo", "rl: dpo\n", says="rl"),
     factory("64 stage: dpo", '{"mine": {"file_name": "data.jsonl"}}', "stage: dpo\n", says="stage"),
     Case(

@@ -26,7 +26,7 @@ from ..errors import HalfbyteError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-SECONDS = 0.7  # CPU time between two calls of `restart_clock`
+SECONDS = 0.5  # CPU time between two calls of `restart_clock`
 MEMORY = 512 * 2**20
 IDLE = 10.0  # seconds without a call after which a child ends: it keeps the memory that this process had
 PATIENCE = 60.0  # seconds on the clock for an answer, where the machine is so busy that the child gets no CPU time
