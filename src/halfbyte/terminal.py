@@ -145,7 +145,7 @@ def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
 def bar_widths(values: Sequence[float], width: int) -> list[int]:
     """Cells for each of `values` in a bar of `width` cells; they add up to `width` exactly.
 
-    Cells are shared by largest remainder; a value above zero gets at least one cell while there are enough.
+    Cells are shared by largest remainder, so bars of one scale compare; what has no cell is in the legend.
     """
     total = sum(values)
     if total <= 0:
@@ -155,11 +155,6 @@ def bar_widths(values: Sequence[float], width: int) -> list[int]:
     by_remainder = sorted(range(len(values)), key=lambda index: cells[index] - shares[index])
     for index in by_remainder[: width - sum(cells)]:
         cells[index] += 1
-    empty = [index for index, value in enumerate(values) if value > 0 and cells[index] == 0]
-    if sum(value > 0 for value in values) <= width:
-        for index in empty:
-            cells[cells.index(max(cells))] -= 1
-            cells[index] = 1
     return cells
 
 
@@ -222,18 +217,19 @@ def _stack(
 ) -> Group:
     """A stacked bar with its legend under it; what `parts` leave of a known capacity is free."""
     in_colours = coloured(console)
-    free = max(scale - sum(parts.values()), 0)
-    widths = bar_widths([*parts.values(), free], max(20, min(console.width - 14, 72)))
+    free, cells = max(scale - sum(parts.values()), 0), max(4, min(console.width - 14, 72))
+    used, _ = bar_widths([sum(parts.values()), free], cells)
+    widths = bar_widths(list(parts.values()), used)
     bar, legend = Text(no_wrap=True), []
-    for (part, count), cells in zip(parts.items(), widths[:-1], strict=True):
+    for (part, count), width in zip(parts.items(), widths, strict=True):
         name, colour, letter = names[part]
-        bar.append(("█" if in_colours else letter) * cells, colour)
+        bar.append(("█" if in_colours else letter) * width, colour)
         if count > 0:
             legend.append(
                 Text.assemble(("■" if in_colours else letter, colour), f" {name} {size(count)}", no_wrap=True)
             )
     if capacity_known:
-        bar.append("░" * widths[-1], "bright_black")
+        bar.append("░" * (cells - used), "bright_black")
         legend.append(Text(f"░ free {size(free)}", "bright_black", no_wrap=True))
     return Group(bar, Columns(legend, padding=(0, 2)))
 

@@ -35,7 +35,6 @@ LEFT = {
     "gguf/tokenizer.py",
     "gguf/vision.py",
     "models/load.py",
-    "report/run.py",
     "runs/lock.py",
     "runs/manifest.py",
     "runs/saved.py",

@@ -23,7 +23,7 @@ from halfbyte.train.sft import finetune, train
 
 FILES = {
     "README.md", "checks.json", "config.resolved.yaml", "data_report.json", "environment.json",
-    "generations.json", "memory.json", "metrics.jsonl", "report.html",
+    "generations.json", "memory.json", "metrics.jsonl", "report.html", "run.yaml",
 }  # fmt: skip
 
 
@@ -85,6 +85,28 @@ def test_its_files_say_what_the_seams_promise(finished, place):
     checked = read(finished.output_dir, "checks.json")
     assert checked["adapter_reload"]["equal"]
     assert checked["first_step"]["difference"] < 1e-4
+
+
+def test_it_leaves_the_keys_that_were_given_as_a_file(finished, place, tmp_path):
+    file = finished.output_dir / "run.yaml"
+    assert load_config(file) == load_config(None, keys(place, finished.output_dir))
+    assert "lr_scheduler_type" not in file.read_text()
+    kept = tmp_path / "out" / "run.yaml"
+    kept.parent.mkdir()
+    kept.write_text("# mine\n")
+    run(place, kept.parent, max_steps=1, sample_prompts=0)
+    assert kept.read_text() == "# mine\n"
+
+
+def test_a_run_that_stops_leaves_a_report_of_its_steps(place, tmp_path, monkeypatch):
+    def stop(self, step, loss_sum, norm, scaled):
+        if step == 2:
+            raise TrainingError("step 2: loss nan")
+
+    monkeypatch.setattr("halfbyte.train.stops.Stops.check_numbers", stop)
+    with pytest.raises(TrainingError, match="loss nan"):
+        run(place, tmp_path / "out", sample_prompts=0)
+    assert "mean from step 1 to 1" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_the_adapter_loads_in_plain_peft_on_the_original_base(finished, place):

@@ -21,7 +21,7 @@ from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.errors import TrainingError
+from halfbyte.errors import HalfbyteError, TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
@@ -42,7 +42,7 @@ from halfbyte.words import one_line
 from ..runs.lock import run_lock
 from . import checks, samples
 from .loop import TrainingLoop
-from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
+from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reproducible import repeatable, verdict
 from .setup import OpenRun, open_run, write_environment, write_memory
@@ -96,12 +96,25 @@ def _open_and_run(prepared: PreparedRun, resume: str | bool | None, console: Con
     try:
         with _settings(prepared):
             return _run(open_run(prepared, resume), console)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError, TrainingError) as error:
+        if not isinstance(error, TrainingError) and not is_out_of_memory(error):
+            raise
+        _report_so_far(prepared, console)
+        if isinstance(error, TrainingError):
             raise
         raise TrainingError(advise_out_of_memory(prepared.plan, error, prepared.config)) from error
     finally:
         _release(prepared.machine.device)
+
+
+def _report_so_far(run: PreparedRun, console: Console) -> None:
+    """The report of a run that could not go on, where it did a step: its numbers show how it came to that."""
+    from halfbyte.report import write_report
+
+    if run.mesh.is_main and MetricsFile(run.config.output_path / "metrics.jsonl").records():
+        with contextlib.suppress(HalfbyteError):  # no room on the disk is what stopped some
+            report = write_report(run.config.output_path)
+            console.print(one_line(f"report so far: {report}"), soft_wrap=True)
 
 
 @contextlib.contextmanager
