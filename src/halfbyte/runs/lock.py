@@ -113,7 +113,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Lock the file; False, which is said, where the file system cannot.
+    """Lock the file; False, with a notice, where the file system cannot.
 
     Raises:
         ConfigError: another process holds it.
