@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -187,6 +188,14 @@ def test_running_out_of_memory_gives_advice(place, tmp_path, monkeypatch):
     monkeypatch.setattr(sft.TrainingLoop, "train", exhausted)
     with pytest.raises(TrainingError, match=r"2.00 GiB.*\n.*change: "):
         run(place, tmp_path)
+
+
+def test_a_run_that_stops_leaves_the_report_of_what_it_did(place, tmp_path):
+    with pytest.raises(TrainingError, match="stopped before updating any weight"):
+        run(place, tmp_path, learning_rate=1e30)
+    report = (tmp_path / "report.html").read_text()
+    assert re.search(r"the run was not finished: step \d: loss", report)
+    assert "Final training loss" in report
 
 
 def test_several_processes_are_refused(place, tmp_path, monkeypatch):

@@ -170,6 +170,11 @@ def write_memory(job: Job, measured: dict[str, int]) -> None:
     write_json(job.output / "memory.json", document)
 
 
-def write_environment(job: Job, finished: float | None = None) -> None:
-    """environment.json, with everything announced so far."""
-    write_json(job.output / "environment.json", {**job.environment, "notices": said(), "finished": finished})
+def write_environment(job: Job, finished: float | None = None, stopped: str = "") -> None:
+    """environment.json, with everything announced so far.
+
+    Args:
+        stopped: why the run was not finished.
+    """
+    ended = {"finished": finished, **({"stopped": stopped} if stopped else {})}
+    write_json(job.output / "environment.json", {**job.environment, "notices": said(), **ended})

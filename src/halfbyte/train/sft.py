@@ -93,7 +93,12 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise TrainingError(advise_out_of_memory(job.plan, error, config)) from error
+            stopped = TrainingError(advise_out_of_memory(job.plan, error, config))
+            _report_stopped(job, stopped, console)
+            raise stopped from error
+        except TrainingError as error:
+            _report_stopped(job, error, console)
+            raise
         finally:
             _release(job.device)
 
@@ -269,6 +274,16 @@ def _report(job: Job, console: Console) -> None:
     report = write_report(job.output)
     saved = "adapter" if job.config.use_peft else "model"
     console.print(one_line(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
+
+
+def _report_stopped(job: Job, error: TrainingError, console: Console) -> None:
+    """What the steps before it came to, where there were any; nothing where the disk is full, which the error says."""
+    if job.mesh.is_main and job.metrics.records():
+        from halfbyte.report import write_report
+
+        with contextlib.suppress(TrainingError):
+            write_environment(job, time.time(), error.message)
+            console.print(f"report until then: {write_report(job.output)}", soft_wrap=True)
 
 
 def _summary(job: Job, measured: dict[str, int]) -> dict[str, Any]:
