@@ -124,7 +124,7 @@ class TestRefusing:
             ("device: gpu", "device must be"),
             ("target_modules: []", "target_modules must name at least one"),
             ("learning_rate: .nan", "learning_rate must be a number above 0"),
-            ("seed:", "seed must be a whole number, not None"),
+            ("seed:", "seed must be a whole number from 0 to 4,294,967,295, not None"),
         ],
     )
     def test_wrong_value_names_key_place_and_what_is_allowed(self, write, line, said):
@@ -360,7 +360,7 @@ CONFIGS = st.fixed_dictionaries(
         "resume_from_checkpoint": st.none() | st.booleans() | FIELDS["text"],
         "sample_prompts": st.integers(0, 9) | st.lists(FIELDS["text"], max_size=3),
         "report_to": st.lists(FIELDS["text"], max_size=2),
-        "seed": st.integers(-(2**40), 2**40),
+        "seed": st.integers(0, 2**32 - 1),
     },
 )
 

@@ -259,15 +259,18 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
 
 
 def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") -> None:
-    """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype.
+    """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype. One on the
+    meta device is only compared with it.
 
     Raises:
         CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or
             infinite.
     """
     path = folder / ADAPTER
-    expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    tensors = _read_tensors(path)
+    own = dict(model.named_parameters())  # a state dict would hold the base's parts, which have values
+    expected = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
+    with torch.device("cpu"):
+        tensors = _read_tensors(path)
     for key, tensor in expected.items():
         if key not in tensors:
             raise CheckpointError(f"{path} lacks the tensor {key}", ANOTHER_MODEL)
@@ -280,7 +283,8 @@ def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") 
         _drop_embeddings_of_base(model, name, tensors, expected.keys())
     if unexpected := sorted(tensors.keys() - expected.keys()):
         raise CheckpointError(f"{path} holds {unexpected[0]}, which this model has no place for", ANOTHER_MODEL)
-    set_peft_model_state_dict(model, tensors, name)
+    if not all(tensor.is_meta for tensor in expected.values()):
+        set_peft_model_state_dict(model, tensors, name)
 
 
 def check_adapter_files(folder: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import ModelError
+from .errors import CheckpointError, DataError, HalfbyteError, ModelError
 from .notices import notice
+from .reading import look, read_json
 from .signals import Stopped
 
 if TYPE_CHECKING:
@@ -26,14 +28,17 @@ STYLES = {"instruction": "an instruction of its own", "text": "continued as plai
 class Conversation:
     """The turns so far, and how the model is asked for the next one."""
 
-    def __init__(self, saved: Saved, sampling: Sampling, max_new_tokens: int = 512):
+    def __init__(self, saved: Saved, sampling: Sampling, max_new_tokens: int | None = None):
         from .generation.stops import stop_tokens, turn_end
 
         self.saved, self.sampling, self.max_new_tokens = saved, sampling, max_new_tokens
         self.messages: list[Message] = []
         report = _data_report(saved.place)
         self.style = _style(saved.tokenizer, report)
-        ends = report.get("stop_tokens") or (turn_end(saved.tokenizer) if self.style == "template" else [])
+        ends = report.get("stop_tokens", [])
+        if not ends and self.style == "template":
+            with _template_answers():
+                ends = turn_end(saved.tokenizer)
         self.stops = stop_tokens(saved.tokenizer, saved.model, ends)
         if self.style != "template":
             notice("chat", f"no chat template in use: each line is {STYLES[self.style]}, without memory of the last")
@@ -46,8 +51,17 @@ class Conversation:
             return text
         if self.style == "instruction":
             return INSTRUCTION.format(prompt=text)
-        turns = [*self.messages, {"role": "user", "content": text}]
-        return str(self.saved.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        return self.render([*self.messages, {"role": "user", "content": text}])
+
+    def render(self, turns: Sequence[dict[str, Any]]) -> str:
+        """The turns through the chat template, and the beginning of an answer.
+
+        Raises:
+            DataError: the template refuses them.
+        """
+        tokenizer: Any = self.saved.tokenizer
+        with _template_answers():
+            return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True))
 
     def remember(self, text: str, answer: str) -> None:
         """Add a finished exchange."""
@@ -55,7 +69,8 @@ class Conversation:
 
     def prompt_ids(self, text: str) -> list[int]:
         """Tokens of `prompt`; a template writes its special tokens itself."""
-        return self.saved.tokenizer(self.prompt(text), add_special_tokens=self.style != "template")["input_ids"]
+        special = self.style != "template"
+        return self.saved.tokenizer(self.prompt(text), add_special_tokens=special, verbose=False)["input_ids"]
 
     def answer(self, text: str, adapter: bool = True) -> Generator[str]:
         """Yield the answer to `text` in pieces; closing the iterator, or Ctrl-C, stops the generation."""
@@ -75,6 +90,17 @@ class Conversation:
             yield from (piece.text for piece in pieces if piece.text)
 
 
+@contextlib.contextmanager
+def _template_answers() -> Iterator[None]:
+    """Raise a DataError for what a chat template raises."""
+    from .data.chat import TEMPLATE_ERRORS
+
+    try:
+        yield
+    except TEMPLATE_ERRORS as error:
+        raise DataError(f"the model's chat template says: {error}", "give turns that it takes") from error
+
+
 def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
     """How a line becomes a prompt: as the rows of the run did, and for a model without a run by its template."""
     formats = {source["format"] for source in report.get("sources", ())}
@@ -84,65 +110,101 @@ def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
 
 
 def _data_report(place: Place) -> dict[str, Any]:
-    path = place.resolved.parent / "data_report.json" if place.resolved else None
-    return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+    """What the run says about its rows; nothing for a model that no run of ours left."""
+    path, fix = place.resolved.parent / "data_report.json" if place.resolved else None, "take it away, or repair it"
+    if path is None or look(path, CheckpointError) != "file":
+        return {}
+    report = read_json(path, CheckpointError, fix)
+    sources = report.get("sources", []) if isinstance(report, dict) else None
+    if not isinstance(sources, list) or not all(isinstance(each, dict) and "format" in each for each in sources):
+        raise CheckpointError(f"{path}: not a run's report about its data", fix)
+    return report
 
 
 def chat(
-    name: str, *, compare_base: bool, max_new_tokens: int, temperature: float, trust_remote_code: bool = False
+    name: str, *, compare_base: bool, max_new_tokens: int | None, temperature: float, trust_remote_code: bool = False
 ) -> None:
     """Read lines, stream answers, until /quit or the end of the input.
+
+    A line that cannot be answered is said, and the next one read.
 
     Args:
         name: a run's output_dir, an adapter, or a model.
         compare_base: answer each line without the adapter first; the conversation goes on with the adapter's answer.
+        max_new_tokens: None for `generation.run.MOST`, or what the model has positions for.
         trust_remote_code: run the Python code that comes with the model; a run's own configuration does not count.
 
     Raises:
         ModelError: `compare_base` without an adapter.
+        DataError: at the end, where lines were piped in and not all could be answered.
     """
-    from .runs.saved import find, load_saved
+    from .runs.saved import load_saved, look_up
 
-    if compare_base and find(name).adapter is None:
+    trusting = [f"trust_remote_code={trust_remote_code}"]
+    if compare_base and look_up(name, trusting)[0].adapter is None:
         raise ModelError(f"--compare-base: {name} has no adapter to switch off", "name a run or an adapter")
-    saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
+    look_up(name, trusting)
     from .generation import Sampling
 
-    conversation = Conversation(saved, Sampling(temperature), max_new_tokens)
+    sampling = Sampling(temperature)
+    conversation = Conversation(load_saved(name, trusting), sampling, max_new_tokens)
     interactive = sys.stdin.isatty()
     if interactive:
         print("/reset starts over, /quit leaves; Ctrl-C stops an answer.")
-    for line in _lines("you: " if interactive else None):
-        if line == "/quit":
+    lost: list[str] = []
+    for number, line in _lines("you: " if interactive else None):
+        if line.casefold() == "/quit":
             break
-        if line == "/reset":
-            conversation.messages.clear()
-            print("(new conversation)")
-            continue
         try:
-            if compare_base:
-                _stream(conversation, line, "base: ", adapter=False)
-            answer = _stream(conversation, line, "adapter: " if compare_base else "model: ", adapter=True)
-        except ModelError as error:  # the conversation has outgrown the model's context
-            print(error)
-            continue
-        conversation.remember(line, answer)
+            _say(conversation, line, number, compare_base, interactive)
+        except HalfbyteError as error:
+            lost.append(str(number))
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    if lost and not interactive:
+        lines = f"line {lost[0]}" if len(lost) == 1 else f"lines {', '.join(lost[:10])}{', …' * (len(lost) > 10)}"
+        raise DataError(f"{lines} of the input {'has' if len(lost) == 1 else 'have'} no answer", "see above why")
 
 
-def _lines(prompt: str | None) -> Iterator[str]:
-    """Lines that are not blank, typed after `prompt` or piped in."""
-    read: Callable[[], str] = (lambda: input(prompt)) if prompt else input
+def _say(conversation: Conversation, line: str, number: int, compare_base: bool, interactive: bool) -> None:
+    """Obey or answer a line.
+
+    Raises:
+        DataError: it is no text, or an unknown command.
+        HalfbyteError: it cannot be answered, e.g. since the conversation has outgrown the model's positions.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in line):  # what stands for bytes that are no text
+        raise DataError(f"line {number} of the input is not {sys.stdin.encoding} text", "convert it")
+    if line.casefold() == "/reset":
+        conversation.messages.clear()
+        print("(new conversation)")
+        return
+    if re.fullmatch(r"/\w+", line):
+        raise DataError(f"line {number}: there is no command {line}", "/reset starts over, /quit leaves")
+    if compare_base:
+        _stream(conversation, line, "base: ", False, interactive)
+    answer = _stream(conversation, line, "adapter: " if compare_base else "model: ", True, interactive)
+    conversation.remember(line, answer)
+
+
+def _lines(prompt: str | None) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, typed after `prompt` or piped in, and their numbers."""
+    if isinstance(sys.stdin, TextIOWrapper):  # an undecodable byte must not cost the lines around it
+        sys.stdin.reconfigure(errors="surrogateescape")
+    number = 0
     while True:
         try:
-            line = read().strip()
+            line = (input(prompt) if prompt else input()).strip()
         except EOFError:
+            if prompt:
+                print()
             return
+        number += 1
         if line:
-            yield line
+            yield number, line
 
 
-def _stream(conversation: Conversation, line: str, label: str, adapter: bool) -> str:
-    """Print the answer as it comes; Ctrl-C ends this answer only."""
+def _stream(conversation: Conversation, line: str, label: str, adapter: bool, interactive: bool) -> str:
+    """Print the answer as it comes; Ctrl-C ends this answer only, where somebody types."""
     print(label, end="", flush=True)
     pieces: list[str] = []
     answer = conversation.answer(line, adapter)
@@ -152,8 +214,11 @@ def _stream(conversation: Conversation, line: str, label: str, adapter: bool) ->
             print(piece, end="", flush=True)
     except KeyboardInterrupt as stop:
         answer.close()
-        if isinstance(stop, Stopped):
+        if isinstance(stop, Stopped) or not interactive:
             raise
         print(" (stopped)", end="")
+    except HalfbyteError:
+        print(flush=True)
+        raise
     print(flush=True)
     return "".join(pieces)

@@ -64,7 +64,7 @@ COMMANDS = {
     },
     "eval": of("eval", SAVED, "one.jsonl") | {("eval", "model", "none.jsonl"): NO_FILE},
     "chat": of("chat", SAVED),
-    "generate": of("generate", SAVED, "prompts.txt") | {("generate", "model", "none.txt"): "cannot read none.txt"},
+    "generate": of("generate", SAVED, "prompts.txt") | {("generate", "model", "none.txt"): "no such file: none.txt"},
     "merge": {("merge", "none"): "there is no folder none", ("merge", "empty"): NO_RUN},
     "export": of("export --gguf q8_0", SAVED),
     "serve": of("serve", SAVED) | {("serve", "model", "--adapter", "a=model"): "model has no adapter_config.json"},

@@ -1,15 +1,17 @@
 """`check` names what makes a run fit, and `init` writes a file that loads and fits."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import transformers
 
-from halfbyte.cli import check
 from halfbyte.cli.init import SHOWN, _packed, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
 from halfbyte.errors import ModelError
 from halfbyte.memory.batches import Batches
+from halfbyte.models.find import load_model_config
+from halfbyte.plan import advice
 from halfbyte.plan.estimate import estimate as plan_of
 
 CAPACITY = 1000
@@ -27,12 +29,12 @@ def _stand_in(monkeypatch):
     def estimate(config, model_config, *, batches):
         return SimpleNamespace(fits=cost(config, batches.largest.tokens) <= CAPACITY)
 
-    monkeypatch.setattr("halfbyte.plan.estimate.estimate", estimate)
+    monkeypatch.setattr(advice, "estimate", estimate)
 
 
 @pytest.mark.usefixtures("_stand_in")
 @pytest.mark.parametrize(
-    ("keys", "advice"),
+    ("keys", "said"),
     [
         ({"activation_checkpointing": False, "max_length": 1024}, "set activation_checkpointing: true"),
         (
@@ -49,16 +51,18 @@ def _stand_in(monkeypatch):
         ({"max_length": 65, "load_in_4bit": False, "use_peft": False}, "no key makes it fit"),
     ],
 )
-def test_the_first_change_that_fits(keys, advice):
+def test_the_first_change_that_fits(keys, said):
     config = RunConfig(**{"model_name_or_path": "m", "dataset": "d", **keys})
-    assert check.what_would_fit(config, None, 1000, full).startswith(advice)
+    assert advice.what_would_fit(config, None, 1000, full).startswith(said)
 
 
 @pytest.mark.usefixtures("_stand_in")
 def test_a_batch_of_all_rows_shrinks_from_what_the_data_has():
     config = RunConfig(model_name_or_path="m", dataset="d", per_device_train_batch_size=100_000, max_length=100)
-    advice = check.what_would_fit(config, None, 60, full)
-    assert advice == "set per_device_train_batch_size: 3, gradient_accumulation_steps: 33334"
+    assert (
+        advice.what_would_fit(config, None, 60, full)
+        == "set per_device_train_batch_size: 3, gradient_accumulation_steps: 33334"
+    )
 
 
 def full(config: RunConfig) -> Batches:
@@ -69,9 +73,9 @@ def test_a_wrong_target_module_shows_without_weights(shared):
     keys = {"model_name_or_path": str(shared / "models/llama-40m"), "dataset": "d"}
     config = load_config(None, keys | {"target_modules": ["q_prj"]})
     with pytest.raises(ModelError, match="q_prj"):
-        plan_of(config, check.read_model_config(config), device="cpu")
+        plan_of(config, load_model_config(config.model_name_or_path), device="cpu")
     config.target_modules = ["q_proj"]
-    assert plan_of(config, check.read_model_config(config), device="cpu").adapters
+    assert plan_of(config, load_model_config(config.model_name_or_path), device="cpu").adapters
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_init_asks_whether_packed_documents_see_each_other(family, packing, comm
     keys = {"layer_types": ["conv", "full_attention"] * 8, "num_hidden_layers": 16} if family == "Lfm2" else {}
     getattr(transformers, f"{family}Config")(**keys).save_pretrained(tmp_path)
     base = load_config(None, {"model_name_or_path": str(tmp_path), "dataset": "d"})
-    config, lines = _packed(base, check.read_model_config(base))
+    config, lines = _packed(base, load_model_config(str(tmp_path)))
     assert config.packing is packing
     assert bool(lines) is bool(comment)
     assert comment in " ".join(lines)
@@ -93,11 +97,12 @@ def test_init_asks_whether_packed_documents_see_each_other(family, packing, comm
 def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path):
     from halfbyte.plan.estimate import estimate
 
-    (tmp_path / "data.jsonl").touch()
+    rows = [{"prompt": f"what is {n}?", "completion": "a number. " * 30 * n} for n in range(1, 41)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = starting_config(str(shared / "models/llama-40m"), str(tmp_path / "data.jsonl"))
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
     written = [line.split(":")[0] for line in text.splitlines() if not line.startswith("#")]
     assert written == [key for section in SECTIONS for key in section.model_fields if key in SHOWN]
-    assert estimate(config, check.read_model_config(config)).fits
+    assert estimate(config, load_model_config(config.model_name_or_path)).fits
     assert config.max_length <= 2048  # what the model was made for

@@ -203,10 +203,11 @@ class TestTalking:
     def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(self, run_folder, monkeypatch, capsys):
         lines = iter(["word " * 3000, "Hello", "/quit"])
         monkeypatch.setattr("builtins.input", lambda *prompt: next(lines))
-        chat.chat(str(run_folder), compare_base=False, max_new_tokens=3, temperature=0.0)
-        said = capsys.readouterr().out
-        assert "pass the model's 2048 positions" in said
-        assert said.count("model: ") == 2
+        with pytest.raises(DataError, match="line 1 of the input has no answer"):
+            chat.chat(str(run_folder), compare_base=False, max_new_tokens=3, temperature=0.0)
+        said = capsys.readouterr()
+        assert "no room for an answer in the model's 2048 positions" in said.err
+        assert said.out.count("model: ") == 2
 
     def test_comparing_needs_an_adapter(self, model_folder):
         with pytest.raises(ModelError, match="no adapter to switch off"):

@@ -14,9 +14,9 @@ from halfbyte.train import checkpoint
 
 SURFACE = {
     "init": ["model", "data"],
-    "check": ["config", "overrides"],
-    "preview": ["config", "overrides", "-n --count"],
-    "train": ["config", "overrides", "--resume"],
+    "check": ["run"],
+    "preview": ["run", "-n --count"],
+    "train": ["run", "--resume"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", "--trust-remote-code"],
     "generate": ["model", "prompts", "--max-new-tokens", "--temperature", "--batch-size", "--trust-remote-code"],

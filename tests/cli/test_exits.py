@@ -114,7 +114,7 @@ def test_square_brackets_and_control_codes_in_a_message_are_shown(stopped_with, 
 
 USAGE = {
     "chekc": ("no such command 'chekc'", "did you mean check?"),
-    "train": ("missing argument 'RUN.YAML'", "write halfbyte train [OPTIONS] {RUN.YAML}"),
+    "train": ("missing argument 'RUN.YAML | MODEL DATA | KEY=VALUE'", "write halfbyte train [OPTIONS] {RUN.YAML"),
     "chat m --temperature -1": ("invalid value for '--temperature'", "write halfbyte chat "),
     "chat m --compar": ("no such option: --compar", "did you mean --compare-base?"),
     "env --what": ("no such option: --what", "`halfbyte env -h` explains"),

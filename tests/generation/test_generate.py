@@ -170,7 +170,63 @@ def test_an_empty_prompt_and_none():
         generation.generate(model, [[1], []])
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_k", -2), ("top_p", 0), ("top_p", 1.5)])
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_by_default_an_answer_ends_where_the_positions_do(family):
+    """Each row at its own end: a prompt's answer does not depend on its neighbours."""
+    if family == "Llama":
+        model = tiny("Llama", adapter=False, shape={"max_position_embeddings": 32}).eval()
+    else:  # positions are a table: a row that has ended must not read behind it
+        config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    prompts = [*PROMPTS, [5] * 31]
+    found = generation.generate(model, prompts, stops=[])
+    assert [len(ids) + len(answer) for ids, answer in zip(prompts, found, strict=True)] == [32] * 4
+    assert found == [generation.generate(model, [ids], stops=[])[0] for ids in prompts]
+    assert generation.generate(model, PROMPTS, max_new_tokens=[3, 1, 2], stops=[]) == [
+        answer[:length] for answer, length in zip(found, (3, 1, 2), strict=False)
+    ]
+    with pytest.raises(ModelError, match="32 tokens leaves no room for an answer in the model's 32 positions"):
+        generation.generate(model, [[5] * 32], stops=[])
+    with pytest.raises(ModelError, match="11 tokens and max_new_tokens 22 pass the model's 32"):
+        generation.generate(model, PROMPTS, max_new_tokens=22)
+
+
+def test_nan_is_no_answer():
+    model = tiny("Llama", adapter=False).eval()
+    model.model.norm.weight.data[3] = float("nan")
+    with pytest.raises(ModelError, match="logits are NaN"):
+        generation.generate(model, PROMPTS, max_new_tokens=2)
+
+
+def test_logits_can_be_watched():
+    model, seen = tiny("Llama", adapter=False).eval(), []
+    steps = generation.stream(
+        model, PROMPTS, max_new_tokens=5, stops=[], watch=lambda *pair: seen.append([each.clone() for each in pair])
+    )
+    tokens = list(steps)
+    assert [drawn.tolist() for _, drawn in seen] == tokens
+    assert all(torch.equal(logits.argmax(-1), drawn) for logits, drawn in seen)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-9, 1e-6])
+def test_the_lowest_temperatures_take_the_likeliest(temperature):
+    logits = torch.tensor([[300.0, 299.0, -1e30]])
+    assert Sampling(temperature).draw(logits, None).tolist() == [0]
+    assert Sampling(temperature).probabilities(logits).tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", float("nan")),
+        ("top_k", -2),
+        ("top_p", 0),
+        ("top_p", 1.5),
+    ],
+)
 def test_sampling_out_of_range(name, value):
     with pytest.raises(ConfigError, match=name):
         Sampling(**{name: value})

@@ -71,6 +71,7 @@ def base(stage, environment, tmp_path_factory):
             ended = stage.run(["train", "run.yaml", *STOPPED.split()], folder, scratch, **killed)
             assert ended.code == -9, ended.err.decode()
             assert len([*folder.glob("stopped/checkpoint-*")]) == 2
+            (folder / "stopped/.lock").unlink()
             modules += run("generate", "run", "prompts.jsonl", "--max-new-tokens", "4")
             (root / "modules.json").write_text(json.dumps(list(dict.fromkeys(modules))))
     stage.import_all(json.loads((root / "modules.json").read_text()))

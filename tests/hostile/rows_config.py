@@ -24,7 +24,7 @@ def config(**keys: str) -> dict[str, str]:
 
 ROWS = [
     Case("+ a good run is ready", "check run.yaml", code=0, says="ready"),
-    Case("+ a good run runs", "train run.yaml", code=0, after=("out", "out/*"), owed="term"),  # 80
+    Case("+ a good run runs", "train run.yaml", code=0, after=("out", "out/*")),
     # What YAML's parser raises.
     Case("1 a bell in the file", both(), says="run.yaml", files=config(output_dir="a\x07b")),
     Case("1 NUL in the file", both(), says="run.yaml", files=config(output_dir="a\0b")),
@@ -37,7 +37,7 @@ ROWS = [
     Case("+ a python tag", both(), says="run.yaml", files=config(seed="!!python/object/apply:os.system [touch PWNED]")),
     Case("+ nested 10,000 deep", both(), says="run.yaml", files=config(dataset="[" * 10000)),
     Case("11 a bomb of aliases", both(), says="x0", files={"run.yaml": BOMB + RUN}),
-    Case("11 a bomb in a known key", both(), says="dataset", files={"run.yaml": f"{BOMB}{RUN}target_modules: *x7\n"}),
+    Case("11 a bomb in a known key", both(), says="x0", files={"run.yaml": f"{BOMB}{RUN}target_modules: *x7\n"}),
     Case("+ a file of one list", both(), says="run.yaml", files={"run.yaml": "- a\n- b\n"}),
     Case("+ an empty file", both(), says="model_name_or_path", files={"run.yaml": ""}),
     Case("+ the same key twice", both(), says="seed", files={"run.yaml": RUN + "seed: 1\nseed: 2\n"}),
@@ -66,7 +66,7 @@ ROWS = [
     Case("8 a template of 5000 characters", both(f"chat_template_path={'t' * 5000}"), says="chat_template_path"),
     Case(
         "9 markup in output_dir",
-        "train run.yaml output_dir='[bold]x[/nope]'",
+        ["train", "run.yaml", "output_dir='[bold]x[/nope]'"],
         code=0,
         says="[bold]x[/nope]",
         after=("?bold?x?", "?bold?x?/nope?", "?bold?x?/nope?/*"),

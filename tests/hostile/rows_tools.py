@@ -65,6 +65,6 @@ ROWS = [
     Case("72 data and model swapped", "init data.jsonl model", says="data.jsonl", fix="init model data.jsonl"),
     Case("72 no dataset to mix for", "mix model nope.jsonl", says="nope.jsonl", never=("eval_dataset",)),
     Case("72 no formats to mix", "mix model data.jsonl --formats ''", says="--formats", code=(1, 2)),
-    Case("72 an unknown format to mix", "mix model data.jsonl --formats nf4,nf5", says="nf5"),
+    Case("72 an unknown format to mix", "mix model data.jsonl --formats nf4,nf5", says="nf5", code=(1, 2)),
     Case("85 env in words", "env", code=0, never=("enabled False", "· reason"), says="torch"),
 ]

@@ -18,11 +18,14 @@ from halfbyte.generation.text import Piece
 from halfbyte.serve.app import Endpoints, application
 from halfbyte.serve.guard import LOCAL
 from halfbyte.serve.model import Limits, load
+from halfbyte.serve.requests import ChatRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 ONCE = {"model": "tiny", "prompt": "Once"}
 GREEDY = {"temperature": 0, "max_tokens": 12}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLED_BADLY = [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]}]
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +130,99 @@ class TestAnswers:
         plain = client.post(CHAT, json=HELLO | GREEDY).json()["choices"]
         parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
         nothing = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "stop": None, "tools": [], "user": "me"}
+        nothing |= {"max_completion_tokens": None, "metadata": {"job": "1"}, "store": False, "tool_choice": "none"}
+        nothing |= {"parallel_tool_calls": True, "response_format": {"type": "text"}, "service_tier": "auto"}
+        nothing |= {"modalities": ["text"], "logit_bias": {}, "safety_identifier": "a", "prompt_cache_key": "b"}
+        nothing |= {"function_call": "none", "functions": [], "seed": -3, "stream_options": None, "top_logprobs": 0}
         body = HELLO | GREEDY | nothing | {"messages": [{"role": "user", "content": parts, "name": None}]}
         assert client.post(CHAT, json=body).json()["choices"] == plain
+
+    def test_no_bound_is_what_the_context_has_room_for(self, client):
+        for field in ("max_tokens", "max_completion_tokens"):
+            usage = client.post(CHAT, json=HELLO | {"temperature": 0, field: -1}).json()["usage"]
+            assert usage["total_tokens"] == CONTEXT
+
+    def test_several_answers(self, client):
+        plain = client.post(CHAT, json=HELLO | GREEDY).json()
+        body = HELLO | GREEDY | {"n": 3}
+        answer = client.post(CHAT, json=body).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert [choice["message"] for choice in answer["choices"]] == [plain["choices"][0]["message"]] * 3
+        assert answer["usage"] == {"prompt_tokens": 24, "completion_tokens": 36, "total_tokens": 60}
+        texts = {0: "", 1: "", 2: ""}
+        streamed = events(client.post(CHAT, json=body | {"stream": True}))
+        for event in streamed:
+            (choice,) = event["choices"]
+            texts[choice["index"]] += choice["delta"].get("content", "")
+        assert set(texts.values()) == {plain["choices"][0]["message"]["content"]}
+        assert [event["choices"][0]["index"] for event in streamed[:3]] == [0, 1, 2]  # each says who speaks
+        drawn = HELLO | {"max_tokens": 12, "temperature": 1.5, "seed": 1, "n": 2}
+        first, second = client.post(CHAT, json=drawn).json()["choices"]
+        assert first["message"] != second["message"]
+        body = GREEDY | {"model": "tiny", "prompt": ["Once", "Twice"], "n": 2}
+        once, again, twice, _ = (choice["text"] for choice in client.post(TEXT, json=body).json()["choices"])
+        assert once == again != twice
+
+    def test_each_prompt_is_answered_as_far_as_the_context_goes(self, client):
+        """As it is alone: what its neighbours are does not matter."""
+        body = {"model": "tiny", "temperature": 0}
+        prompts = ["Once", "x" * 100, "A longer prompt"]
+        together = client.post(TEXT, json=body | {"prompt": prompts}).json()
+        alone = [client.post(TEXT, json=body | {"prompt": prompt}).json() for prompt in prompts]
+        assert [each["text"] for each in together["choices"]] == [each["choices"][0]["text"] for each in alone]
+        assert together["usage"]["completion_tokens"] == sum(each["usage"]["completion_tokens"] for each in alone)
+
+    def test_log_probabilities_are_the_models(self, client, served):
+        tokenizer, model = served.saved.tokenizer, served.saved.model
+        asked = HELLO | GREEDY | {"logprobs": True, "top_logprobs": 3}
+        content = client.post(CHAT, json=asked).json()["choices"][0]["logprobs"]["content"]
+        ids = served._chat(ChatRequest(**HELLO).messages)
+        with torch.no_grad(), model.disable_adapter():
+            logs = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+        best, first = logs.topk(3), content[0]
+        assert first["logprob"] == pytest.approx(best.values[0].item(), abs=1e-4)
+        assert [each["token"] for each in first["top_logprobs"]] == [tokenizer.decode([i]) for i in best.indices]
+        assert [each["logprob"] for each in first["top_logprobs"]] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert first["top_logprobs"][0] == {key: first[key] for key in ("token", "logprob", "bytes")}
+        assert len(content) == 12
+        for each in content:
+            assert each["bytes"] == (None if "\ufffd" in each["token"] else list(each["token"].encode()))
+        streamed = events(client.post(CHAT, json=asked | {"stream": True}))
+        parts = [event["choices"][0]["logprobs"] for event in streamed]
+        assert [token for part in parts if part for token in part["content"]] == content
+        bare = client.post(CHAT, json=asked | {"top_logprobs": 0}).json()["choices"][0]["logprobs"]["content"]
+        assert [each["top_logprobs"] for each in bare] == [[]] * 12
+
+    def test_log_probabilities_of_completions(self, client):
+        def found(**more):
+            return client.post(TEXT, json=ONCE | GREEDY | more).json()["choices"][0]["logprobs"]
+
+        scores = found(logprobs=2)
+        for best, own in zip(scores["top_logprobs"], scores["token_logprobs"], strict=True):
+            assert max(best.values()) == own
+        lengths = [len(token) for token in scores["tokens"]]
+        assert scores["text_offset"] == [sum(lengths[:at]) for at in range(12)]
+        assert found(logprobs=0)["top_logprobs"] == [None] * 12
+        assert found() is found(logprobs=False) is None
+        streamed = events(client.post(TEXT, json=ONCE | GREEDY | {"logprobs": 2, "stream": True}))
+        offsets = [offset for event in streamed for offset in event["choices"][0]["logprobs"]["text_offset"]]
+        assert offsets == scores["text_offset"]
+
+    def test_roles_are_those_of_training(self, client, served):
+        """The tiny template knows no calls; a developer is the system."""
+        turns = [
+            {"role": "developer", "content": "be brief", "name": "boss"},
+            {"role": "user", "content": "add", "name": "me"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "two"}]},
+        ]
+        assert client.post(CHAT, json=HELLO | GREEDY | {"messages": turns}).status_code in (200, 400)
+        rendered = served.saved.tokenizer.decode(served._chat(ChatRequest(model="", messages=turns).messages))
+        assert rendered == (
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nadd<|im_end|>\n"
+            '<|im_start|>assistant\n{"name": "f", "arguments": {"a": 1}}<|im_end|>\n'
+            "<|im_start|>tool\ntwo<|im_end|>\n<|im_start|>assistant\n"
+        )
 
 
 def text_of(response) -> str:
@@ -183,8 +277,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (CHAT, HELLO | {"temperature": 3}, 400, "temperature", "less than or equal to 2"),
         (CHAT, HELLO | {"temperature": "hot"}, 400, "temperature", "valid number"),
         (CHAT, '{"model": "tiny", "temperature": NaN}', 400, "temperature", "finite"),
-        (CHAT, HELLO | {"top_p": 0}, 400, "top_p", "greater than 0"),
-        (CHAT, HELLO | {"seed": -1}, 400, "seed", "greater than or equal to 0"),
+        (CHAT, HELLO | {"top_p": -0.1}, 400, "top_p", "greater than or equal to 0"),
+        (CHAT, HELLO | {"seed": -(2**64)}, 400, "seed", "greater than or equal to"),
         (CHAT, HELLO | {"seed": 2**64}, 400, "seed", ""),
         (CHAT, HELLO | {"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         (CHAT, HELLO | {"max_tokens": "5"}, 400, "max_tokens", "valid integer"),
@@ -192,7 +286,20 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (CHAT, HELLO | {"stop": ""}, 400, "stop[0]", "at least 1 character"),
         (CHAT, HELLO | {"stop": list("abcde")}, 400, "stop", "at most 4 items"),
         (CHAT, HELLO | {"stream": "yes"}, 400, "stream", "valid boolean"),
-        (CHAT, HELLO | {"n": 2}, 400, "n", "n: this server does not have it"),
+        (CHAT, HELLO | {"n": 0}, 400, "n", "greater than or equal to 1"),
+        (CHAT, HELLO | {"n": 17}, 400, "n", "17 answers to 1 prompts; this server gives 16"),
+        (TEXT, {"model": "tiny", "prompt": ["a"] * 6, "n": 3}, 400, "n", "3 answers to 6 prompts"),
+        (CHAT, HELLO | {"top_logprobs": 2}, 400, "top_logprobs", "it needs logprobs: true"),
+        (CHAT, HELLO | {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20"),
+        (CHAT, HELLO | {"max_tokens": -2}, 400, "max_tokens", "greater than or equal to 1"),
+        (CHAT, HELLO | {"max_tokens": 2.5}, 400, "max_tokens", "valid integer"),
+        (CHAT, HELLO | {"store": True}, 400, "store", "this server does not have it"),
+        (CHAT, HELLO | {"tool_choice": "required"}, 400, "tool_choice", "does not have it"),
+        (CHAT, HELLO | {"response_format": {"type": "json_object"}}, 400, "response_format", "does not have it"),
+        (CHAT, HELLO | {"presence_penalty": 0.5}, 400, "presence_penalty", "does not have it"),
+        (CHAT, HELLO | {"metadata": {"a": 1}}, 400, "metadata.a", "valid string"),
+        (CHAT, HELLO | {"model": "x" * 10**5}, 404, "model", "xxx..."),
+        (CHAT, HELLO | {"messages": CALLED_BADLY}, 400, "messages", "the arguments of f:1: malformed JSON"),
         (CHAT, HELLO | {"tools": [{"type": "function"}]}, 400, "tools", "does not have it"),
         (CHAT, HELLO | {"max_tokens": 120}, 400, "messages", "context is 128 tokens, and you asked for 144 (24 in"),
         (TEXT, {"model": "tiny"}, 400, "prompt", "Field required"),
@@ -204,9 +311,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (TEXT, {"model": "tiny", "prompt": [-1]}, 400, "prompt", "token -1 is outside"),
         (TEXT, {"model": "tiny", "prompt": ["a"] * 17}, 400, "prompt", "17 prompts; this server takes 16"),
         (TEXT, {"model": "tiny", "prompt": "a" * 128}, 400, "prompt", "asked for 129 (128 in prompt, at least 1"),
-        (TEXT, ONCE | {"logprobs": 0}, 400, "logprobs", "does not have it"),
+        (TEXT, ONCE | {"logprobs": 6}, 400, "logprobs", "less than or equal to 5"),
+        (TEXT, ONCE | {"best_of": 2}, 400, "best_of", "does not have it"),
         (TEXT, ONCE | {"echo": True}, 400, "echo", "does not have it"),
-        ("/v1/embeddings", {}, 404, None, "POST /v1/embeddings: Not Found"),
+        ("/v1/embeddings", {}, 404, None, "POST /v1/embeddings: Not Found; there are /health"),
     ],
 )
 def test_malformed_requests(client, path, body, status, param, message):
@@ -373,6 +481,7 @@ class TestLoading:
 
     def test_no_template_takes_one_user_message(self, base_folder, served, monkeypatch):
         monkeypatch.setattr(served.talk, "style", "instruction")
+        monkeypatch.setattr(served, "template", None)
         with client_of(served) as client:
             answer = client.post(CHAT, json=HELLO | GREEDY).json()
             assert answer["choices"][0]["message"]["content"] == theirs(base_folder, served.talk.prompt("Hello"))

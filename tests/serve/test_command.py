@@ -1,12 +1,15 @@
 """`halfbyte serve` as a process: it answers, and leaves at a signal with 0."""
 
+import http.client
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -31,6 +34,50 @@ def test_a_process_answers_and_leaves_in_the_middle_of_a_request(base_folder, ad
                 server.send_signal(signal.SIGTERM)  # the request that runs is answered to its end
                 assert response.read().endswith(b"data: [DONE]\n\n")
             assert server.wait(60) == 0
+            assert "Traceback" not in server.stderr.read()
+        finally:
+            server.kill()
+
+
+STUCK = """
+import sys, time
+from halfbyte.cli.app import app
+from halfbyte.serve.model import Served
+
+def answer(self, work):
+    print("running", flush=True)
+    time.sleep(60)
+    yield
+
+Served.answer = answer
+app(sys.argv[1:])
+"""
+
+
+def test_it_leaves_within_5_seconds_whatever_the_model_does(base_folder):
+    """A long prompt on a CPU takes longer, and nothing interrupts it; a second request waits for its turn."""
+    program = [sys.executable, "-c", STUCK, "serve", str(base_folder), "--port", "0"]
+    with (
+        subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        try:
+            port = int(re.search(r":(\d+)/v1", server.stdout.readline())[1])
+
+            def ask() -> tuple[int, str]:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                body = json.dumps({"model": "tiny", "prompt": "Once"})
+                connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+                answer = connection.getresponse()
+                return answer.status, json.load(answer)["error"]["message"]
+
+            asked = [clients.submit(ask) for _ in range(2)]
+            assert server.stdout.readline() == "running\n"
+            began = time.monotonic()
+            server.send_signal(signal.SIGHUP)  # its terminal is gone
+            assert server.wait(10) == 0
+            assert time.monotonic() - began < 5
+            assert [each.result() for each in asked] == [(503, "the server is shutting down")] * 2
             assert "Traceback" not in server.stderr.read()
         finally:
             server.kill()

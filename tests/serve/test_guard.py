@@ -34,13 +34,23 @@ def test_names_of_this_machine_are_answered(served, host):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "", "[::1"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil",
+        "",
+        "[::1",
+        "a@localhost",
+        "localhost/a",
+    ],
 )
 def test_other_names_are_not(served, host):
     """A page whose name leads to 127.0.0.1 is the browser's same origin: it could post JSON and read the answer."""
     client = client_of(served)
     for answer in (client.get(MODELS, headers={"host": host}), client.post(CHAT, json=HELLO, headers={"host": host})):
-        assert (answer.status_code, answer.text) == (400, "Invalid host header")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +69,14 @@ def test_pages_of_other_sites_are_not(served, origin):
 def test_rebinding_gets_nothing(served):
     for method, path in (("GET", MODELS), ("POST", CHAT)):
         assert client_of(served).request(method, path, json=HELLO, headers=EVIL).status_code == 400
+
+
+def test_anyone_may_ask_whether_the_server_is_well(served):
+    """What watches over servers asks by their address, and without a key."""
+    client = client_of(served, Access(api_key="secret"), host="10.1.2.3:8000")
+    answer = client.get("/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert client.get("/health/", headers=EVIL).status_code == 400
 
 
 def test_named_hosts_are_answered(served):

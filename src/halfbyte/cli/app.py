@@ -9,6 +9,7 @@ import typer
 
 from .. import __version__
 from ..hardware import bound_cpu_primitives, let_segments_grow
+from .asked import check_option, check_order, read_run
 from .exits import RUN_FOLDER, Commands
 
 app = typer.Typer(
@@ -23,9 +24,19 @@ app = typer.Typer(
 # `--learning_rate 1e-4` is an override like `learning_rate=1e-4`, so unknown options go to the overrides.
 _TAKES_OVERRIDES = {"ignore_unknown_options": True}
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="the run's configuration")]
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN.YAML | MODEL DATA | KEY=VALUE",
+        help="the run's configuration, or a model and a dataset; and keys that replace or join those of the file",
+    ),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys that replace those of the file")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+LongestAnswer = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest answer, in tokens; default: 512, or what the model has positions for."),
+]
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
 
@@ -54,45 +65,41 @@ def init(
     """Print a configuration for this machine."""
     from .init import starting_config
 
+    check_order("init", model, data)
     typer.echo(starting_config(model, data), nl=False)
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)
-def check(config: ConfigFile, overrides: Overrides = None) -> None:
+def check(run: Words) -> None:
     """Check keys, data and memory; load no weights."""
-    from ..config import load_config
     from .check import check_run
 
-    check_run(load_config(config, overrides))
+    check_run(read_run("check", run)[0])
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)
 def preview(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    run: Words,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Rows to show.")] = 3,
 ) -> None:
     """Show trained and masked tokens in colour."""
-    from ..config import load_config
     from .preview import preview_rows
 
-    preview_rows(load_config(config, overrides), count)
+    preview_rows(read_run("preview", run, ["--count"])[0], count)
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)
 def train(
     ctx: typer.Context,
-    config: ConfigFile,
-    overrides: Overrides = None,
+    run: Words,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Fine-tune; everything is left in output_dir."""
-    from ..config import load_config
     from .train import train_run
 
-    wanted = load_config(config, overrides)
-    ctx.meta[RUN_FOLDER] = wanted.output_path
-    train_run(wanted, config, resume)
+    config, file = read_run("train", run, ["--resume"])
+    ctx.meta[RUN_FOLDER] = config.output_path
+    train_run(config, file or config.output_path / "run.yaml", resume)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)
@@ -105,6 +112,10 @@ def evaluate(
     """Print loss and perplexity on a dataset."""
     from ..evaluate import evaluate as measure
 
+    check_order("eval", model, data)
+    for word in overrides or []:
+        if word.startswith("--"):
+            check_option(word, ["--trust-remote-code"])
     trusting = ["trust_remote_code=true"] if trust_remote_code else []
     result = measure(model, data, [*(overrides or []), *trusting])
     typer.echo(f"{result.shown} · {result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s")
@@ -114,7 +125,7 @@ def evaluate(
 def chat(
     model: RunOrModel,
     compare_base: Annotated[bool, typer.Option("--compare-base", help="Answer without the adapter, too.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    max_new_tokens: LongestAnswer = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.7,
     trust_remote_code: TrustCode = False,
 ) -> None:
@@ -134,7 +145,7 @@ def chat(
 def generate(
     model: RunOrModel,
     prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="a text file, or .jsonl with prompt in each line")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    max_new_tokens: LongestAnswer = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
     trust_remote_code: TrustCode = False,
@@ -203,6 +214,7 @@ def mix(
     """Choose each layer's format within a memory budget."""
     from .mix import as_yaml, explain, mix_formats
 
+    check_order("mix", model, data)
     mixture, losses = mix_formats(model, data, bits, formats, tokens)
     typer.echo(explain(mixture, losses), err=True)
     typer.echo(as_yaml(mixture), nl=False)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config import SECTIONS, RunConfig, load_config
+from ..config import SECTIONS, RunConfig, load_config, resolve
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 from ..runs.inputs import look_over_inputs
-from .check import read_model_config
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from ..data.prepare import PreparedData
     from ..plan.estimate import MemoryPlan
 
 ROWS_PER_STEP = 8  # rows per optimizer step, whatever the device holds at once
@@ -28,14 +29,19 @@ def starting_config(model: str, dataset: str) -> str:
     """YAML with the keys most runs set; row length and batch are the largest that the memory plan holds.
 
     Raises:
-        HalfbyteError: there is no such model or dataset.
+        HalfbyteError: there is no such model or dataset, or the data cannot be used.
     """
-    keys = {"model_name_or_path": model, "dataset": dataset, "eval_split_size": 0.05}
-    base = load_config(None, keys)
+    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, "eval_split_size": 0.05})
     look_over_inputs(base)
-    model_config = read_model_config(base)
-    base, packing = _packed(base, model_config)
-    chosen, plan = _largest(base, model_config)
+    from ..models.find import find_model
+    from ..models.load import load_tokenizer
+
+    files = find_model(resolve(base).origin)
+    lengths = _lengths(files.config)
+    base = base.model_copy(update={"max_length": lengths[0]})
+    base, data = _prepared(base, load_tokenizer(files.place))
+    base, packing = _packed(base, files.config)
+    chosen, plan = _largest(base, files.config, data, lengths)
     config = base.model_copy(update=chosen)
     fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
     lines = [
@@ -76,21 +82,56 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
     return packed, [f"# Packed documents would see each other ({reason}), so {WORDS[found.way]}."]
 
 
-def _largest(base: RunConfig, model_config: PretrainedConfig) -> tuple[dict[str, Any], MemoryPlan]:
-    """The longest rows that fit, then the most of them at once; and their plan."""
-    from ..hardware import best_device
-    from ..plan.estimate import estimate
+def _prepared(base: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, PreparedData]:
+    """The data, of which a part is held out where there is more than a document."""
+    from ..methods import method_of
 
-    limit = getattr(model_config, "max_position_embeddings", None) or LENGTHS[0]
+    try:
+        return base, method_of(base).prepare(base, tokenizer)
+    except ConfigError:
+        base = base.model_copy(update={"eval_split_size": 0.0})
+        return base, method_of(base).prepare(base, tokenizer)
+
+
+def _lengths(model_config: PretrainedConfig) -> list[int]:
+    """Row lengths to choose from, the longest first."""
+    from ..hardware import best_device
+
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or LENGTHS[0]
     lengths = CPU_LENGTHS if best_device().type == "cpu" else LENGTHS
-    for length in [length for length in lengths if length <= limit] or [limit]:
-        for rows in (8, 4, 2, 1):
-            chosen = {
-                "max_length": length,
-                "per_device_train_batch_size": rows,
-                "gradient_accumulation_steps": ROWS_PER_STEP // rows,
-            }
-            plan = estimate(base.model_copy(update=chosen), model_config)
-            if plan.fits:
-                return chosen, plan
-    return chosen, plan
+    return [length for length in lengths if length <= limit] or [limit]
+
+
+def _largest(
+    base: RunConfig, model_config: PretrainedConfig, data: PreparedData, lengths: Sequence[int]
+) -> tuple[dict[str, Any], MemoryPlan]:
+    """The longest rows that fit and that the data fill, then the most of them at once; and their plan."""
+    from ..data.batches import batches_of, longest_row
+    from ..hardware import best_device
+    from ..plan.advice import first_that_fits
+    from ..plan.estimate import estimate
+    from ..plan.shapes import ModelShapes
+
+    device = best_device()
+    shapes = ModelShapes(base, model_config, device)
+    tokens, longest = data.report["train"]["tokens"], longest_row(data.train)
+    filled = max(longest, tokens // ROWS_PER_STEP) if base.packing else longest
+    enough = min((length for length in lengths if length >= filled), default=lengths[0])
+    lengths = [length for length in lengths if length <= enough]
+
+    def plan(keys: dict[str, Any]) -> MemoryPlan:
+        config = base.model_copy(update=keys)
+        batches = batches_of(config, data, device)
+        return estimate(config, model_config, device=device, batches=batches, shapes=shapes)
+
+    def keys(length: int, rows: int) -> dict[str, Any]:
+        steps = ROWS_PER_STEP // rows
+        return {"max_length": length, "per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
+
+    def fits(keys: dict[str, Any]) -> bool:
+        return plan(keys).fits
+
+    shortest = keys(lengths[-1], 1)
+    chosen = first_that_fits([keys(length, 1) for length in lengths], fits) or shortest
+    chosen = first_that_fits([keys(chosen["max_length"], rows) for rows in (8, 4, 2, 1)], fits) or shortest
+    return chosen, plan(chosen)

@@ -7,18 +7,15 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..console import Console
-from ..runs.inputs import look_over_inputs
-from ..runs.lock import run_lock
 from ..signals import Stopped
-from ..train.checkpoint import checkpoints, starting_point
+from ..train.checkpoint import checkpoints
+from ..train.look_over import look_over_run
 
 
 def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     """Train, and where a signal ends it say what is saved and how to go on."""
     again: str | bool | None = True if resume else config.resume_from_checkpoint
-    with run_lock(config.output_path):
-        starting_point(config, again, contents=False)
-    look_over_inputs(config)
+    look_over_run(config, again)
     from ..train.sft import train
 
     try:

@@ -147,7 +147,7 @@ def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
     where = f"{given[key].where}: " if key in given and given[key].where else ""
     if detail["type"] == "contradiction":
         return ConfigError(where + context["message"], context["fix"])
-    if "near" in context or detail["type"] in ("empty", "steps", "whole"):
+    if "near" in context or detail["type"] in ("empty", "limit", "steps", "whole"):
         message, near = f"{where}{key} {detail['msg']}", context.get("near")
     else:
         value = given[key].value
@@ -192,7 +192,7 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
 def _bounds(metadata: Iterable[Any]) -> str:
     words = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
     limits = [
-        f" {word} {limit:g}"
+        f" {word} {limit:,.15g}"
         for rule in metadata
         for name, word in words.items()
         if (limit := getattr(rule, name, None)) is not None

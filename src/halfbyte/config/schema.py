@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..errors import ConfigError
 from ..optim import OPTIMIZERS
+from ..words import brief
 from .contradictions import Contradiction, in_run, in_storage
 from .yaml import dump_value, read_patterns
 
@@ -27,6 +29,7 @@ Level = Literal[  # see memory.levels
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+LARGEST = 2**31 - 1  # of any number but the seed: what counts beyond it cannot be meant, and libraries overflow
 
 
 class Section(BaseModel):
@@ -48,11 +51,22 @@ class Section(BaseModel):
             raise PydanticCustomError("empty", "must name at least one, not {value}", {"value": repr(value)})
         return value
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _small_enough(cls, value: Any, info: Any) -> Any:
+        numbers = value.values() if isinstance(value, Mapping) else [value]
+        too_large = [each for each in numbers if isinstance(each, int | float) and abs(each) > LARGEST]
+        if too_large and info.field_name != "seed":
+            raise PydanticCustomError(
+                "limit", "must be at most {most}, not {value}", {"most": f"{LARGEST:,}", "value": brief(too_large[0])}
+            )
+        return value
+
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         """Each rule names the key to change."""
         for key, message, fix in self.contradictions():
-            raise PydanticCustomError("contradiction", "{message}", {"key": key, "message": message, "fix": fix})
+            raise _contradiction(key, message, fix)
         return self
 
     def contradictions(self) -> Iterable[Contradiction]:
@@ -71,11 +85,15 @@ class ModelSection(Section):
     )
     attn_implementation: str | None = Field(None, description="transformers attention implementation; default: sdpa")
     use_kernels: bool = Field(True, description="fused kernels on GPUs; false: transformers' own forwards")
-    device: str | None = Field(
-        None,
-        pattern=r"^(cpu|cuda|xpu)(:\d+)?$",
-        description="cpu, cuda, cuda:1, xpu; default: the first accelerator, else cpu",
-    )
+    device: str | None = Field(None, description="cpu, cuda, cuda:1, xpu; default: the first accelerator, else cpu")
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"cpu|(cuda|xpu)(:\d{1,3})?", value):
+            allowed = {"value": repr(value), "near": nearest(value, ("cpu", "cuda", "xpu"))}
+            raise PydanticCustomError("named", "must be cpu, cuda, cuda:1 (its number) or xpu, not {value}", allowed)
+        return value
 
 
 class QuantizationSection(Section):
@@ -111,7 +129,7 @@ class QuantizationSection(Section):
     @classmethod
     def _patterns(cls, value: Any) -> Any:
         if isinstance(value, str) and value.endswith((".yaml", ".yml")):
-            return read_patterns(value)
+            return _mixture_in(value)
         return dict(value) if isinstance(value, Mapping) else value
 
     def contradictions(self) -> Iterable[Contradiction]:
@@ -230,12 +248,31 @@ class TrainingSection(Section):
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
     method: str = Field("sft", description="what is trained for: sft is supervised fine-tuning")
-    seed: int = Field(42, description="seeds data order, adapters and dropout")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(42, description="seeds data order, adapters and dropout")
     deterministic: bool = Field(
         False,
         description="on a GPU too, runs with one seed have equal bytes, whatever it costs; false: where it costs"
         " nearly nothing, and checks.json says whether",
     )
+
+
+def _mixture_in(path: str) -> dict[str, str]:
+    """The mixture of formats in a YAML file."""
+    fix = "name a file of lines `pattern: format`, as `halfbyte mix` writes it"
+    try:
+        found = read_patterns(path)
+    except ConfigError as error:
+        raise _contradiction("quantization", f"quantization: {error.message}", fix) from error
+    for pattern, spec in found.items():
+        if not isinstance(spec, str):
+            said = f"quantization: {path} holds no mixture of formats: {pattern} is {spec!r}"
+            raise _contradiction("quantization", said, fix)
+    return found
+
+
+def _contradiction(key: str, message: str, fix: str) -> PydanticCustomError:
+    """What `reading.explain` says with the place of the key."""
+    return PydanticCustomError("contradiction", "{message}", {"key": key, "message": message, "fix": fix})
 
 
 SECTIONS = (ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection)
@@ -290,11 +327,7 @@ class RunConfig(ModelSection, QuantizationSection, RecipeSection, AdapterSection
         return value
 
     def contradictions(self) -> Iterator[Contradiction]:
-        yield from in_run(self)
-        package = OPTIMIZERS[self.optim].package
-        if package is not None and find_spec(package) is None:
-            wrong = f"optim: {self.optim} needs the package {package}, which is not installed"
-            yield "optim", wrong, f"pip install {package}, or set optim: adamw_torch_fused"
+        return in_run(self)
 
 
 def dump_config(config: RunConfig) -> str:

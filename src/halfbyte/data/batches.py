@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from datasets import Dataset
-from pyarrow import compute
+from pyarrow import ChunkedArray, compute
 
 from ..config import RunConfig
 from ..memory.batches import Batches, Shape
@@ -17,8 +17,9 @@ SAMPLES = 64  # batches that the usual one is the mean of
 
 
 def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> Batches:
-    """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for."""
-    train, held_out = _row_lengths(data.train), _row_lengths(data.eval)
+    """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
+    or packed ones, which are taken to be full."""
+    train, held_out = (_lengths_for(config, rows) for rows in (data.train, data.eval))
     return batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
 
 
@@ -27,12 +28,35 @@ def widths_of(config: RunConfig, data: PreparedData) -> set[int]:
     return {width_of(int(length), config.max_length) for length in np.unique(_row_lengths(data.train))}
 
 
+def _lengths_for(config: RunConfig, rows: Dataset | None) -> np.ndarray:
+    """Tokens of each row under `config`."""
+    lengths = _row_lengths(rows)
+    if not config.packing or rows is None or "seq_lengths" in rows.column_names:
+        return lengths
+    full, rest = divmod(int(np.minimum(lengths, config.max_length).sum()), config.max_length)
+    return np.array([config.max_length] * full + [rest] * bool(rest), dtype=np.int64)
+
+
 def _row_lengths(rows: Dataset | None) -> np.ndarray:
     """Tokens of each row, from Arrow's offsets: no row is read."""
     if rows is None or not len(rows):
         return np.zeros(0, dtype=np.int64)
-    lengths = compute.list_value_length(rows.data.column("input_ids"))
-    return np.asarray(lengths.to_numpy(), dtype=np.int64)
+    return np.asarray(compute.list_value_length(_ids(rows)).to_numpy(), dtype=np.int64)
+
+
+def _ids(rows: Dataset) -> ChunkedArray:
+    """The token ids of the rows that there are; the table under them may have more."""
+    return rows.with_format("arrow")[:]["input_ids"]
+
+
+def longest_row(rows: Dataset) -> int:
+    """Tokens of the longest of `rows`."""
+    return int(_row_lengths(rows).max(initial=0))
+
+
+def largest_id(rows: Dataset) -> int:
+    """The largest token id in `rows`."""
+    return max((compute.max(chunk.flatten()).as_py() or 0 for chunk in _ids(rows).chunks), default=0)
 
 
 def batches_of_lengths(config: RunConfig, train: np.ndarray, held_out: np.ndarray, *, rounded: bool) -> Batches:

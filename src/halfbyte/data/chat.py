@@ -26,7 +26,7 @@ from .formats import Document, Message
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "halfbyte_probe"
 # What a template raises for a conversation it does not support: its own raise_exception, or a key it did not expect.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 MASK_BY_MARKS = "the {% generation %} marks of the chat template"
 MASK_BY_DIFFERENCE = "difference of two renderings, one with the assistant turn replaced"
 
@@ -112,15 +112,23 @@ class ChatTemplate:
         A list of tools goes into the system message, tool calls become the assistant's text, tool results and system
         messages become the user's. Turns after the last assistant turn are left out: nothing in them is trained.
         """
-        messages, tools = [dict(message) for message in document["messages"]], document.get("tools")
+        messages = document["messages"]
         roles = [message["role"] for message in messages]
         messages = messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
+        messages, tools = self.understood(messages, document.get("tools"))
+        return {**document, "messages": messages, "tools": tools}
+
+    def understood(
+        self, messages: Sequence[Message], tools: list[Any] | None = None
+    ) -> tuple[list[Message], list[Any] | None]:
+        """The same conversation and tools in a form that the template shows; says what it changes."""
+        messages = [dict(message) for message in messages]
         for message in messages:
             call_text = message.pop("call_text", None)
             if "tool_calls" in message and not self.shows_tool_calls:
                 calls = message.pop("tool_calls")
                 message["content"] += call_text or "\n".join(_json(call["function"]) for call in calls)
-                notice("tool-calls", "the chat template knows no tool calls: they are trained as the assistant's text")
+                notice("tool-calls", "the chat template knows no tool calls: they become the assistant's text")
             if message["role"] == "tool" and not self.shows_tool_results:
                 message["role"] = "user"
                 notice("tool-results", "the chat template knows no role tool: tool results are given as user turns")
@@ -131,7 +139,7 @@ class ChatTemplate:
         if messages and messages[0]["role"] == "system" and not self.shows_system:
             messages = _system_into_user(messages)
             notice("system", "the chat template knows no role system: that text goes in front of the first user turn")
-        return {**document, "messages": messages, "tools": tools}
+        return messages, tools
 
     def assistant_turns(self, document: Document) -> tuple[str, list[Turn]]:
         """Render an adapted conversation and find what the assistant wrote, but for the turns that are given.
@@ -233,7 +241,7 @@ def _prepend_system(messages: list[Message], text: str) -> None:
 
 def _system_into_user(messages: list[Message]) -> list[Message]:
     system, rest = messages[0], messages[1:]
-    if rest[0]["role"] != "user":
+    if not rest or rest[0]["role"] != "user":
         return [{"role": "user", "content": system["content"]}, *rest]
     return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
 

@@ -309,7 +309,8 @@ class StockEngine:
     @torch.no_grad()  # in inference mode, torch hands quantized weights calls that it takes apart elsewhere (DoRA's)
     def _forward(self, tokens: Tensor) -> Tensor:
         model, keys = self.model, {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
-        positions = (self.mask.cumsum(-1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
+        last = (context_length(model) or self.mask.shape[1]) - 1  # rows that have ended may run beyond it
+        positions = (self.mask.cumsum(-1) - 1).clamp_(0, last)[:, -tokens.shape[1] :]
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=1, **keys)
         self.cache = getattr(result, "past_key_values", None)

@@ -16,6 +16,8 @@ from .sampling import Sampling
 from .stops import eos_tokens
 
 ACTIVE = "active"  # stands for the adapter that is active in the model
+MOST = 512  # new tokens, where nobody says how many
+Lengths = int | Sequence[int] | None
 
 
 def generate(
@@ -23,7 +25,7 @@ def generate(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     tokenizer: Any = None,
     *,
-    max_new_tokens: int = 256,
+    max_new_tokens: Lengths = None,
     sampling: Sampling | None = None,
     stops: Sequence[int] | None = None,
     adapter: str | Sequence[str | None] | None = ACTIVE,
@@ -36,7 +38,7 @@ def generate(
         model: a causal LM, or a PeftModel around one, in eval mode; not changed.
         prompts: texts, which need `tokenizer`, or token ids.
         tokenizer: makes ids of texts, as they are, and texts of what is generated, without special tokens.
-        max_new_tokens: most tokens a prompt gets.
+        max_new_tokens: most tokens of every answer, or of each; default: 512, or what the model has positions for.
         sampling: default: the likeliest token always.
         stops: tokens that end a row; default: the EOS tokens of the model's generation config.
         adapter: "active"; an adapter's name; None for the base; or one of these names, or None, for each prompt.
@@ -47,7 +49,8 @@ def generate(
         Texts for texts; for ids the new ids, a stop token included.
 
     Raises:
-        ModelError: a prompt is empty, or too long for the model's context with `max_new_tokens`.
+        ModelError: a prompt is empty, or too long for the model's positions, with `max_new_tokens` if given; or the
+            logits are NaN.
         ConfigError: an argument out of range.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -70,36 +73,51 @@ def stream(
     model: Any,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: Lengths = None,
     sampling: Sampling | None = None,
     stops: Sequence[int] | None = None,
     adapter: str | Sequence[str | None] | None = ACTIVE,
     kv_cache: str = "auto",
+    watch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Generator[list[int | None]]:
-    """Yield the new token of each row, None for rows that have ended, until all have. Arguments as in `generate`."""
+    """Yield the new token of each row, None for rows that have ended, until all have. Arguments as in `generate`.
+
+    Args:
+        watch: called with logits [B, V] and the tokens [B] drawn from them, before these are yielded.
+    """
     if not prompts:
         return
     sampling, longest = sampling or Sampling(), max(map(len, prompts))
-    _check(model, prompts, max_new_tokens, kv_cache)
+    if kv_cache not in CACHES:
+        raise ConfigError(f"kv_cache is {kv_cache!r}", f"use one of {', '.join(CACHES)}")
+    lengths = new_tokens(model, prompts, max_new_tokens)
+    most = max(lengths)
     adapters = _adapters(model, adapter, len(prompts))
     ends = eos_tokens(model) if stops is None else set(stops)
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
     generator = sampling.generator(device)
-    with engine_for(model, adapters, longest + max_new_tokens, kv_cache) as engine:
-        drawn = sampling.draw(engine.prefill(padded, padding), generator)
+    with engine_for(model, adapters, longest + most, kv_cache) as engine:
+        logits = engine.prefill(padded, padding)
+        if bool(logits.isnan().any()):
+            raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")
+        drawn = sampling.draw(logits, generator)
         waiting = [True] * len(prompts)
-        for left in reversed(range(max_new_tokens)):
-            taken = _to_host(drawn)
+        for count in range(1, most + 1):
+            if watch is not None:
+                watch(logits, drawn)
+            taken, more = _to_host(drawn), count < most
             # A GPU begins the next step now, and does not wait until these tokens have been read and used.
-            logits = engine.step(drawn) if left and device.type == "cuda" else None
+            ahead = engine.step(drawn) if more and device.type == "cuda" else None
             tokens = taken()
             yield [token if waits else None for token, waits in zip(tokens, waiting, strict=True)]
-            waiting = [waits and token not in ends for token, waits in zip(tokens, waiting, strict=True)]
-            if not left or not any(waiting):
+            rows = zip(tokens, waiting, lengths, strict=True)
+            waiting = [waits and token not in ends and count < length for token, waits, length in rows]
+            if not any(waiting):
                 return
-            drawn = sampling.draw(engine.step(drawn) if logits is None else logits, generator)
+            logits = engine.step(drawn) if ahead is None else ahead
+            drawn = sampling.draw(logits, generator)
 
 
 def _to_host(tokens: Tensor) -> Callable[[], list[int]]:
@@ -118,21 +136,35 @@ def _to_host(tokens: Tensor) -> Callable[[], list[int]]:
     return taken
 
 
-def _check(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, kv_cache: str) -> None:
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens is {max_new_tokens}", "use 1 or more")
-    if kv_cache not in CACHES:
-        raise ConfigError(f"kv_cache is {kv_cache!r}", f"use one of {', '.join(CACHES)}")
-    for row, ids in enumerate(prompts):
+def new_tokens(model: Any, prompts: Sequence[Sequence[int]], asked: Lengths, most: int = MOST) -> list[int]:
+    """The most tokens that each prompt gets: `asked`, or else up to `most`, as far as the model has positions.
+
+    Raises:
+        ModelError: a prompt is empty, or too long.
+        ConfigError: fewer than one token is asked for.
+    """
+    limit = context_length(model)
+    if asked is None:
+        lengths = [most if limit is None else min(most, max(1, limit - len(ids))) for ids in prompts]
+    else:
+        lengths = [asked] * len(prompts) if isinstance(asked, int) else list(asked)
+    if min(lengths) < 1:
+        raise ConfigError(f"max_new_tokens is {min(lengths)}", "use 1 or more")
+    for row, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
         if len(ids) == 0:
             raise ModelError(f"prompt {row} has no tokens", "give at least one, e.g. the BOS token")
-    limit = context_length(model)
-    longest = max(map(len, prompts))
-    if limit is not None and longest + max_new_tokens > limit:
-        raise ModelError(
-            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} pass the model's {limit} positions",
-            "shorten the prompt (/reset in chat), or lower max_new_tokens",
-        )
+        if limit is not None and len(ids) + length > limit:
+            raise too_long(len(ids), asked if asked is None else length, limit)
+    return lengths
+
+
+def too_long(tokens: int, asked: int | None, limit: int, where: str = "a prompt") -> ModelError:
+    """What is wrong with a prompt of so many tokens, for which `asked` new ones, or any, were wanted."""
+    if asked is None or tokens >= limit:
+        said = f"{where} of {tokens} tokens leaves no room for an answer in the model's {limit} positions"
+        return ModelError(said, "shorten the prompt (/reset in chat)")
+    said = f"{where} of {tokens} tokens and max_new_tokens {asked} pass the model's {limit} positions"
+    return ModelError(said, "shorten the prompt (/reset in chat), or lower max_new_tokens, or leave it out")
 
 
 def _adapters(model: Any, adapter: str | Sequence[str | None] | None, rows: int) -> list[str | None]:

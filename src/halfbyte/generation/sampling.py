@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+
+LOWEST = 1e-6  # temperature that fp32 divides by; below 1e-38 it is 0
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, wrong, fix in (
-            ("temperature", self.temperature < 0, "0 or more"),
+            ("temperature", not 0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", self.top_k < 0, "0 or more"),
             ("top_p", not 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
@@ -52,7 +55,8 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """fp32 [B, V], zero for tokens that cannot be drawn."""
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, LOWEST)
         if 0 < self.top_k < logits.shape[-1]:
             lowest = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < lowest, -torch.inf)

@@ -6,18 +6,31 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from .run import ACTIVE, stream
+from torch import Tensor
+
+from .run import ACTIVE, Lengths, new_tokens, stream
 from .sampling import Sampling
 
+LEAST_LOG_PROB = -9999.0  # OpenAI's; JSON has no infinity
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 
 
+class Scored(NamedTuple):
+    """A token as text, its log-probability in nats, and the likeliest tokens with theirs, best first."""
+
+    token: str
+    log_prob: float
+    likeliest: list[tuple[str, float]]
+
+
 class Piece(NamedTuple):
-    """What one new token adds to a row: text (often none), and on the last one why the row ended."""
+    """What one new token adds to a row: text (often none), on the last one why the row ended, and, where they are
+    asked for, log-probabilities; none for a token that ends the row."""
 
     row: int
     text: str
     finish: Literal["stop", "length"] | None
+    scored: Scored | None = None
 
 
 class Text:
@@ -73,16 +86,42 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
+class Scores:
+    """Log-probabilities of the newest tokens; what `generation.stream` calls `watch`.
+
+    Args:
+        spell: a token as text.
+        count: of the likeliest tokens to keep.
+    """
+
+    def __init__(self, spell: Callable[[int], str], count: int):
+        self.spell, self.count = spell, count
+        self.tokens: list[int] = []
+        self.own: list[float] = []
+        self.best: list[list[tuple[int, float]]] = []
+
+    def __call__(self, logits: Tensor, drawn: Tensor) -> None:
+        logs = logits.float().log_softmax(-1).clamp(min=LEAST_LOG_PROB)
+        self.tokens, self.own = drawn.tolist(), logs.gather(1, drawn.unsqueeze(1)).squeeze(1).tolist()
+        values, ids = logs.topk(min(self.count, logs.shape[1]))
+        self.best = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+
+    def of(self, row: int) -> Scored:
+        likeliest = [(self.spell(token), log_prob) for token, log_prob in self.best[row]]
+        return Scored(self.spell(self.tokens[row]), self.own[row], likeliest)
+
+
 def continue_texts(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: Lengths = None,
     sampling: Sampling,
     ends: Sequence[int],
     stops: Sequence[str] = (),
     adapter: str | None = ACTIVE,
+    likeliest: int | None = None,
 ) -> Generator[Piece]:
     """Continue a batch of prompts; a piece for every new token, until each row has ended.
 
@@ -91,23 +130,29 @@ def continue_texts(
         ends: tokens that end a row.
         stops: texts that end a row; they are not part of it.
         adapter: as in `generation.stream`.
+        likeliest: the number of likeliest tokens wanted beside each token and its log-probability, which are the
+            model's own, before temperature and top_p; None for no log-probabilities.
     """
     texts = [Text(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), stops) for _ in prompts]
     going = set(range(len(prompts)))
-    steps = stream(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stops=list(ends), adapter=adapter)
+    lengths = new_tokens(model, prompts, max_new_tokens)
+    scores = None if likeliest is None else Scores(lambda token: str(tokenizer.decode([token])), likeliest)
+    steps = stream(
+        model, prompts, max_new_tokens=lengths, sampling=sampling, stops=list(ends), adapter=adapter, watch=scores
+    )
     with contextlib.closing(steps):
         for count, tokens in enumerate(steps, 1):
             for row in sorted(going):
                 token, text = tokens[row], texts[row]
                 assert token is not None, "rows that end are not asked for again"
                 piece = text.add(token)
-                ended = token in ends or count == max_new_tokens
+                ended = token in ends or count == lengths[row]
                 if ended and not text.stopped:
                     piece += text.rest()
+                finish: Literal["stop", "length"] | None = None
                 if text.stopped or ended:
                     going.discard(row)
-                    yield Piece(row, piece, "stop" if text.stopped or token in ends else "length")
-                else:
-                    yield Piece(row, piece, None)
+                    finish = "stop" if text.stopped or token in ends else "length"
+                yield Piece(row, piece, finish, None if scores is None or token in ends else scores.of(row))
             if not going:
                 return

@@ -157,7 +157,9 @@ def isolate_run(
     return isolate(model, collate, key=key, length=config.max_length, tokens=tokens, dtype=dtype)
 
 
-def isolate_like(model_config: Any, collate: Collate, *, trust_remote_code: bool = False) -> Isolation:
+def isolate_like(
+    model_config: Any, collate: Collate, *, key: str = "packing", trust_remote_code: bool = False
+) -> Isolation:
     """What `isolate` finds for a few small layers of the kinds that a model of `model_config` has, before its weights
     are read.
 
@@ -167,7 +169,7 @@ def isolate_like(model_config: Any, collate: Collate, *, trust_remote_code: bool
     """
     model = tiny_model(model_config, trust_remote_code=trust_remote_code)
     tokens = range(10, model.get_input_embeddings().weight.shape[0])
-    return isolate(model, collate, key="packing", length=SMALL_ROW, tokens=tokens)
+    return isolate(model, collate, key=key, length=SMALL_ROW, tokens=tokens)
 
 
 def release(model: nn.Module) -> None:

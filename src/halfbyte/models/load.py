@@ -17,9 +17,11 @@ from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from .find import ModelFiles, find_model, place_of, untrusted
+from .tiny import tiny_config
 
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head
+TORCHS_OWN = ("eager", "sdpa", FLEX)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -37,7 +39,8 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 
 def check_attention(config: Any, name: str | None, device: torch.device, *, trains: bool = False) -> None:
-    """Whether the attention that a run asks for is there, for a model of `config`; builds one without weights.
+    """Whether the attention that a run asks for is there, for a model of `config`; builds one without weights, and runs
+    a small one of its kind where gradients are wanted.
 
     Args:
         name: `attn_implementation`; None for transformers' choice.
@@ -63,6 +66,25 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
             raise ConfigError(f"attn_implementation: {name} takes heads of {FLEX_HEAD} and more, not of {size}", fix)
     if "flash" in name and device.type == "cpu":
         raise ConfigError(f"attn_implementation: {name} runs on GPUs only", fix)
+    if trains and name not in TORCHS_OWN and (raised := _step_with(config, name, device)):
+        usual = _step_with(config, "sdpa", device) and _step_with(config, "eager", device)
+        if usual is None:  # else it is the small model that does not run
+            said = str(raised).strip().partition("\n")[0] or type(raised).__name__
+            raise ConfigError(f"attn_implementation: {name} does not train this model on {device}: {said}", fix)
+
+
+def _step_with(config: Any, attention: str, device: torch.device) -> Exception | None:
+    """What a small model of `config` raises in a forward and backward with that attention."""
+    try:
+        small = tiny_config(config)
+        small.__dict__.pop("quantization_config", None)
+        dtype = compute_dtype(device).dtype
+        model = auto_class(small).from_config(small, attn_implementation=attention, dtype=dtype).to(device).train()
+        tokens = torch.arange(10, 20, device=device)[None]
+        model(input_ids=tokens, use_cache=False).logits.float().sum().backward()
+    except Exception as error:  # whatever the attention's own library raises
+        return error
+    return None
 
 
 def load_model(

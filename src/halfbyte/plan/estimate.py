@@ -15,14 +15,11 @@ import psutil
 import torch
 
 from ..config import Level, RunConfig
-from ..data.collate import PackedCollator
-from ..families import of_config
 from ..hardware import best_device, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
-from ..models.isolation import isolate_like
 from ..models.unpacking import LIKE
-from ..notices import notice, silent
+from ..notices import notice
 from ..optim import OPTIMIZERS
 from .policy import OFFLOADED, REPLAYED, Choice, LayerCost, choose, cost, in_words, peak, replayed_level
 from .replay import Step
@@ -43,7 +40,7 @@ class MemoryPlan:
     """Predicted bytes of a run at the highest moment of a step. `total` is their sum.
 
     `levels` says what each layer keeps, where the fused forwards run; `activation_checkpointing` whether any keeps less
-    than all; `use_graphs` whether micro-batches run as CUDA graphs.
+    than all; `use_graphs` whether micro-batches run as CUDA graphs; `rough` that activations are only guessed.
     """
 
     weights: int  # frozen, as stored
@@ -60,6 +57,7 @@ class MemoryPlan:
     levels: tuple[Level, ...] = ()
     graphs: int = 0  # what runs beside the pool of CUDA graphs, which is as large as activations and logits
     use_graphs: bool = False
+    rough: bool = False
 
     PARTS: ClassVar = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "graphs", "runtime")
 
@@ -83,6 +81,7 @@ def estimate(
     device: str | torch.device | None = None,
     capacity_bytes: int | None = None,
     batches: Batches | None = None,
+    shapes: ModelShapes | None = None,
 ) -> MemoryPlan:
     """Predict the memory of a run and choose what each layer keeps for backward.
 
@@ -92,6 +91,7 @@ def estimate(
         device: where it will train (it need not be here); default: `config.device`, else the best device.
         capacity_bytes: what may be used; default: what is free on `device` now. `memory_limit_gib` lowers it.
         batches: the micro-batches of its data; default: `per_device_train_batch_size` rows of `max_length` tokens.
+        shapes: the model of just this run on just this device, where it was built before.
 
     Returns:
         The plan. On CUDA its total is to be compared with `torch.cuda.max_memory_allocated`; on a CPU with the growth
@@ -99,25 +99,15 @@ def estimate(
 
     Raises:
         ModelError: transformers cannot build a causal LM from `model_config`, or the adapter finds no module.
+        ConfigError: packed documents cannot be kept apart.
     """
     target = torch.device(device or config.device or best_device())
     capacity = _capacity(config, target, capacity_bytes)
-    batches, way = batches or _full_rows(config), packed_way(config, model_config)
-    if way == "unpacked":  # into rows that are padded
+    shapes, batches = shapes or ModelShapes(config, model_config, target), batches or _full_rows(config)
+    if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
-    return _Planner(ModelShapes(config, model_config, target), batches, capacity, graphs=way == "positions").plan()
-
-
-def packed_way(config: RunConfig, model_config: Any) -> str:
-    """How the run will keep packed documents apart, see `models.isolation`; families with a row, and models that cannot
-    be asked before they are loaded, are taken to do so by their positions."""
-    if not (config.packing or config.padding_free) or of_config(model_config.get_text_config()) is not None:
-        return "positions"
-    try:
-        with silent():
-            return isolate_like(model_config, PackedCollator(0), trust_remote_code=config.trust_remote_code).way
-    except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
-        return "positions"
+    plan = _Planner(shapes, batches, capacity, graphs=shapes.packed_way == "positions").plan()
+    return replace(plan, rough=shapes.rough)
 
 
 def _full_rows(config: RunConfig) -> Batches:

@@ -19,13 +19,16 @@ from torch._subclasses.fake_tensor import (
 from ..adapters import add_adapter
 from ..architectures import auto_class, beside_text, quantizable
 from ..config import RunConfig, resolve
-from ..errors import ModelError
+from ..data.collate import PackedCollator
+from ..errors import ConfigError, ModelError
+from ..families import of_config
 from ..hardware import compute_dtype
 from ..layers import QuantizedLinear
 from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
 from ..models.attention import Implementation, implementation
 from ..models.choice import stored_formats
+from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
 from ..models.patch import PatchReport, patch, unpatch
 from ..notices import notice, silent
@@ -61,6 +64,7 @@ class ModelShapes:
 
     def __init__(self, config: RunConfig, model_config: Any, device: torch.device):
         self.config, self.device, self.run = config, device, resolve(config)
+        self.rough = False  # whether anything could only be guessed
         self.dtype = dtype_named(self.run.precision.compute, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         with torch.device("meta"):
@@ -121,6 +125,25 @@ class ModelShapes:
     def fused(self) -> bool:
         """Whether the whole of each decoder layer is fused, so that each level is open to it."""
         return bool(self._patched.fused) and not self._patched.unfused
+
+    @functools.cached_property
+    def packed_way(self) -> str:
+        """How the run will keep packed documents apart, see `models.isolation`; families with a row, and models that
+        cannot be asked before they are loaded, are taken to do so by their positions.
+
+        Raises:
+            ConfigError: nothing keeps them apart.
+        """
+        if not (self.config.packing or self.config.padding_free) or of_config(self.text_config) is not None:
+            return "positions"
+        key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
+        try:
+            with silent():
+                return isolate_like(self.causal_lm.config, PackedCollator(0), key=key, trust_remote_code=trust).way
+        except ConfigError:
+            raise
+        except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
+            return "positions"
 
     # --- what comes and goes -----------------------------------------------------------------------------------------
 
@@ -242,7 +265,8 @@ class ModelShapes:
         return {"input_ids": tokens, "attention_mask": tokens} if masked else {"input_ids": tokens}
 
     def _rough(self, checkpointed: bool, tokens: int) -> Step:
-        """Outputs of all linears, twice (before and after what follows them); or a layer's share, and the inputs."""
+        """A guess: outputs of linears, twice (before and after what follows); or a layer's share, and the inputs."""
+        self.rough = True
         width = sum(m.out_features for m in self.causal_lm.modules() if isinstance(m, nn.Linear))
         kept, depth = 2 * width * tokens * self.dtype.itemsize, self.text_config.num_hidden_layers
         if checkpointed:

@@ -5,13 +5,19 @@ What may be a hub id is left to those that fetch it. Each check is the one that 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from .. import hub
 from ..checkpoint_files import read_adapter_config
 from ..config import RunConfig, resolve
 from ..data.sources import files_of
+from ..errors import ConfigError
 from ..models.find import look_over
+from ..reading import why
+from ..words import brief
+
+LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
 
 
 def look_over_inputs(config: RunConfig) -> None:
@@ -36,3 +42,37 @@ def look_over_datasets(*names: str | list[str] | None) -> None:
         for name in [given] if isinstance(given, str) else given or []:
             if files_of(name) is None:
                 hub.reach()
+
+
+def look_over_output(output_dir: str) -> None:
+    """Whether a run can write into `output_dir`, which need not be there; nothing is made.
+
+    Raises:
+        ConfigError: it cannot, and why.
+    """
+    fix = "name a folder that you may write to"
+    if not output_dir.strip():
+        raise ConfigError("output_dir is empty", fix)
+    path = Path(output_dir)
+    try:
+        there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        for below in (*path.relative_to(there).parts, LONGEST_BELOW):
+            _exists(there / below)  # the system's own rules: for names, and for the whole
+        _exists(path / LONGEST_BELOW)
+        what = "" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
+        if not what and not os.access(there, os.W_OK | os.X_OK):
+            what = "is not yours to write to"
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        reason = why(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"output_dir: cannot write into {brief(output_dir)}: {reason}", fix) from error
+    if what:
+        raise ConfigError(f"output_dir: cannot write into {path}: {there} {what}", fix)
+
+
+def _exists(path: Path) -> bool:
+    """As `os.path.lexists`, but what the name itself is refused for is raised."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True

@@ -63,6 +63,27 @@ def run_lock(output: Path) -> Iterator[None]:
                 path.rmdir()
 
 
+def check_free(output: Path) -> None:
+    """Whether no run is writing into `output`; nothing is made or changed.
+
+    Raises:
+        ConfigError: one is, and which.
+    """
+    path = output / NAME
+    if output.resolve() in _ours:  # to open and close it would give the lock up
+        raise ConfigError(*_refusal(path, _this_one()))
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:  # not there, or not to be written, which the run itself says
+        return
+    try:
+        before = _holder(descriptor)
+        if not _lock(descriptor, path) and before and before.process.runs is not False:
+            raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
+    finally:
+        os.close(descriptor)
+
+
 def _open_locked(path: Path) -> int:
     """A descriptor of the lock file, locked, with this process named in it.
 
@@ -70,7 +91,7 @@ def _open_locked(path: Path) -> int:
         ConfigError: another process has it, or may have where the file system has no locks.
     """
     if path.parent.resolve() in _ours:
-        raise ConfigError(*_refusal(path, f"process {os.getpid()} on {socket.gethostname()}, this one,"))
+        raise ConfigError(*_refusal(path, _this_one()))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         locked, before = _lock(descriptor, path), _holder(descriptor)
@@ -113,6 +134,10 @@ def _refusal(path: Path, holder: str, more: str = "") -> tuple[str, str]:
     """Message and fix."""
     fix = f"wait until it has ended, or choose another output_dir{more}"
     return f"output_dir: {holder} is writing into {path.parent}", fix
+
+
+def _this_one() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}, this one,"
 
 
 def _is_still(descriptor: int, path: Path) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -18,28 +18,64 @@ import torch
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ..errors import HalfbyteError
 from ..generation.text import Piece
-from .guard import LOCAL, Access
+from ..words import cut, visible
+from .guard import HEALTH, LOCAL, Access
 from .model import Served, Work
+from .protocol import Drained
 from .replies import Reply, event
 from .requests import ChatRequest, CompletionRequest, Request, RequestError, parse
 
 HOP_SECONDS = 0.02  # tokens of so long are passed between threads at once
+READ_SECONDS = 5.0  # after the last token, for a client to read what it was sent
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log; nobody reads the response
 Result = TypeVar("Result")
+
+
+class Patience:
+    """How long is waited: for each request until its deadline, and for none once the server stops."""
+
+    def __init__(self) -> None:
+        self.stopping, self.waits = False, set[asyncio.Timeout]()
+
+    @contextlib.asynccontextmanager
+    async def until(self, deadline: float, when: str, status: int = 504) -> AsyncIterator[None]:
+        """Raise RequestError rather than wait beyond `deadline`, on the loop's clock; `when` says for what."""
+        try:
+            async with asyncio.timeout_at(0 if self.stopping else deadline) as timeout:
+                self.waits.add(timeout)
+                try:
+                    yield
+                finally:
+                    self.waits.discard(timeout)
+        except TimeoutError:
+            if self.stopping:
+                raise RequestError(503, "the server is shutting down", kind="server_error") from None
+            kind = "server_error" if status >= 500 else "invalid_request_error"
+            raise RequestError(status, f"the request ran out of time {when}", code="timeout", kind=kind) from None
+
+    def stop(self) -> None:
+        """End all that is waited for, now and from now on."""
+        self.stopping = True
+        for timeout in self.waits:
+            if not timeout.expired():
+                timeout.reschedule(0)
 
 
 class Turns:
     """One request runs, in the order of arrival; a limited number waits."""
 
-    def __init__(self, queue: int):
-        self.queue, self.waiting, self.lock = queue, 0, asyncio.Lock()
+    def __init__(self, queue: int, patience: Patience):
+        self.queue, self.patience = queue, patience
+        self.waiting, self.lock = 0, asyncio.Lock()
 
     def check(self) -> None:
         """Raise RequestError 429 where no more may wait."""
@@ -53,10 +89,8 @@ class Turns:
         self.check()
         self.waiting += 1
         try:
-            async with asyncio.timeout_at(deadline):
+            async with self.patience.until(deadline, "while it waited for its turn"):
                 await self.lock.acquire()
-        except TimeoutError:
-            raise _late("while it waited for its turn") from None
         finally:
             self.waiting -= 1
         try:
@@ -69,13 +103,22 @@ class Endpoints:
     """What the routes call."""
 
     def __init__(self, served: Served):
-        self.served, self.limits, self.turns = served, served.limits, Turns(served.limits.queue)
+        self.served, self.limits, self.patience = served, served.limits, Patience()
+        self.turns = Turns(served.limits.queue, self.patience)
         self.thread = ThreadPoolExecutor(1, "model")
-        self.created, self.stopping = int(time.time()), False
+        self.created = int(time.time())
 
     def stop(self) -> None:
-        """End what runs and what waits, within a token's time, with an error that says so."""
-        self.stopping = True
+        """End what runs and what waits, at once, with an error that says so."""
+        self.patience.stop()
+
+    def idle(self, seconds: float) -> bool:
+        """Whether the model's thread is at rest, or comes to it in so many seconds: nothing interrupts a step."""
+        return not wait([self.thread.submit(int)], seconds).not_done
+
+    async def health(self, _: HttpRequest) -> Response:
+        stopping = self.patience.stopping
+        return JSONResponse({"status": "stopping" if stopping else "ok"}, 503 if stopping else 200)
 
     async def models(self, _: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.served.names]})
@@ -98,28 +141,30 @@ class Endpoints:
     async def _complete(self, request: HttpRequest, kind: type[Request]) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         self.turns.check()
-        asked = parse(kind, await self._body(request, deadline))
+        asked = parse(kind, await self._body(request))
         work = await run_in_threadpool(self.served.prepare, asked)
-        reply = Reply(kind is ChatRequest, asked.model, work.prompt_tokens, len(work.prompts))
+        scored = asked.likeliest is not None
+        reply = Reply(kind is ChatRequest, asked.model, work.prompt_tokens, len(work.prompts), scored)
         pieces = self._pieces(work, deadline)
         if not asked.stream:
             return JSONResponse(reply.whole(await _unless_gone(request, _all(pieces))))
         first = await _unless_gone(request, anext(pieces))  # what is refused has its own status
-        return EventStream(_events(reply, first, pieces, asked.stream_options.include_usage))
+        return EventStream(_events(reply, first, pieces, asked.stream_options.include_usage), deadline)
 
-    async def _body(self, request: HttpRequest, deadline: float) -> bytes:
+    async def _body(self, request: HttpRequest) -> bytes:
         # Any web page may send text/plain to a server on this machine; for JSON a browser asks first, and is refused.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise RequestError(415, "content-type: send application/json")
+        too_long = RequestError(413, f"the body is longer than {self.limits.body_bytes} bytes")
+        if int(request.headers.get("content-length", 0)) > self.limits.body_bytes:
+            raise too_long
         body = bytearray()
-        try:
-            async with asyncio.timeout_at(deadline):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > self.limits.body_bytes:
-                        raise RequestError(413, f"the body is longer than {self.limits.body_bytes} bytes")
-        except TimeoutError:
-            raise _late("before its body had arrived") from None
+        deadline = asyncio.get_running_loop().time() + self.limits.body_seconds
+        async with self.patience.until(deadline, "before its body had arrived", 408):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > self.limits.body_bytes:
+                    raise too_long
         return bytes(body)
 
     async def _pieces(self, work: Work, deadline: float) -> AsyncGenerator[list[Piece], None]:
@@ -129,18 +174,26 @@ class Endpoints:
             pieces = self.served.answer(work)
             new_tokens = 0
             try:
-                while not self.stopping and (some := await loop.run_in_executor(self.thread, _next_few, pieces)):
+                while True:
+                    async with self.patience.until(deadline, f"after {new_tokens} tokens"):
+                        some = await loop.run_in_executor(self.thread, _next_few, pieces)
+                    if not some:
+                        return
                     yield some
                     new_tokens += len(some)
-                    if loop.time() > deadline:
-                        raise _late(f"after {new_tokens} tokens")
-                if self.stopping:
-                    raise RequestError(503, "the server is shutting down", kind="server_error")
-            except torch.OutOfMemoryError:
+            except HalfbyteError as error:
+                raise RequestError(500, error.message, kind="server_error") from None
+            except (MemoryError, RuntimeError) as error:
+                if not _out_of_memory(error):
+                    raise
                 message = f"out of memory with {len(work.prompts)} prompts of {work.prompt_tokens} tokens in all"
                 raise RequestError(503, message, code="out_of_memory", kind="server_error") from None
             finally:
                 self.thread.submit(pieces.close)  # type: ignore[attr-defined]  # runs before the next one's first step
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _next_few(pieces: Iterator[Piece]) -> list[Piece]:
@@ -178,16 +231,17 @@ async def _events(
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that ends its generator whatever ends the stream."""
+    """A stream of events that ends its generator whatever ends the stream; at the latest some time after `deadline`, so
+    that a client which does not read holds up nobody for longer."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]):
+    def __init__(self, events: AsyncGenerator[str, None], deadline: float):
         super().__init__(events, headers={"cache-control": "no-cache"})
-        self.events = events
+        self.events, self.deadline = events, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self.events):
+        async with contextlib.aclosing(self.events), asyncio.timeout_at(self.deadline + READ_SECONDS):
             await super().__call__(scope, receive, send)
 
 
@@ -213,10 +267,6 @@ async def _gone(request: HttpRequest) -> None:
         pass
 
 
-def _late(when: str) -> RequestError:
-    return RequestError(504, f"the request ran out of time {when}", code="timeout", kind="server_error")
-
-
 def _refused(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 429 else None)
@@ -224,7 +274,9 @@ def _refused(_: HttpRequest, error: Exception) -> Response:
 
 def _no_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    refused = RequestError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    asked = cut(visible(f"{request.method} {request.url.path}"), 120)
+    message = f"{asked}: {error.detail}; there are {', '.join(sorted(each.path for each in request.app.routes))}"
+    refused = RequestError(error.status_code, message)
     return JSONResponse(refused.body, error.status_code, error.headers)
 
 
@@ -240,8 +292,9 @@ def _nobody(_: HttpRequest, __: Exception) -> Response:
 def application(endpoints: Endpoints, access: Access = LOCAL) -> Starlette:
     """The ASGI application."""
     return Starlette(
-        middleware=access.middleware(),
+        middleware=[Middleware(Drained), *access.middleware()],
         routes=[
+            Route(HEALTH, endpoints.health, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),

@@ -14,15 +14,16 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ConfigError
+from ..words import brief
 from .requests import RequestError
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 KEY_VARIABLE = "HALFBYTE_API_KEY"
+HEALTH = "/health"  # which anyone may ask, by any name: what watches over servers has neither
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,20 @@ class Access:
     api_key: str | None = None
 
     def middleware(self) -> list[Middleware]:
-        """Outermost first."""
-        return [
-            Middleware(TrustedHostMiddleware, allowed_hosts=list(self.hosts), www_redirect=False),
-            Middleware(Gate, access=self),
-        ]
+        """The gate that lets in who shows it."""
+        return [Middleware(Gate, access=self)]
+
+    def takes_name(self, host: str) -> bool:
+        """Whether the server goes by `host` ("name:port"), as a client writes it."""
+        return not set("/@?#") & set(host) and self._takes(f"//{host}")
 
     def takes_page(self, origin: str) -> bool:
         """Whether a page of `origin` ("https://host:port", or "null") may ask."""
+        return self._takes(origin)
+
+    def _takes(self, url: str) -> bool:
         try:
-            host = urlsplit(origin).hostname
+            host = urlsplit(url).hostname
         except ValueError:
             return False
         if host is None:
@@ -92,13 +97,14 @@ def _in_url(host: str) -> str:
 
 
 class Gate:
-    """ASGI middleware: refuses pages of other sites, and requests without the key."""
+    """ASGI middleware: refuses names that are not the server's, pages of other sites, and requests without the key."""
 
     def __init__(self, app: ASGIApp, access: Access):
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        judged = scope["type"] == "http" and scope["path"] != HEALTH
+        refused = self._refusal(Headers(scope=scope)) if judged else None
         if refused is None:
             await self.app(scope, receive, send)
             return
@@ -106,9 +112,13 @@ class Gate:
         await JSONResponse(refused.body, refused.status, headers)(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> RequestError | None:
+        host = headers.get("host", "")
+        if not self.access.takes_name(host):
+            message = f"host: this server does not go by {brief(host)}; `halfbyte serve --allowed-host` names more"
+            return RequestError(400, message, code="host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and not self.access.takes_page(origin):
-            message = f"origin: pages of {origin} may not ask; `halfbyte serve --allowed-host` names hosts that may"
+            message = f"origin: pages of {brief(origin)} may not ask; `halfbyte serve --allowed-host` names who may"
             return RequestError(403, message, code="origin_not_allowed")
         if not self.access.takes_key(headers.get("authorization", "")):
             message = "authorization: send the server's key, as Bearer; OpenAI's clients call it api_key"

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from ..adapters import check_adapter_files, load_adapter
 from ..chat import Conversation
-from ..errors import ConfigError
+from ..data.chat import ChatTemplate
+from ..errors import CheckpointError, ConfigError, DataError
 from ..generation import Sampling
 from ..generation.engine import context_length
 from ..generation.text import Piece, continue_texts
 from ..notices import notice
+from ..reading import look, read_text
 from ..runs.saved import Saved, find_adapter, load_saved
+from ..words import brief
 from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError
+
+LEAST_TOP_P = 1e-9  # OpenAI's 0: the likeliest token alone
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Limits:
 
     Attributes:
         body_bytes: of a request's body.
-        prompts: of one completion request; they are answered in one batch.
+        body_seconds: from the request's arrival to the end of its body.
+        answers: of one request, prompts times `n`; they are given in one batch.
         prompt_tokens: of each prompt.
         max_tokens: new tokens of each prompt; also the default, as far as the model's context has room.
         seconds: from the request's arrival to the last token of its answer.
@@ -34,7 +38,8 @@ class Limits:
     """
 
     body_bytes: int = 2**20
-    prompts: int = 16
+    body_seconds: float = 30.0
+    answers: int = 16
     prompt_tokens: int = 8192
     max_tokens: int = 2048
     seconds: float = 300.0
@@ -43,17 +48,22 @@ class Limits:
 
 @dataclass(frozen=True)
 class Work:
-    """A request ready to run."""
+    """A request ready to run.
+
+    Attributes:
+        prompts: one a row, each as often as answers to it are wanted.
+        max_new_tokens: of each row.
+        prompt_tokens: of all prompts, each counted once.
+        likeliest: see `generation.text.continue_texts`.
+    """
 
     prompts: Sequence[Sequence[int]]
-    max_new_tokens: int
+    max_new_tokens: Sequence[int]
+    prompt_tokens: int
     sampling: Sampling
     stops: Sequence[str]
     adapter: str | None
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+    likeliest: int | None
 
 
 class Served:
@@ -67,6 +77,7 @@ class Served:
     def __init__(self, saved: Saved, names: Mapping[str, str | None], limits: Limits = Limits()):
         self.saved, self.names, self.limits = saved, dict(names), limits
         self.talk = Conversation(saved, Sampling())
+        self.template = ChatTemplate(saved.tokenizer) if self.talk.style == "template" else None
         model: Any = saved.model
         self.context: int | None = context_length(model)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -78,19 +89,26 @@ class Served:
             RequestError: an unknown model, a prompt that cannot be read, or more than the limits or the context allow.
         """
         if request.model not in self.names:
-            message = f"no model {request.model!r} here; there is {', '.join(self.names)}"
+            message = f"no model {brief(request.model)} here; there is {', '.join(self.names)}"
             raise RequestError(404, message, "model", "model_not_found")
         if isinstance(request, ChatRequest):
             field, prompts = "messages", [self._chat(request.messages)]
         else:
             assert isinstance(request, CompletionRequest)
             field, prompts = "prompt", self._plain(request.prompt)
+        if len(prompts) * request.n > self.limits.answers:
+            asked = f"{request.n} answers to {len(prompts)} prompts" if request.n > 1 else f"{len(prompts)} prompts"
+            name = "n" if request.n > 1 else field
+            raise RequestError(400, f"{name}: {asked}; this server gives {self.limits.answers} at once", name)
+        rows = [prompt for prompt in prompts for _ in range(request.n)]
         return Work(
-            prompts,
-            self._new_tokens(max(map(len, prompts)), request, field),
-            Sampling(request.temperature, top_p=request.top_p, seed=request.seed),
+            rows,
+            self._new_tokens(list(map(len, rows)), request, field),
+            sum(map(len, prompts)),
+            Sampling(request.temperature, top_p=max(request.top_p, LEAST_TOP_P), seed=request.seed),
             request.stop,
             self.names[request.model],
+            request.likeliest,
         )
 
     def answer(self, work: Work) -> Iterator[Piece]:
@@ -104,53 +122,55 @@ class Served:
             ends=self.talk.stops,
             stops=work.stops,
             adapter=work.adapter,
+            likeliest=work.likeliest,
         )
 
     def _chat(self, messages: Sequence[Message]) -> list[int]:
         tokenizer: Any = self.saved.tokenizer
-        if self.talk.style != "template":
+        if self.template is None:
             if [message.role for message in messages] != ["user"]:
                 reason = "this model has no chat template, so it takes one user message; see also /v1/completions"
                 raise RequestError(400, f"messages: {reason}", "messages")
-            return self.talk.prompt_ids(messages[0].content)
-        turns = [message.model_dump() for message in messages]
+            return self.talk.prompt_ids(messages[0].content or "")
         try:
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise RequestError(400, f"messages: the model's chat template says: {error}", "messages") from None
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+            turns, _ = self.template.understood([message.turn() for message in messages])
+            text = self.talk.render(turns)
+        except DataError as error:
+            raise RequestError(400, f"messages: {error.message}", "messages") from None
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _plain(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
-        if len(prompts) > self.limits.prompts:
-            message = f"{len(prompts)} prompts; this server takes {self.limits.prompts} at once"
+        if len(prompts) > self.limits.answers:  # before they are tokenized
+            message = f"{len(prompts)} prompts; this server takes {self.limits.answers} at once"
             raise RequestError(400, f"prompt: {message}", "prompt")
         tokenizer: Any = self.saved.tokenizer
-        found = [tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in prompts]
+        found = [tokenizer(one, verbose=False)["input_ids"] if isinstance(one, str) else one for one in prompts]
         for ids in found:
-            if not ids:
-                raise RequestError(400, "prompt: a text without tokens", "prompt")
             wrong = next((token for token in ids if not 0 <= token < self.vocabulary), None)
             if wrong is not None:
-                message = f"token {wrong} is outside the model's vocabulary of {self.vocabulary}"
+                message = f"token {brief(wrong)} is outside the model's vocabulary of {self.vocabulary}"
                 raise RequestError(400, f"prompt: {message}", "prompt")
         return found
 
-    def _new_tokens(self, longest: int, request: Request, field: str) -> int:
-        asked, limits = request.new_tokens, self.limits
-        if self.context is not None and longest + (asked or 1) > self.context:
-            message = (
-                f"the model's context is {self.context} tokens, and you asked for {longest + (asked or 1)}"
-                f" ({longest} in {field}, {asked or 'at least 1'} to generate)"
-            )
-            raise RequestError(400, message, field, "context_length_exceeded")
+    def _new_tokens(self, lengths: Sequence[int], request: Request, field: str) -> list[int]:
+        """The most tokens that each row gets, for prompts of these lengths."""
+        asked, limits, longest = request.new_tokens, self.limits, max(lengths)
+        if min(lengths) == 0:
+            raise RequestError(400, f"{field}: a text without tokens", field)
         if longest > limits.prompt_tokens:
             message = f"{field}: {longest} tokens; this server takes {limits.prompt_tokens}"
             raise RequestError(400, message, field)
         if asked is not None and asked > limits.max_tokens:
             name = "max_tokens" if request.max_tokens == asked else "max_completion_tokens"
             raise RequestError(400, f"{name}: {asked}; this server generates {limits.max_tokens} at most", name)
-        room = limits.max_tokens if self.context is None else self.context - longest
-        return asked or min(limits.max_tokens, room)
+        if self.context is not None and longest + (asked or 1) > self.context:
+            message = (
+                f"the model's context is {self.context} tokens, and you asked for {longest + (asked or 1)}"
+                f" ({longest} in {field}, {asked or 'at least 1'} to generate)"
+            )
+            raise RequestError(400, message, field, "context_length_exceeded")
+        most = asked or limits.max_tokens
+        return [most if self.context is None else min(most, self.context - length) for length in lengths]
 
 
 def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trust_remote_code: bool = False) -> Served:
@@ -191,7 +211,8 @@ def _adapter(path: str) -> Path:
 
 
 def _attach(saved: Saved, folder: Path, name: Any) -> None:
-    template = folder / "chat_template.jinja"
-    if template.is_file() and template.read_text(encoding="utf-8") != saved.tokenizer.chat_template:
+    path = folder / "chat_template.jinja"
+    own = read_text(path, CheckpointError, "save the adapter again") if look(path, CheckpointError) else None
+    if own is not None and own != saved.tokenizer.chat_template:
         notice(f"serve {folder}", f"{folder} was trained with another chat template; the server's own is used for it")
     saved.model = load_adapter(saved.model, folder, saved.config.model_name_or_path, name)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..generation.text import Piece
+from ..generation.text import UNFINISHED, Piece, Scored
 
 
 class Reply:
@@ -18,38 +18,40 @@ class Reply:
         chat: of /v1/chat/completions; otherwise of /v1/completions.
         model: the name that was asked for.
         prompt_tokens: over all prompts.
-        rows: prompts.
+        rows: answers.
+        scored: log-probabilities were asked for.
     """
 
-    def __init__(self, chat: bool, model: str, prompt_tokens: int, rows: int):
-        self.chat, self.model, self.prompt_tokens, self.rows = chat, model, prompt_tokens, rows
+    def __init__(self, chat: bool, model: str, prompt_tokens: int, rows: int, scored: bool):
+        self.chat, self.model, self.prompt_tokens, self.rows, self.scored = chat, model, prompt_tokens, rows, scored
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.offsets = [0] * rows  # characters of the tokens so far
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """All of the answer at once."""
-        texts, finishes = [""] * self.rows, [""] * self.rows
-        for row, text, finish in pieces:
-            texts[row] += text
-            finishes[row] = finish or ""
-        choices = [
-            self._choice(row, {"role": "assistant", "content": text} if self.chat else text, finish, "message")
-            for row, (text, finish) in enumerate(zip(texts, finishes, strict=True))
-        ]
+        choices = []
+        for row in range(self.rows):
+            own = [piece for piece in pieces if piece.row == row]
+            text, finish = "".join(piece.text for piece in own), own[-1].finish
+            scores = [piece.scored for piece in own if piece.scored is not None]
+            content = {"role": "assistant", "content": text} if self.chat else text
+            choices.append(self._choice(row, content, finish, "message", scores))
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._object(kind, choices), "usage": self._usage(len(pieces))}
 
     def opening(self) -> Iterator[str]:
         """Events before the first token: who speaks."""
-        if self.chat:
-            yield self._event([self._choice(0, {"role": "assistant", "content": ""}, None, "delta")])
+        for row in range(self.rows if self.chat else 0):
+            yield self._event([self._choice(row, {"role": "assistant", "content": ""}, None, "delta")])
 
     def event(self, piece: Piece) -> str:
-        """The event of a piece; a piece without text or end has none."""
-        if not piece.text and piece.finish is None:
+        """The event of a piece; a piece without text, end or log-probabilities has none."""
+        if not piece.text and piece.finish is None and piece.scored is None:
             return ""
-        content = {"content": piece.text} if piece.text else {}
-        return self._event([self._choice(piece.row, content if self.chat else piece.text, piece.finish, "delta")])
+        content = ({"content": piece.text} if piece.text else {}) if self.chat else piece.text
+        scores = [piece.scored] if piece.scored is not None else []
+        return self._event([self._choice(piece.row, content, piece.finish, "delta", scores)])
 
     def closing(self, new_tokens: int, include_usage: bool) -> str:
         """The events that end a stream."""
@@ -62,12 +64,45 @@ class Reply:
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def _choice(self, row: int, content: Any, finish: str | None, key: str) -> dict[str, Any]:
-        return {"index": row, key if self.chat else "text": content, "logprobs": None, "finish_reason": finish}
+    def _choice(
+        self, row: int, content: Any, finish: str | None, key: str, scores: Sequence[Scored] = ()
+    ) -> dict[str, Any]:
+        found = None
+        if self.scored and (scores or key == "message" or not self.chat):
+            found = _chat_scores(scores) if self.chat else self._text_scores(row, scores)
+        return {"index": row, key if self.chat else "text": content, "logprobs": found, "finish_reason": finish}
+
+    def _text_scores(self, row: int, scores: Sequence[Scored]) -> dict[str, Any]:
+        offsets = []
+        for each in scores:
+            offsets.append(self.offsets[row])
+            self.offsets[row] += len(each.token)
+        return {
+            "tokens": [each.token for each in scores],
+            "token_logprobs": [each.log_prob for each in scores],
+            # Two tokens may be the same text, e.g. halves of characters; the likelier one's counts.
+            "top_logprobs": [dict(reversed(each.likeliest)) or None for each in scores],
+            "text_offset": offsets,
+        }
 
     def _usage(self, new_tokens: int) -> dict[str, int]:
         total = self.prompt_tokens + new_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
+
+
+def _chat_scores(scores: Sequence[Scored]) -> dict[str, Any]:
+    return {
+        "content": [
+            {**_token(each.token, each.log_prob), "top_logprobs": [_token(*pair) for pair in each.likeliest]}
+            for each in scores
+        ],
+        "refusal": None,
+    }
+
+
+def _token(text: str, log_prob: float) -> dict[str, Any]:
+    """A token's bytes are unknown where it is a part of a character."""
+    return {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else list(text.encode())}
 
 
 def event(data: dict[str, Any]) -> str:

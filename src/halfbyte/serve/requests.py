@@ -6,17 +6,28 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-# Options that this server does not have, at the values that ask for nothing.
-NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "logprobs": False,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "tools": [],
-    "response_format": {"type": "text"},
+from ..errors import DataError
+from ..reading import parse_json
+
+# Fields that this server has nothing for, and their values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),  # of a message that was an answer
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
 }
 
 
@@ -45,8 +56,7 @@ class RequestError(Exception):
 
 
 def _neutral(key: str, value: Any) -> bool:
-    ours = NEUTRAL.get(key)
-    return ours is not None and (isinstance(value, bool), value) == (isinstance(ours, bool), ours)
+    return any((isinstance(value, bool), value) == (isinstance(ours, bool), ours) for ours in NEUTRAL.get(key, ()))
 
 
 def _content(value: Any) -> Any:
@@ -61,6 +71,11 @@ def _content(value: Any) -> Any:
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _bounded(value: Any) -> Any:
+    """llama.cpp's clients write -1 for no bound."""
+    return None if type(value) is int and value == -1 else value
 
 
 def _prompts(value: Any) -> Any:
@@ -87,51 +102,128 @@ class Strict(BaseModel):
         return {key: v for key, v in data.items() if v is not None and (key in known or not _neutral(key, v))}
 
 
+class Function(Strict):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Strict):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+    def turn(self) -> dict[str, Any]:
+        """As chat templates take it: arguments as an object, where OpenAI has them as JSON text.
+
+        Raises:
+            DataError: they are not JSON.
+        """
+        arguments = parse_json(self.function.arguments or "{}", f"the arguments of {self.function.name}", DataError)
+        return {**self.model_dump(), "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Strict):
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    """A turn. Which roles a model knows is for its template to say; see `data.chat.ChatTemplate.understood`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+            raise ValueError("content: Field required")
+        return self
+
+    def turn(self) -> dict[str, Any]:
+        """As training gives it to chat templates.
+
+        Raises:
+            DataError: the arguments of a tool call are not JSON.
+        """
+        roles = {"developer": "system", "function": "tool"}
+        said: dict[str, Any] = {"role": roles.get(self.role, self.role), "content": self.content or self.refusal or ""}
+        said |= self.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        return said | ({"tool_calls": [call.turn() for call in self.tool_calls]} if self.tool_calls else {})
 
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: bool = False  # OpenAI's padding against eavesdroppers; a stream has none here
+
+
+Length = Annotated[int | None, BeforeValidator(_bounded)]
 
 
 class Request(Strict):
     """The fields that chats and completions share."""
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Length = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    top_p: float = Field(1.0, ge=0, le=1)
+    n: int = Field(1, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], BeforeValidator(_listed)] = Field(
         default=[], max_length=4
     )
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str = ""  # OpenAI's name for the caller; not used
+    # What OpenAI's clients tell about the caller; nothing here depends on it.
+    user: str = ""
+    metadata: dict[str, str] = {}
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
 
     @property
     def new_tokens(self) -> int | None:
         """The most tokens asked for."""
         return self.max_tokens
 
+    @property
+    def likeliest(self) -> int | None:
+        """See `generation.text.continue_texts`."""
+        raise NotImplementedError
+
 
 class ChatRequest(Request):
     """A body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Length = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _asks_for_both(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: it needs logprobs: true")
+        return self
 
     @property
     def new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
 class CompletionRequest(Request):
     """A body of /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        None, ge=0, le=5
+    )
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
 
 Kind = TypeVar("Kind", bound=Request)
@@ -146,14 +238,17 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        param = _spelled(first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param, reason = _spelled(first["loc"]), first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             reason = "this server does not have it"
+        elif first["type"] == "value_error" and ": " in reason and " " not in reason.partition(": ")[0]:
+            field, _, reason = reason.partition(": ")  # of a rule about several fields
+            param = f"{param}.{field}" if param else field
         raise RequestError(400, f"{param or 'body'}: {reason}", param or None) from None
 
 
 def _spelled(location: tuple[int | str, ...]) -> str:
     """messages[0].content"""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
+    spelled = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return spelled.removeprefix(".")[:200]

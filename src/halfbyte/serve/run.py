@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 
 import uvicorn
 
 from ..errors import ConfigError
 from ..notices import notice
+from ..words import visible
 from .app import Endpoints, application
-from .guard import LOOPBACK, access_to
+from .guard import LOOPBACK, Access, access_to
 from .model import Limits, load
+from .protocol import Protocol
 
-GRACE_SECONDS = 10.0  # that running requests get to finish
-HANGUP_SECONDS = 5  # then, for clients to read why they were stopped
-SPARE_CONNECTIONS = 64  # beyond the queue, for clients that hold one open or are still sending
+GRACE_SECONDS = 3.0  # that running requests get to finish
+HANGUP_SECONDS = 1  # then, for clients to read why they were stopped
+STEP_SECONDS = 0.5  # then, for the model's step under way
 
 
 class Server(uvicorn.Server):
-    """Stops generating some time after a signal, so that no request is cut off without a word."""
+    """Stops generating some time after a signal, so that no request is cut off without a word; leaves within 5 s."""
 
     def __init__(self, config: uvicorn.Config, endpoints: Endpoints):
         super().__init__(config)
@@ -64,24 +68,36 @@ def serve(
             said = f"clients that call this server other than {', '.join(LOOPBACK)} are refused"
             notice("serve", f"{said}; --allowed-host names what they call it")
         endpoints = Endpoints(served)
-        config = uvicorn.Config(
-            application(endpoints, access),
-            log_level="warning",
-            lifespan="off",
-            timeout_graceful_shutdown=int(GRACE_SECONDS) + HANGUP_SECONDS,
-            limit_concurrency=limits.queue + SPARE_CONNECTIONS,
-        )
+        server = Server(configured(endpoints, access), endpoints)
         listener.listen()
         where = f"[{host}]" if ":" in host else host
         address = f"http://{where}:{listener.getsockname()[1]}/v1"
-        print(f"serving {', '.join(served.names)} at {address}; Ctrl-C stops", flush=True)
+        print(visible(f"serving {', '.join(served.names)} at {address}; Ctrl-C stops"), flush=True)
         # uvicorn repeats a signal once it has shut down, for whoever handled it before; that is nobody now.
         before = {sign: signal.signal(sign, lambda *_: None) for sign in (signal.SIGINT, signal.SIGTERM)}
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.handle_exit)
         try:
-            Server(config, endpoints).run(sockets=[listener])
+            server.run(sockets=[listener])
         finally:
             for sign, handler in before.items():
                 signal.signal(sign, handler)
+        if not endpoints.idle(STEP_SECONDS):  # e.g. a long prompt on a CPU, which Python would wait for
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def configured(endpoints: Endpoints, access: Access) -> uvicorn.Config:
+    """How uvicorn runs the application."""
+    return uvicorn.Config(
+        application(endpoints, access),
+        http=Protocol,
+        ws="none",
+        log_level="error",
+        lifespan="off",
+        timeout_graceful_shutdown=int(GRACE_SECONDS) + HANGUP_SECONDS,
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -25,6 +25,19 @@ def total_steps(config: RunConfig, rows: int) -> int:
     return math.ceil(config.num_train_epochs * steps_per_epoch(config, rows))
 
 
+def check_dtype(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Whether a run trains in `dtype` on `device`.
+
+    Raises:
+        ConfigError: it is float16, where that cannot train.
+    """
+    if dtype == torch.float16 and (device.type == "cpu" or not config.use_peft or config.adapter_dtype != "float32"):
+        raise ConfigError(
+            "dtype: float16 needs loss scaling, which works for float32 adapters on an accelerator only",
+            "use dtype: bfloat16 or float32",
+        )
+
+
 def training_arguments(
     config: RunConfig, device: torch.device, dtype: torch.dtype, *, rows: int, evaluate: bool
 ) -> TrainingArguments:
@@ -34,14 +47,9 @@ def training_arguments(
     come in the same order, also in a resumed run.
 
     Raises:
-        ConfigError: a value that transformers does not know (a schedule), or float16 where it cannot
-            train.
+        ConfigError: a value that transformers does not know, or float16 where it cannot train.
     """
-    if dtype == torch.float16 and (device.type == "cpu" or not config.use_peft or config.adapter_dtype != "float32"):
-        raise ConfigError(
-            "dtype: float16 needs loss scaling, which works for float32 adapters on an accelerator only",
-            "use dtype: bfloat16 or float32",
-        )
+    check_dtype(config, device, dtype)
     epoch = steps_per_epoch(config, rows)
     try:
         arguments = TrainingArguments(

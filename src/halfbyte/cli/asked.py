@@ -1,0 +1,108 @@
+"""The run that a command line asks for: RUN.YAML, or MODEL DATA as in `finetune`; and keys in place of those there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
+
+_OVERRIDE = re.compile(r"[A-Za-z][\w-]*=")
+_YAML, _DATA = (".yaml", ".yml"), (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt")
+
+
+def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) -> tuple[RunConfig, Path | None]:
+    """The configuration that the words of `halfbyte COMMAND` come to, and its file if it has one.
+
+    Args:
+        words: what is no option of the command: names, `key=value`, `--key value`, `--key=value`.
+        options: of the command, to name the nearest.
+
+    Raises:
+        UsageError: the words are not such a run.
+        ConfigError: as in `load_config`.
+    """
+    from ..config import load_config
+
+    names, overrides = _sorted(list(words), options)
+    if len(names) == 1 and not _is_model(names[0]):
+        return load_config(names[0], overrides), Path(names[0])
+    if len(names) > 1 and Path(names[0]).suffix.lower() in _YAML:
+        raise UsageError(f"{names[1]} is no KEY=VALUE, and {names[0]} names its own data", f"write dataset={names[1]}")
+    if len(names) > 2:
+        raise UsageError(f"{names[2]} is one name too many", f"write halfbyte {command} MODEL DATA [KEY=VALUE]...")
+    keys = {word.partition("=")[0].removeprefix("--") for word in overrides}
+    given = dict(zip(("model_name_or_path", "dataset"), names, strict=False))
+    if twice := sorted(given.keys() & keys):
+        raise UsageError(f"{twice[0]} is given twice: {given[twice[0]]} is it already", "name it once")
+    as_model = f"{names[0]} is no file of keys, and a model needs DATA" if names else ""
+    for key, word in (("model_name_or_path", "model"), ("dataset", "data")):
+        if key not in given and not any(word in each for each in keys):  # other tools say so, too: base_model, datasets
+            raise UsageError(as_model or f"{key} is missing", f"write halfbyte {command} MODEL DATA, or RUN.YAML")
+    if len(names) == 2:
+        check_order(command, *names)
+    return load_config(None, overrides, given), None
+
+
+def _is_model(name: str) -> bool:
+    """Whether the only name of a command line is a model's, not a file of keys."""
+    suffix = Path(name).suffix.lower()
+    return suffix not in _YAML and (suffix == ".gguf" or not os.path.isfile(name))
+
+
+def _sorted(words: list[str], options: Collection[str]) -> tuple[list[str], list[str]]:
+    """The names among the words, and the overrides."""
+    names, overrides = [], []
+    while words:
+        word = words.pop(0)
+        if word.startswith("-") and word != "-":
+            check_option(word, options)
+            overrides.append(word)
+            if "=" not in word and words and not words[0].startswith("--"):
+                overrides.append(words.pop(0))
+        elif _OVERRIDE.match(word) and not os.path.exists(word):
+            overrides.append(word)
+        else:
+            names.append(word)
+    return names, overrides
+
+
+def check_option(word: str, options: Collection[str]) -> None:
+    """Whether an option that is none of the command's is a key, ours or another tool's.
+
+    Raises:
+        UsageError: it is not.
+    """
+    from ..config.aliases import HINTS
+    from ..config.foreign import foreign_names
+    from ..config.schema import RunConfig, nearest
+
+    key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+    if word.startswith("--") and (key in RunConfig.model_fields or key in foreign_names() or key in HINTS):
+        return
+    spelled = {option.removeprefix("--").replace("-", "_"): option for option in options}
+    begun = next((name for name in spelled if name.startswith(key)), "")
+    near = begun or nearest(key, [*spelled, *RunConfig.model_fields])
+    raise UsageError(
+        f"there is no option {word}", f"did you mean {spelled.get(near, f'--{near}')}?" if near else "leave it out"
+    )
+
+
+def check_order(command: str, model: str, data: str) -> None:
+    """Whether MODEL DATA were not written the other way round.
+
+    Raises:
+        UsageError: they were.
+    """
+    is_data = Path(model).suffix.lower() in _DATA
+    is_model = os.path.isfile(Path(data) / "config.json") or data.endswith(".gguf")
+    if is_data and (is_model or not os.path.exists(data)):
+        raise UsageError(
+            f"{model} is a dataset, and stands where the model belongs", f"write halfbyte {command} {data} {model}"
+        )

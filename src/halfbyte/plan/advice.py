@@ -1,0 +1,101 @@
+"""What to change about a run that does not fit its device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..config import RunConfig
+from ..config.yaml import dump_value
+from ..errors import ConfigError
+from ..memory.batches import Batches
+from ..notices import notice
+from ..terminal import size
+from .estimate import GIB, MemoryPlan, estimate
+
+SHORTEST, SMALLEST_RANK = 256, 8  # the least that advice goes down to
+
+Keys = dict[str, Any]
+
+
+def check_fits(
+    plan: MemoryPlan, config: RunConfig, model_config: Any, *, rows: int, batches: Callable[[RunConfig], Batches]
+) -> None:
+    """Whether a run fits; where its plan is a rough guess, that is only said.
+
+    Args:
+        rows: of the data.
+        batches: those of a changed configuration.
+
+    Raises:
+        ConfigError: it does not, and what would.
+    """
+    if plan.fits:
+        return
+    limit = config.memory_limit_gib
+    limited = limit is not None and plan.capacity_bytes == int(limit * GIB)
+    there = f"memory_limit_gib: {limit:g} leaves" if limited else f"on {plan.device} there are"
+    said = f"this run needs {size(plan.total)}, and {there} {size(plan.capacity_bytes)}"
+    if plan.rough:
+        notice("memory_plan", f"{said}, by a rough guess")
+        return
+    raise ConfigError(said, what_would_fit(config, model_config, rows, batches))
+
+
+def what_would_fit(config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches]) -> str:
+    """The first single change with which the run fits, cheapest for the result first; failing that, several at once."""
+
+    def fits(keys: Keys) -> bool:
+        changed = config.model_copy(update=keys)
+        return estimate(changed, model_config, batches=batches(changed)).fits
+
+    alone: Keys = {}
+    for steps in _changes(config, rows):
+        if keys := first_that_fits(steps, fits):
+            return f"set {_in_words(keys)}"
+    for steps in _changes(config, rows):
+        if keys := first_that_fits([alone | each for each in steps], fits):
+            return f"no single key is enough; set {_in_words(keys)}"
+        alone |= steps[-1]
+    if config.memory_limit_gib is not None:
+        needed = estimate(config, model_config, batches=batches(config)).total
+        return f"set memory_limit_gib: {math.ceil(100 * needed / GIB) / 100:g}, if the device has as much"
+    return "no key makes it fit: take a smaller model, or a device with more memory"
+
+
+def first_that_fits(steps: Sequence[Keys], fits: Callable[[Keys], bool]) -> Keys:
+    """The first of `steps` with which it fits, which then holds for all after it; none where the last is not enough."""
+    if not fits(steps[-1]):
+        return {}
+    low, high = 0, len(steps) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(steps[middle]) else (middle + 1, high)
+    return steps[low]
+
+
+def _in_words(keys: Keys) -> str:
+    return ", ".join(dump_value(key, value) for key, value in keys.items())
+
+
+def _changes(config: RunConfig, rows: int) -> Iterator[list[Keys]]:
+    """What may be changed, each from little to much."""
+    if config.activation_checkpointing in (False, "keep"):
+        yield [{"activation_checkpointing": True}]
+    rows, batch = min(config.per_device_train_batch_size, rows), config.per_device_train_batch_size
+    halves = [rows >> halvings for halvings in range(1, rows.bit_length())]
+    if halves:  # the same result, from smaller pieces
+        steps = config.gradient_accumulation_steps * batch
+        yield [
+            {"per_device_train_batch_size": half, "gradient_accumulation_steps": -(-steps // half)} for half in halves
+        ]
+    if config.use_peft and not config.quantized:
+        yield [{"load_in_4bit": True, "quantization": None}]
+    if not config.use_peft:
+        yield [{"use_peft": True}]
+    lengths = [config.max_length >> halvings for halvings in range(1, config.max_length.bit_length())]
+    if lengths := [length for length in lengths if length >= SHORTEST]:
+        yield [{"max_length": length} for length in lengths]
+    if config.use_peft and config.r > SMALLEST_RANK and not config.adapter_path:
+        yield [{"r": SMALLEST_RANK}]

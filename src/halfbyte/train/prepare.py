@@ -1,0 +1,199 @@
+"""Everything that can be known of a run before its first step, without a file written.
+
+`halfbyte check` is `prepare_run` and nothing else. `halfbyte train` goes on from it, and writes its first file then. So
+what `check` calls ready starts, and what it refuses is refused with the same words.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from halfbyte.adapters import check_adapter_files
+from halfbyte.config import Resolved, RunConfig, resolve
+from halfbyte.console import Console
+from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
+from halfbyte.data.prepare import PreparedData
+from halfbyte.environment import environment
+from halfbyte.errors import DataError
+from halfbyte.files import check_space
+from halfbyte.hardware import bound_cpu_primitives, chosen_device
+from halfbyte.methods import Method, method_of
+from halfbyte.models.find import ModelFiles, find_model
+from halfbyte.models.limits import check_positions, check_token_ids
+from halfbyte.models.load import check_attention, load_tokenizer, resolve_dtype
+from halfbyte.models.recipes import check_recipe, configured_recipe
+from halfbyte.parallel import ALONE, Mesh
+from halfbyte.plan.advice import check_fits
+from halfbyte.plan.estimate import MemoryPlan, estimate
+from halfbyte.plan.shapes import ModelShapes
+from halfbyte.qat.model import qat_format
+from halfbyte.terminal import print_data, print_header, print_memory
+
+from . import checkpoint as checkpoints
+from . import samples
+from .arguments import check_dtype, total_steps, training_arguments
+from .look_over import look_over_run
+from .rehearsal import trackers, try_optimizer, try_schedule
+
+STEPS_A_LENGTH = 50  # a plan of cuDNN's takes 0.12 to 0.2 s and saves 3 to 30 ms a step, by the model's size
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run computes, and in what.
+
+    Attributes:
+        compute_dtype: of matrix products.
+        weights_dtype: of weights that are not quantized.
+        facts: what environment.json begins with.
+    """
+
+    device: torch.device
+    compute_dtype: torch.dtype
+    weights_dtype: torch.dtype
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that is ready to load its model; nothing of it was written.
+
+    Attributes:
+        sections: what `config` comes to.
+        checkpoint: where to continue from; None for step 0.
+        files: the model, looked up once.
+        prompts: answered before and after training.
+    """
+
+    config: RunConfig
+    sections: Resolved
+    method: Method
+    mesh: Mesh
+    machine: Machine
+    checkpoint: Path | None
+    files: ModelFiles
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    plan: MemoryPlan
+    arguments: TrainingArguments
+    prompts: list[samples.Prompt]
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Rows, tokens and trained tokens of the training set."""
+        return size_of(self.data)
+
+    @property
+    def total_steps(self) -> int:
+        return total_steps(self.config, len(self.data.train))
+
+
+def prepare_run(
+    config: RunConfig, resume: str | bool | None = None, console: Console | None = None, mesh: Mesh = ALONE
+) -> PreparedRun:
+    """Look a run over, read and tokenize its data and plan its memory, saying what was found.
+
+    Args:
+        resume: True for the newest checkpoint in output_dir, or a checkpoint folder; default: `resume_from_checkpoint`.
+        console: where that is said; default: nowhere.
+
+    Raises:
+        HalfbyteError: whatever would keep the run from its first step: in the configuration, on this machine, in the
+            output folder, the model's files, the adapter to continue from, the data, or for want of memory or space.
+    """
+    console = console or Console(quiet=True)
+    resume = config.resume_from_checkpoint if resume is None else resume
+    look_over_run(config, resume)
+    bound_cpu_primitives()
+    sections, method = resolve(config), method_of(config)
+    machine = _machine(config, sections, method)
+    trackers(config.report_to)
+    optimizer = try_optimizer(config, machine.device)
+    checkpoint = checkpoints.starting_point(config, resume)
+    print_header(console, machine.facts, config)
+    files = find_model(sections.origin)
+    check_attention(files.config, config.attn_implementation, machine.device, trains=True)
+    if config.adapter_path:
+        check_adapter_files(Path(config.adapter_path))
+    shapes = ModelShapes(config, files.config, machine.device)
+    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    data = mesh.first(lambda: method.prepare(config, tokenizer))
+    print_data(console, data.report)
+    _check_data(config, shapes, tokenizer, data)
+    if not mesh.equal(size_of(data)):
+        raise DataError("the processes of this run read different data", "give each the same files")
+    if checkpoint is not None:
+        checkpoints.check_same_data(size_of(data), checkpoint)
+    arguments = _arguments(config, machine, data)
+    try_schedule(config, arguments, optimizer, total_steps(config, len(data.train)))
+    prompts = samples.pick_prompts(
+        config,
+        tokenizer,
+        data.train if data.eval is None else data.eval,
+        templated=data.report["template"] is not None,
+    )
+    plan = _planned(config, files, machine, data, shapes, console)
+    return PreparedRun(
+        config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts
+    )
+
+
+def size_of(data: PreparedData) -> dict[str, int]:
+    """Rows, tokens and trained tokens of a training set."""
+    return {name: data.report["train"][name] for name in ("rows", "tokens", "trained_tokens")}
+
+
+def lengths_differ(run: PreparedRun) -> bool:
+    """Whether rows that are one document each come in so many widths that planning for each does not pay."""
+    if run.config.packing or run.config.padding_free:
+        return False
+    widths = widths_of(run.config, run.data)
+    return len(widths) > 1 and run.total_steps < STEPS_A_LENGTH * len(widths)
+
+
+def _machine(config: RunConfig, sections: Resolved, method: Method) -> Machine:
+    device = chosen_device(config.device)
+    check_recipe(configured_recipe(sections.precision), device)
+    if sections.storage.qat_scheme is not None:
+        qat_format(sections.storage.qat_scheme)
+    compute, weights = (
+        resolve_dtype(name, device) for name in (sections.precision.compute, sections.precision.weights)
+    )
+    check_dtype(config, device, compute)
+    facts = {**environment(str(device)), "numbers": method.numbers.document(), "started": time.time()}
+    return Machine(device, compute, weights, facts)
+
+
+def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
+    """Whether the model has embeddings for all tokens of the data, and positions for its longest row."""
+    splits = [rows for rows in (data.train, data.eval) if rows is not None]
+    check_token_ids(shapes.causal_lm, max(map(largest_id, splits)), tokenizer.pad_token_id)
+    longest = max(map(longest_row, splits))
+    check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
+
+
+def _arguments(config: RunConfig, machine: Machine, data: PreparedData) -> TrainingArguments:
+    rows, evaluate = len(data.train), data.eval is not None
+    return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate)
+
+
+def _planned(
+    config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, console: Console
+) -> MemoryPlan:
+    """The plan of a run that fits, with room on the disk for a checkpoint."""
+
+    def batches(changed: RunConfig) -> Any:
+        return batches_of(changed, data, machine.device)
+
+    plan = estimate(config, files.config, device=machine.device, batches=batches(config), shapes=shapes)
+    print_memory(console, plan)
+    check_fits(plan, config, files.config, rows=len(data.train), batches=batches)
+    needed = plan.adapters + plan.optimizer
+    check_space(config.output_path / "checkpoint", needed, "free some space, or choose another output_dir")
+    return plan

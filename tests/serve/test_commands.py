@@ -1,0 +1,162 @@
+"""`halfbyte chat` and `halfbyte generate`: what people type and pipe in, and files of prompts."""
+
+import contextlib
+import io
+import json
+
+import pytest
+from serve_tiny import CONTEXT
+
+from halfbyte import chat as chatting
+from halfbyte.chat import chat
+from halfbyte.cli.generate import answer_file
+from halfbyte.errors import CheckpointError, ConfigError, DataError
+from halfbyte.generation import Sampling
+from halfbyte.runs.saved import Place, load_saved
+
+GREEDY = {"compare_base": False, "max_new_tokens": 4, "temperature": 0.0}
+
+
+@pytest.fixture
+def talk(base_folder, monkeypatch, capsys):
+    """Talks to the tiny model with the bytes of stdin, as from a terminal or, where `lost` names what gets no answer, a
+    pipe; what is printed."""
+
+    def talk(given: bytes, lost: str | None = None, **keys):
+        stdin = io.TextIOWrapper(io.BytesIO(given), encoding="utf-8")
+        stdin.isatty = lambda: lost is None
+        monkeypatch.setattr("sys.stdin", stdin)
+        capsys.readouterr()
+        with pytest.raises(DataError, match=f"{lost} no answer") if lost else contextlib.nullcontext():
+            chat(str(base_folder), **GREEDY | keys)
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    return talk
+
+
+def test_lines_are_answered_until_the_end_or_quit(talk):
+    said = talk(b"Hello\n\n  \nAgain\n/reset\nHello\n/QUIT\nnever\n", lost="").splitlines()
+    said = [line for line in said if line.startswith(("model: ", "("))]
+    assert [line.partition(":")[0] for line in said] == ["model", "model", "(new conversation)", "model"]
+    assert said[0] == said[3] != said[1]
+
+
+@pytest.mark.parametrize("lost", [None, "lines 2, 4 of the input have"])
+def test_bytes_that_are_no_text_cost_their_line_alone(talk, lost):
+    said = talk(b"Hello\n\xff\xfe\nHello\nG\xc3\n", lost)
+    assert said.count("model: ") == 2
+    assert "error: line 2 of the input is not utf-8 text\n  fix: " in said
+    assert "line 4 of the input" in said
+
+
+@pytest.mark.parametrize("line", ["/rest", "/exit", "/Resett"])
+def test_commands_misspelt(talk, line):
+    said = talk(f"{line}\n/etc/passwd is a file\n".encode(), "line 1 of the input has")
+    assert f"line 1: there is no command {line}\n  fix: /reset starts over, /quit leaves" in said
+    assert said.count("model: ") == 1
+
+
+def test_a_conversation_beyond_the_positions(talk):
+    said = talk(b"x" * 2 * CONTEXT + b"\n/reset\nHello\n", max_new_tokens=None)
+    assert f"tokens leaves no room for an answer in the model's {CONTEXT} positions" in said
+    assert "shorten the prompt (/reset in chat)" in said
+    assert len(said.split("model: ")[2]) > 4  # to the end of the positions
+    said = talk(b"Hello\n", "line 1 of the input has", max_new_tokens=120)
+    assert "max_new_tokens 120 pass the model's 128" in said
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_ctrl_c_ends_the_answer_where_somebody_types(talk, monkeypatch, typed):
+    def answer(self, text, adapter=True):
+        yield "be"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chatting.Conversation, "answer", answer)
+    if typed:
+        assert talk(b"Hello\nHello\n").count("model: be (stopped)\n") == 2
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            talk(b"Hello\nHello\n", lost="")
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no turns') }}", "{{ 1 // 0 }}", "{{ nothing.of.this }}"])
+def test_a_template_that_refuses(base_folder, template):
+    saved = load_saved(str(base_folder))
+    conversation = chatting.Conversation(saved, Sampling())
+    saved.tokenizer.chat_template = template
+    for refused in (lambda: conversation.prompt("Hello"), lambda: chatting.Conversation(saved, Sampling())):
+        with pytest.raises(DataError, match=r"the model's chat template says: (no turns|integer division|'nothing')"):
+            refused()
+
+
+@pytest.mark.parametrize(("key", "message"), [("nan", "temperature is nan"), ("inf", "temperature is inf")])
+def test_temperatures(base_folder, key, message, monkeypatch, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello")
+    for run in (lambda: chat(str(base_folder), **GREEDY | {"temperature": float(key)}),
+                lambda: list(answer_file(str(base_folder), prompts, 4, float(key), 8))):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            run()
+
+
+def answers(base_folder, file, new=None, batch=8):
+    return [json.loads(line) for line in answer_file(str(base_folder), file, new, 0.0, batch)]
+
+
+def test_by_default_answers_end_where_the_positions_do(base_folder, tmp_path, in_float32):
+    file = tmp_path / "prompts.jsonl"
+    texts = ["Hello", "x" * (CONTEXT - 40), "with a line\u2028separator, and\x85another"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    file.write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
+    found = answers(base_folder, file)
+    assert [each["prompt"] for each in found] == texts
+    assert found == answers(base_folder, file, batch=1)
+    assert len(found[0]["answer"]) > len(found[1]["answer"]) > 0
+
+
+def test_prompts_that_are_too_long_are_all_named_before_any_answer(base_folder, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(["fits", "x" * 200, "", "fits", "x" * 300]))
+    with pytest.raises(DataError) as refused:
+        next(answer_file(str(base_folder), file, None, 0.0, 1))
+    said = "the model's 128 positions do not hold line 2 (219 tokens), line 5 (319 tokens) and an answer"
+    assert refused.value.message == f"{file}: {said}"
+    assert refused.value.fix == "shorten these prompts, or take them out"
+    file.write_text("fits\n" + "x" * 80)
+    with pytest.raises(DataError, match=r"hold line 2 \(\d+ tokens\) with --max-new-tokens 90") as refused:
+        next(answer_file(str(base_folder), file, 90, 0.0, 1))
+    assert refused.value.fix == "lower --max-new-tokens, or leave it out"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no prompt"),
+        (b"\n \n", "has no prompt"),
+        (b"{", r"p\.jsonl:1: malformed JSON"),
+        (b'{"prompt": "a"}\n[' + b"[" * 10**5, r"p\.jsonl:2: malformed JSON"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "more digits than can be read"),
+        (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+        (b'{"prompt": ""}', r"p\.jsonl:1: prompt is empty"),
+        (b'{"prompt": "a"}\n\n{"prompt": "  "}', r"p\.jsonl:3: prompt is empty"),
+        (b'{"prompt": 3}', "prompt is not a text"),
+        (b'["prompt"]', 'no object with "prompt"'),
+        (b"\xff", "p.jsonl:1: byte 1 of the line, 0xff, is not UTF-8"),
+        (None, "no such file"),
+    ],
+)
+def test_files_that_hold_no_prompts(base_folder, tmp_path, content, message):
+    file = tmp_path / "p.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DataError, match=message) as refused:
+        next(answer_file(str(base_folder), file, 4, 0.0, 1))
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize("report", ["{", "[]", '{"sources": 3}', '{"sources": [{}]}', '{"sources": ["a"]}'])
+def test_a_damaged_data_report(base_folder, tmp_path, report):
+    (tmp_path / "data_report.json").write_text(report)
+    with pytest.raises(CheckpointError, match=r"data_report\.json"):
+        chatting._data_report(Place("", None, tmp_path / "config.resolved.yaml"))
