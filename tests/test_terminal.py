@@ -132,6 +132,7 @@ def test_header_tells_choices_with_reasons():
     environment = {
         "halfbyte": {"version": "0.1.0", "commit": "abc"},
         "python": "3.12.1",
+        "platform": "Linux",
         "cpu": {"model": "Xeon", "threads": 2, "memory_bytes": 8 * GIB, "instruction_sets": ["AVX2"]},
         "gpus": [],
         "device": "cpu",

@@ -102,34 +102,57 @@ def storage(keys: Mapping[str, Any]) -> str:
 
 def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
     """Say what is about to run, where, and with which choices and why."""
-    halfbyte, cpu = environment["halfbyte"], environment["cpu"]
-    kernels, compute = environment["kernels"], environment["compute_dtype"]
-    commit = f" ({halfbyte['commit']})" if halfbyte["commit"] else ""
-    versions = {"python": environment["python"], **environment["versions"]}
+    machine = _machine(environment)
     datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
     lines = {
         "model": f"{config.model_name_or_path} · {method(config)}",
         "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
-        "device": _device_line(environment, cpu),
-        "compute": f"{compute['dtype']}: {compute['reason']}",
-        "kernels": f"{'on' if kernels['enabled'] else 'off'}: {kernels['reason']}",
-        "versions": " · ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "device": _device_line(environment, environment["cpu"]),
+        **{name: machine[name] for name in ("compute", "kernels", "versions")},
         "output": config.output_dir,
     }
-    console.print(Text.assemble(("halfbyte ", "bold"), (f"{halfbyte['version']}{commit}", "bold cyan")))
+    console.print(Text.assemble(("halfbyte ", "bold"), (machine["halfbyte"], "bold cyan")))
     console.print(_facts(lines))
+
+
+def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
+    """What `environment` found, in words, a line for each fact."""
+    console.print(_facts(_machine(environment)))
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
+    halfbyte, cpu = environment["halfbyte"], environment["cpu"]
+    kernels, compute = environment["kernels"], environment["compute_dtype"]
+    versions = {"python": environment["python"], **environment["versions"]}
+    gpus = [_gpu(gpu) for gpu in environment["gpus"]]
+    return {
+        "halfbyte": halfbyte["version"] + (f" ({halfbyte['commit']})" if halfbyte["commit"] else ""),
+        "system": environment["platform"],
+        "cpu": _cpu(cpu),
+        **({f"gpu {index}": gpu for index, gpu in enumerate(gpus)} or {"gpu": "none that torch sees"}),
+        "device": str(environment["device"] or "none: torch is not installed"),
+        "compute": f"{compute['dtype']}: {compute['reason']}" if compute["dtype"] else compute["reason"],
+        "kernels": f"{'on' if kernels['enabled'] else 'off'}: {kernels['reason']}",
+        "versions": " · ".join(f"{name} {version}" for name, version in versions.items() if version),
+    }
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    facts = [gpu["name"], size(gpu["memory_bytes"]), gpu["capability"] and f"capability {gpu['capability']}"]
+    return " · ".join(fact for fact in (*facts, gpu["driver"] and f"driver {gpu['driver']}") if fact)
+
+
+def _cpu(cpu: Mapping[str, Any]) -> str:
+    instructions = ", ".join(cpu["instruction_sets"]) or "no vector extensions known"
+    return f"{cpu['model'] or 'CPU'} · {cpu['threads']} threads · {size(cpu['memory_bytes'])} · {instructions}"
 
 
 def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
     gpus, device = environment["gpus"], environment["device"] or "cpu"
     if gpus and not device.startswith("cpu"):
         kind, _, index = device.partition(":")
-        gpu = gpus[int(index or 0)]
-        facts = [size(gpu["memory_bytes"]), gpu["capability"] and f"capability {gpu['capability']}"]
-        facts.append(gpu["driver"] and f"driver {gpu['driver']}")
-        return f"{gpu['name']} ({kind}) · " + " · ".join(fact for fact in facts if fact)
-    instructions = ", ".join(cpu["instruction_sets"]) or "no vector extensions known"
-    return f"{cpu['model'] or 'CPU'} · {cpu['threads']} threads · {size(cpu['memory_bytes'])} · {instructions}"
+        return f"{kind}: {_gpu(gpus[int(index or 0)])}"
+    return _cpu(cpu)
 
 
 def _facts(lines: Mapping[str, str | RenderableType]) -> Table:

@@ -21,7 +21,7 @@ from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig, load_config
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.errors import HalfbyteError, TrainingError
+from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
@@ -42,7 +42,7 @@ from halfbyte.words import one_line
 from ..runs.lock import run_lock
 from . import checks, samples
 from .loop import TrainingLoop
-from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
+from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reproducible import repeatable, verdict
 from .setup import OpenRun, open_run, write_environment, write_memory
@@ -93,28 +93,21 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
 
 
 def _open_and_run(prepared: PreparedRun, resume: str | bool | None, console: Console) -> RunResult:
+    run = open_run(prepared, resume)
     try:
         with _settings(prepared):
-            return _run(open_run(prepared, resume), console)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError, TrainingError) as error:
-        if not isinstance(error, TrainingError) and not is_out_of_memory(error):
+            return _run(run, console)
+    except TrainingError as error:
+        _report_stopped(run, error, console)
+        raise
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
-        _report_so_far(prepared, console)
-        if isinstance(error, TrainingError):
-            raise
-        raise TrainingError(advise_out_of_memory(prepared.plan, error, prepared.config)) from error
+        stopped = TrainingError(advise_out_of_memory(prepared.plan, error, prepared.config))
+        _report_stopped(run, stopped, console)
+        raise stopped from error
     finally:
         _release(prepared.machine.device)
-
-
-def _report_so_far(run: PreparedRun, console: Console) -> None:
-    """The report of a run that could not go on, where it did a step: its numbers show how it came to that."""
-    from halfbyte.report import write_report
-
-    if run.mesh.is_main and MetricsFile(run.config.output_path / "metrics.jsonl").records():
-        with contextlib.suppress(HalfbyteError):  # no room on the disk is what stopped some
-            report = write_report(run.config.output_path)
-            console.print(one_line(f"report so far: {report}"), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -286,6 +279,16 @@ def _report(job: OpenRun, console: Console) -> None:
     report = write_report(job.output)
     saved = "adapter" if job.prepared.config.use_peft else "model"
     console.print(one_line(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
+
+
+def _report_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
+    """What the steps before it came to, where there were any; nothing where the disk is full, which the error says."""
+    if run.prepared.mesh.is_main and run.metrics.records():
+        from halfbyte.report import write_report
+
+        with contextlib.suppress(TrainingError):
+            write_environment(run, finished=time.time(), stopped=error.message)
+            console.print(one_line(f"report until then: {write_report(run.output)}"), soft_wrap=True)
 
 
 def _summary(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
