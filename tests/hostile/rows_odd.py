@@ -249,6 +249,12 @@ RUNS = [
 ]  # fmt: skip
 
 MACHINES = [
+    Case("+ the folder it is in went away", ("check run.yaml", "env", "train model data.jsonl"), code=(1, 0), wishes={
+         "nowhere": True}),
+    *[Case(f"+ {command.split()[0]} into a full disk", command, code=(1, 0), given=("run",), says="disk is full",
+         wishes={"full": [1]}) for
+      command in ("check run.yaml", "env", "init model data.jsonl", "generate run prompts.jsonl --max-new-tokens 4")],
+    good("+ train tells a full disk", "train run.yaml", wishes={"full": [1]}, after=RAN_OUT),
     good("+ standard input is closed", "train run.yaml", wishes={"closed": [0]}, after=RAN_OUT),
     Case("+ standard output is closed", "check run.yaml", code=(0, 1, 120), wishes={"closed": [1]}),
     Case("+ standard error is closed", "check run.yaml seed=x", wishes={"closed": [2]}),
@@ -334,4 +340,21 @@ COMMANDS = [
     Case("+ demo over something else", "demo model", says="model"),
 ]  # fmt: skip
 
-ROWS = CONFIGS + DATASETS + MODELS + RUNS + MACHINES + COMMANDS
+README = [  # what the README shows, with nothing wrong
+    good("+ README: merge", "merge run", given=("run",), after=("run/*",), seconds=4),
+    good("+ README: merge in FP8", "merge run m --quantize fp8-block", given=("run",), after=("m", "m/*", "run/*"),
+         seconds=4),
+    good("+ README: chat", "chat run --compare-base --max-new-tokens 4", given=("run",), wishes={
+         "stdin": b"hello\n/quit\n"}),
+    good("+ README: eval", "eval run data.jsonl", given=("run",), says="perplexity"),
+    good("+ README: export", "export run --gguf q4_k_m", given=("run",), after=("run/*.gguf", "run/*"), seconds=4),
+    good("+ README: export the adapter", "export run --gguf f16 --adapter-only", given=("run",), after=("run/*",)),
+    good("+ README: mix", "mix model data.jsonl --bits 4.5 --tokens 128", says="nf4", seconds=6),
+    good("+ README: preview", "preview run.yaml", says="trained"),
+    good("+ README: env", "env --kernels", says="cpu"),
+    good("+ README: a model and data, no file", "train model data.jsonl max_steps=1 max_length=64", after=(*RAN_OUT,
+         "out/run.yaml")),
+    good("+ README: check a model and data", "check model data.jsonl max_length=64", says="ready"),
+]  # fmt: skip
+
+ROWS = README + CONFIGS + DATASETS + MODELS + RUNS + MACHINES + COMMANDS
