@@ -14,7 +14,8 @@ from ..data.sources import files_of
 from ..errors import ConfigError
 from ..models.find import look_over
 from ..reading import why
-from ..reading.tensors import read_adapter_config
+from ..reading.model_config import CONFIG
+from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
 from ..words import brief
 
 LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
@@ -67,6 +68,9 @@ def look_over_output(output_dir: str) -> None:
         raise ConfigError(f"output_dir: cannot write into {brief(output_dir)}: {reason}", fix) from error
     if what:
         raise ConfigError(f"output_dir: cannot write into {path}: {there} {what}", fix)
+    for name in (CONFIG, ADAPTER_CONFIG):
+        if (path / name).exists():
+            raise ConfigError(f"output_dir: {path} holds a model ({name})", "name a folder for the run alone")
 
 
 def _exists(path: Path) -> bool:
