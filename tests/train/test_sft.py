@@ -1,6 +1,7 @@
 """A whole run, from a folder with a tiny checkpoint and a JSONL file to a run directory."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -187,6 +188,22 @@ def test_running_out_of_memory_gives_advice(place, tmp_path, monkeypatch):
     monkeypatch.setattr(sft.TrainingLoop, "train", exhausted)
     with pytest.raises(TrainingError, match=r"2.00 GiB.*\n.*change: "):
         run(place, tmp_path)
+
+
+def test_a_run_that_stops_leaves_the_report_of_what_it_did(place, tmp_path, monkeypatch):
+    sums = sft.TrainingLoop._sums
+
+    def broken(loop, batch):
+        return {
+            name: value * (math.nan if loop.state.global_step == 2 else 1) for name, value in sums(loop, batch).items()
+        }
+
+    monkeypatch.setattr(sft.TrainingLoop, "_sums", broken)
+    with pytest.raises(TrainingError, match="stopped before updating any weight"):
+        run(place, tmp_path)
+    report = (tmp_path / "report.html").read_text()
+    assert "the run was not finished: step 3: loss nan" in report
+    assert "Final training loss" in report
 
 
 def test_several_processes_are_refused(place, tmp_path, monkeypatch):

@@ -123,6 +123,8 @@ def read_run(path: Path | str) -> Run:
         setattr(run, name, _json(run, file))
     others = (_json(run, path.name) for path in sorted(run.path.glob("merge-*.json")))
     run.merges = [each for each in (run.merge, *others) if isinstance(each, dict)]
+    if stopped := (run.environment or {}).get("stopped"):
+        run.problems.append(f"the run was not finished: {stopped}")
     records = _metrics(run)
     run.train = [record for record in records if record["kind"] == "train"]
     run.evals = [record for record in records if record["kind"] == "eval"]
