@@ -22,8 +22,8 @@ Keys = dict[str, Any]
 def check_fits(
     plan: MemoryPlan, config: RunConfig, model_config: Any, *, rows: int, batches: Callable[[RunConfig], Batches]
 ) -> None:
-    """Whether a run fits. Where its plan is a rough guess, or `memory_limit_gib` allows what it needs, that it does not is
-    only said.
+    """Whether a run fits. That it does not is only said where its plan is a rough guess, or `memory_limit_gib` allows
+    what it needs.
 
     Args:
         rows: of the data.
@@ -42,12 +42,11 @@ def check_fits(
         why = "which is a rough guess" if plan.rough else "and memory_limit_gib allows as much"
         notice("memory_plan", f"{said}, {why}: it is tried")
         return
-    raise ConfigError(said, what_would_fit(config, model_config, rows, batches) + _all_the_same(plan))
-
-
-def _all_the_same(plan: MemoryPlan) -> str:
-    """The key for who knows better than the plan."""
-    return f"; memory_limit_gib: {math.ceil(100 * plan.total / GIB) / 100:g} has it tried all the same"
+    needed = f"{math.ceil(100 * plan.total / GIB) / 100:g}"
+    more = (
+        f"or raise memory_limit_gib to {needed}" if limited else f"memory_limit_gib: {needed} has it tried all the same"
+    )
+    raise ConfigError(said, f"{what_would_fit(config, model_config, rows, batches)}; {more}")
 
 
 def what_would_fit(config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches]) -> str:
