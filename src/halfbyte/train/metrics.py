@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfbyte.errors import CheckpointError
 from halfbyte.files import write_text, writing
+from halfbyte.reading import parse_json, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -94,9 +96,22 @@ class MetricsFile:
             listener(record)
 
     def records(self) -> list[dict[str, Any]]:
-        """All whole records, in order; a torn last line is left out."""
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """All whole records, in order; a torn last line is left out.
+
+        Raises:
+            CheckpointError: another line is no record.
+        """
+        fix = "remove the lines that are none, or begin anew without --resume"
+        lines = read_text(self.path, CheckpointError).splitlines(keepends=True) if self.path.exists() else []
+        records = [
+            parse_json(line, str(self.path), CheckpointError, fix, line=number)
+            for number, line in enumerate(lines, 1)
+            if line.endswith("\n")
+        ]
+        for number, record in enumerate(records, 1):
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise CheckpointError(f"{self.path}:{number}: this is no record of a step", fix)
+        return records
 
     def keep_until(self, step: int) -> None:
         """Drop the records past `step`, atomically: the resumed run writes them again."""
