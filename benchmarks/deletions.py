@@ -79,27 +79,10 @@ def lora_glu_kernels() -> list[tuple[Op, Callable[..., Any]]]:
 
 
 def steps() -> Iterator[tuple[str, dict[str, float]]]:
-    from halfbyte.kernels.cuda import bitplane, cross_entropy, fp8_product
-    from halfbyte.ops.bitplane import dequantize_bitplane
-    from halfbyte.ops.cross_entropy import cross_entropy_
-    from halfbyte.ops.fp8_product import fp8_product as product
-
-    def on(op: Op, module: Any) -> tuple[Op, Callable[..., Any]]:
-        """The first of the module's kernels of the op."""
-        rows = op._added["cuda"]
-        return op, next(row.function for row in rows if row.function.__module__ == module.__name__)
-
-    training = Training("8b-step", 4, 2048, "cuda")
-    training.step(training.batch)  # which imports kernels
-    yield "cross-entropy, bf16 step", compared(training, on(cross_entropy_, cross_entropy))
-    yield "gated unit, bf16 step", compared(training, *lora_glu_kernels())
-    training = Training("8b-step", 4, 2048, "cuda", recipe="fp8-hybrid")
-    training.step(training.batch)
-    yield "FP8 products with a term by cuBLASLt, fp8-hybrid step", compared(training, on(product, fp8_product))
-    yield "gated unit, fp8-hybrid step", compared(training, *lora_glu_kernels(), rounds=2)
-    training = Training("8b-step", 4, 2048, "cuda", storage="kbit4")
-    training.step(training.batch)
-    yield "bit planes to 16 bits, kbit4 step", compared(training, on(dequantize_bitplane, bitplane))
+    for recipe in ("bf16", "fp8-hybrid"):
+        training = Training("8b-step", 4, 2048, "cuda", recipe=recipe)
+        training.step(training.batch)  # which imports kernels
+        yield f"gated unit, {recipe} step", compared(training, *lora_glu_kernels())
 
 
 def tokens() -> Iterator[tuple[str, dict[str, float]]]:
@@ -123,22 +106,6 @@ def tokens() -> Iterator[tuple[str, dict[str, float]]]:
             yield f"decoding {batch} rows, {adapter or 'no'} adapter", found
 
 
-def head() -> Iterator[tuple[str, dict[str, float]]]:
-    """A chunk's cross-entropy alone, at an even and at an odd vocabulary."""
-    from halfbyte.ops.cross_entropy import Objective, cross_entropy_
-
-    for rows, vocabulary in ((512, 128256), (1280, 50257)):
-        wide = torch.randn(rows, -(-vocabulary // 16) * 16, device="cuda").bfloat16()
-        labels = torch.randint(vocabulary, (rows,), device="cuda")
-        copies = [wide.clone()[:, :vocabulary] for _ in range(3)]
-        calls = [lambda c=c, labels=labels: cross_entropy_(c, labels, Objective(), True, False) for c in copies]
-        found = {"cuda_us": event_us(calls, 30)}
-        own = [(cross_entropy_, cross_entropy_._added["cuda"][0].function)]  # of rank 1: Triton's comes after it
-        with without(*own):
-            found["triton_us"] = event_us(calls, 30)
-        yield f"cross-entropy of {rows} rows of {vocabulary}", found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=95)
@@ -146,7 +113,7 @@ def main() -> None:
     given = parser.parse_args()
     result: dict[str, Any] = {}
     end = time.monotonic() + given.seconds
-    for section in (head, steps, tokens):
+    for section in (steps, tokens):
         for name, found in section():
             result[name] = found
             print(name, {key: round(value, 3) for key, value in found.items()}, flush=True)

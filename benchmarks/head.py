@@ -5,10 +5,9 @@ python -m benchmarks.head [--shapes 16384x128256x4096,8192x128256x4096,16384x151
 
 The floor of a shape, tokens × vocabulary × hidden, is X·Wᵀ and dZ·W alone, whole. Every implementation makes the mean
 loss and dX from bf16 inputs; they take turns, so that all meet the same clocks. Memory is the peak over the inputs.
-Peers: torch with full logits, the same compiled, and Liger where it is on PYTHONPATH; ours by Triton alone too, as
-where the CUDA kernel cannot run. `--chunks` times ours with other chunks, to see what products lose in smaller ones.
-Both kernels are measured alone on chunks that do not fit the cache together; their bytes are one read and one write of
-the logits, so Triton's two reads from memory can reach 67% of a copy.
+Peers: torch with full logits, the same compiled, and Liger where it is on PYTHONPATH. `--chunks` times ours with other
+chunks, to see what products lose in smaller ones. The kernel is measured alone on chunks that do not fit the cache
+together; its bytes are one read and one write of the logits, so that its two reads from memory can reach 67% of a copy.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -57,14 +55,6 @@ def ours_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return -linear_log_probs(hidden, weight, labels)[0].mean()
 
 
-def by_triton(call: Call) -> Any:
-    """`call` without the CUDA kernel."""
-    kernels = cross_entropy_.kernels("cuda")
-    triton = tuple((kernel.unless, kernel.function) for kernel in kernels if kernel.name.startswith("triton"))
-    with mock.patch.dict(cross_entropy_._by_device, {torch.device("cuda", torch.cuda.current_device()): triton}):
-        return call()
-
-
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy((hidden @ weight.T).float(), labels)
 
@@ -85,7 +75,6 @@ def implementations(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: list
         losses["liger"] = lambda *arguments: LigerFusedLinearCrossEntropyFunction.apply(*arguments)[0]
     calls: dict[str, Call] = {"two GEMMs": partial(two_gemms, *arguments)}
     calls |= {name: partial(trained, loss, *arguments) for name, loss in losses.items()}
-    calls["halfbyte, Triton"] = partial(by_triton, calls["halfbyte"])
     for rows in chunks:
         forward = partial(linear_cross_entropy_forward, hidden.detach(), weight, labels, chunk=rows)
         calls[f"forward, {rows} rows"] = forward
@@ -126,18 +115,16 @@ def take_turns(calls: dict[str, Call]) -> dict[str, dict[str, float]]:
     return {name: {"ms": statistics.median(times[name]), "peak_bytes": peaks[name]} for name in calls}
 
 
-def run_kernels(vocabulary: int, copy: float) -> dict[str, dict[str, float]]:
-    """The kernels alone, on chunks as the head makes them, replayed from a graph."""
+def run_kernel(vocabulary: int, copy: float) -> dict[str, float]:
+    """The kernel alone, on chunks as the head makes them, replayed from a graph."""
     rows = chunk_rows(vocabulary, "cuda", 2)
     labels = torch.randint(vocabulary, (rows,), device="cuda")
     chunks = [torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     calls = [partial(cross_entropy_, chunk, labels, Objective(), True, False) for chunk in chunks]
     size = 2 * chunks[0].numel() * chunks[0].element_size()
-    found = {}
-    for name, us in ("halfbyte", graph_us(calls)), ("Triton", graph_us([partial(by_triton, call) for call in calls])):
-        speed = size / us / 1e6
-        found[name] = {"rows": rows, "bytes": size, "us": us, "TBps": speed, "fraction_of_copy": speed / copy}
-    return found
+    us = graph_us(calls)
+    speed = size / us / 1e6
+    return {"rows": rows, "bytes": size, "us": us, "TBps": speed, "fraction_of_copy": speed / copy}
 
 
 def run_shape(shape: tuple[int, int, int], chunks: list[int], copy: float) -> dict[str, Any]:
@@ -150,10 +137,9 @@ def run_shape(shape: tuple[int, int, int], chunks: list[int], copy: float) -> di
     for name, row in rows.items():
         row["x_gemms"] = row["ms"] / floor
         print(f"  {name:22}{row['ms']:9.2f} ms{row['x_gemms']:8.3f}{row['peak_bytes'] / GIB:9.3f} GiB", flush=True)
-    kernels_alone = run_kernels(shape[1], copy)
-    for name, row in kernels_alone.items():
-        print(f"  kernel, {name}: {row['us']:.1f} µs on {row['rows']} rows, {row['fraction_of_copy']:.0%} of a copy")
-    return {"shape": shape, "rows": rows, "kernels": kernels_alone}
+    alone = run_kernel(shape[1], copy)
+    print(f"  kernel: {alone['us']:.1f} µs on {alone['rows']} rows, {alone['fraction_of_copy']:.0%} of a copy")
+    return {"shape": shape, "rows": rows, "kernels": {"halfbyte": alone}}
 
 
 def main() -> None:

@@ -380,14 +380,6 @@ def product_cases() -> Iterator[Case]:
                 lora_read.lora_read(x, (), (b,), (1.5,), low_rows, FP32, made, None)
 
             yield Case(f"adapters' gradients, rank {rank}", read, dtype)
-    for dtype, bits in itertools.product((FP16, BF16), (2, 3, 4, 5)):  # large enough for `cuda.bitplane`
-
-        def large(dtype=dtype, bits=bits):
-            blocks = 4096 * 4096 // 32
-            packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
-            bitplane.dequantize_bitplane(packed, scales, None, empty(), empty(2**bits), 4096, 4096, dtype)
-
-        yield Case(f"large weights of {bits} bits", large, dtype)
 
 
 MAKERS = (

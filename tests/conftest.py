@@ -30,12 +30,18 @@ def pytest_configure(config):
         config.pluginmanager.register(Log(Path(folder)))
 
 
+def pytest_collection_finish():
+    """What was imported stays: collections, in the code under test too, need not go through it each time."""
+    gc.freeze()
+
+
 class Log:
-    """`gpu-failures.txt`, `gpu-seconds.txt`, `gpu-skipped.txt`: what is left of a session killed at its time limit."""
+    """`gpu-failures.txt`, `gpu-seconds.txt`, `gpu-skipped.txt`: what is left of a session killed at its time limit; and
+    `gpu-order.txt`: what each process ran, since what breaks a GPU's context may be a test before."""
 
     def __init__(self, folder: Path):
         self.folder, self.began = folder, time.monotonic()
-        for name in ("gpu-failures.txt", "gpu-seconds.txt", "gpu-skipped.txt"):
+        for name in ("gpu-failures.txt", "gpu-seconds.txt", "gpu-skipped.txt", "gpu-order.txt"):
             (folder / name).write_text("", encoding="utf-8")
 
     def _append(self, name: str, text: str) -> None:
@@ -43,6 +49,8 @@ class Log:
             file.write(text)
 
     def pytest_runtest_logreport(self, report):
+        if report.when == "call":
+            self._append("gpu-order.txt", f"{getattr(report, 'worker_id', 'main')} {report.nodeid}\n")
         if report.failed:
             self._append("gpu-failures.txt", f"=== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
         if report.skipped:
@@ -107,7 +115,12 @@ def shared() -> Path:
 def _seed():
     import torch
 
-    torch.manual_seed(0)
+    try:
+        torch.manual_seed(0)
+    except RuntimeError:
+        if "PYTEST_XDIST_WORKER" in os.environ:  # a kernel has broken this process's context: xdist starts another
+            os._exit(1)
+        raise
     threads = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == threads, "the test leaves torch another number of threads, and others other sums"

@@ -31,7 +31,6 @@ ORDER = [
         "environment",
         "architectures",
         "families",
-        "checkpoint_files",
         "reading",
         "words",
     ],

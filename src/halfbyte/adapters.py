@@ -26,16 +26,17 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .architectures import ALL_LINEAR, all_linear, is_linear
-from .checkpoint_files import ADAPTER, ADAPTER_CONFIG, read_adapter_config
 from .config import Adapter, RunConfig, resolve
 from .errors import CheckpointError, ConfigError, ModelError
 from .notices import notice
 from .qat.model import round_merged
+from .reading.boundary import answered
+from .reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header, read_tensors
 
+COMMON_RANK = 1024
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
@@ -230,13 +231,16 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
     Raises:
         CheckpointError: there is none, or it is not PEFT's.
     """
-    read_adapter_config(folder)
-    try:
-        return PeftConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    said = read_adapter_config(folder)
+    rank = max([said.get("r") or 0, *(said.get("rank_pattern") or {}).values()])
+    header = read_header(folder / ADAPTER, _fix(folder))
+    shapes = (entry["shape"] for name, entry in header.items() if "lora" in name)
+    if rank > max([COMMON_RANK, *(min(shape, default=0) for shape in shapes)]):  # memory for it would be asked for
         raise CheckpointError(
-            f"cannot read {folder / ADAPTER_CONFIG}: {error}", "copy the adapter there again"
-        ) from error
+            f"{folder / ADAPTER_CONFIG} has a rank of {rank}, and no tensor in {ADAPTER} of it", ADAPTER_AGAIN
+        )
+    with answered(f"cannot read {folder / ADAPTER_CONFIG}", ADAPTER_AGAIN):
+        return PeftConfig.from_pretrained(str(folder))
 
 
 def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "default", *, autocast: bool) -> PeftModel:
@@ -246,14 +250,11 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
         CheckpointError: the model has not the modules that it adapts.
     """
     trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
-    try:
-        with quiet_peft():
-            if not isinstance(model, PeftModel):
-                model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
-            else:
-                model.add_adapter(name, lora, autocast_adapter_dtype=autocast)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise CheckpointError(f"{folder}: {error}", ANOTHER_MODEL) from error
+    with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft():
+        if not isinstance(model, PeftModel):
+            model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
+        else:
+            model.add_adapter(name, lora, autocast_adapter_dtype=autocast)
     lora.base_model_name_or_path = trained_on
     return model
 
@@ -297,14 +298,14 @@ def check_adapter_files(folder: Path) -> None:
     _read_tensors(folder / ADAPTER)
 
 
+def _fix(folder: Path) -> str:
+    """What to do about weights that cannot be read."""
+    pickled = (folder / ADAPTER).with_suffix(".bin").exists() and not (folder / ADAPTER).exists()
+    return "load it with PEFT and save it again: pickles are not read" if pickled else ADAPTER_AGAIN
+
+
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError) as error:
-        pickled = path.with_suffix(".bin").exists() and not path.exists()
-        fix = "load it with PEFT and save it again: pickles are not read" if pickled else "copy the adapter there again"
-        raise CheckpointError(f"cannot read the adapter in {path}: {error}", fix) from error
+    tensors = read_tensors(path, _fix(path.parent))
     if broken := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
         fix = "take an earlier checkpoint, or train with a lower learning rate"
         raise CheckpointError(f"{path}: {min(broken)} has NaN or Inf", fix)

@@ -13,6 +13,7 @@ from .errors import CheckpointError, DataError, HalfbyteError, ModelError
 from .notices import notice
 from .reading import look, read_json
 from .signals import Stopped
+from .words import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -211,11 +212,11 @@ def _stream(conversation: Conversation, line: str, label: str, adapter: bool, in
     try:
         for piece in answer:
             pieces.append(piece)
-            print(piece, end="", flush=True)
+            print(visible(piece), end="", flush=True)
     except KeyboardInterrupt as stop:
-        answer.close()
-        if isinstance(stop, Stopped) or not interactive:
+        if not interactive or isinstance(stop, Stopped):
             raise
+        answer.close()
         print(" (stopped)", end="")
     except HalfbyteError:
         print(flush=True)

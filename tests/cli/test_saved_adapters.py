@@ -119,14 +119,18 @@ HARMS = {
     "misshapen": (tensors(lambda found, name: found.update({name: torch.ones(2, 3)})), rf"{NAME} has shape \(2, 3\)"),
     "NaN": (tensors(lambda found, name: found[name][0, 0].fill_(torch.nan)), rf"{NAME} has NaN or Inf"),
     "infinite": (tensors(lambda found, name: found[name][1, 1].fill_(-torch.inf)), rf"{NAME} has NaN or Inf"),
-    "truncated": (truncated, rf"cannot read the adapter in \S+{WEIGHTS}"),
-    "removed": (lambda at: (at / WEIGHTS).unlink(), rf"cannot read the adapter in \S+{WEIGHTS}"),
-    "a pickle": (pickled, rf"cannot read the adapter in \S+{WEIGHTS}[\s\S]*pickles are not read"),
+    "truncated": (truncated, rf"\S+{WEIGHTS} is truncated"),
+    "removed": (lambda at: (at / WEIGHTS).unlink(), rf"no such file: \S+{WEIGHTS}"),
+    "a pickle": (pickled, rf"no such file: \S+{WEIGHTS}[\s\S]*pickles are not read"),
     "other names": (configured(target_modules=["nothing"]), r"nothing"),
-    "a rank of words": (configured(r="much"), r"adapter"),
-    "patterns of no kind": (configured(rank_pattern=[1]), r"adapter"),
+    "a rank of words": (configured(r="much"), rf"{CONFIG}: r is to be .*'much'"),
+    "a rank beyond memory": (configured(r=10**9), rf"{CONFIG}: r is to be .*1000000000"),
+    "a rank that the tensors have not": (configured(r=60_000), rf"{CONFIG} has a rank of 60000, .*{WEIGHTS} of"),
+    "patterns of no kind": (configured(rank_pattern=[1]), rf"{CONFIG}: rank_pattern is to be"),
+    "a base of no kind": (configured(base_model_name_or_path=[1]), rf"{CONFIG}: base_model_name_or_path is to be"),
+    "an expression that does not end": (configured(target_modules="("), rf"{CONFIG}: .*\(|nothing|missing"),
     "unknown kind": (configured(peft_type="NEW"), rf"cannot read \S+{CONFIG}: .*NEW"),
-    "broken JSON": (lambda at: (at / CONFIG).write_text("{"), rf"cannot read \S+{CONFIG}"),
+    "broken JSON": (lambda at: (at / CONFIG).write_text("{"), rf"{CONFIG}:1: malformed JSON"),
 }  # fmt: skip
 
 
@@ -174,7 +178,7 @@ def test_adapter_path_is_looked_at_before_the_data(run, base, tmp_path, monkeypa
     monkeypatch.setattr("halfbyte.data.prepare", lambda *_: pytest.fail("it was tokenized"))
     truncated(run / "adapter")
     keys = {"adapter_path": str(run / "adapter"), "output_dir": str(tmp_path / "out")}
-    with pytest.raises(CheckpointError, match=f"cannot read the adapter in .*{WEIGHTS}"):
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} is truncated"):
         train(load_config(None, {"model_name_or_path": str(base), **KEYS, **keys}))
     assert not (tmp_path / "out").exists()
 

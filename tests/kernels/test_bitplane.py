@@ -4,9 +4,8 @@ import importlib
 
 import pytest
 import torch
-from backends import DEVICES, backends, cases, loaded
+from backends import backends, cases
 
-from halfbyte import notices
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import HQQ as HQQFormat
 from halfbyte.formats import KBit, from_spec
@@ -73,12 +72,6 @@ def check_quantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None):
 
 
 LARGER = (*SHAPES, (130, 33), (67, 1024))
-RUN = """
-extern "C" void run(u32 blocks, u32 threads, u32 bytes, const u32 **packed, const u8 **scales, const float **factor,
-                    const float **codebook, u16 **out, u32 *count) {
-    launch(blocks, threads, bytes, [&] { dequantize_planes(*packed, *scales, *factor, *codebook, *out, *count); });
-}
-"""
 
 
 @pytest.fixture
@@ -151,35 +144,6 @@ def test_parts_that_are_not_contiguous(by):
         strided = {name: torch.stack([part, part], -1)[..., 0] for name, part in parts.items()}
         found = format.dequantize(strided, (7, 96), torch.float32)
         assert torch.equal(found, format.dequantize(parts, (7, 96), torch.float32))
-
-
-UNPACKED = [spec for spec in KBIT if "affine" not in spec]
-
-
-@cases(
-    ("spec", "shapes"),
-    emulated=[(spec, [(3, 1024), (431, 1024)]) for spec in UNPACKED],
-    hopper=[(spec, [(4099, 1024)]) for spec in UNPACKED],
-)
-def test_the_kernel_for_large_weights(monkeypatch, tmp_path, backend, spec, shapes):
-    """Fewer blocks of 32 than warps; several rounds of some warps, in which their rings come around."""
-    module = loaded(pytest.importorskip("halfbyte.kernels.cuda.bitplane"), backend, monkeypatch, tmp_path, RUN)
-    dtypes = DTYPES[1:] if backend == "hopper" else [torch.bfloat16 if spec == "kbit:4:fitted" else torch.float16]
-    check_dequantize([spec], dtypes, shapes, DEVICES[backend], kernel=module.dequantize)
-
-
-@cases("spec", hopper=UNPACKED)
-def test_triton_takes_other_counts_and_all_where_nvrtc_does_not_compile(monkeypatch, backend, spec):
-    module = pytest.importorskip("halfbyte.kernels.cuda.bitplane")
-    check_dequantize([spec], [torch.bfloat16], [(4099, 1056)], "cuda")
-
-    def refuse(*_):
-        raise Unavailable("no NVRTC")
-
-    monkeypatch.setattr(module, "_kernel", refuse)
-    monkeypatch.setattr(notices, "_said", {})
-    check_dequantize([spec], [torch.bfloat16], [(4099, 1024)], "cuda")
-    assert "no NVRTC" in notices.said()["kernel-cuda.bitplane.dequantize"]
 
 
 @pytest.mark.gpu

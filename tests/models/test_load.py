@@ -291,7 +291,7 @@ def test_folder_without_config(tmp_path):
 
 def test_config_that_is_not_json(damaged):
     (damaged / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config"):
+    with pytest.raises(CheckpointError, match=r"config.json:1: malformed JSON"):
         load_model(str(damaged))
 
 

@@ -27,7 +27,7 @@ from ..formats import Blockwise4, Float8
 from ..notices import notice
 from ..ops.blockwise4_float8 import float8_of_blockwise4
 from ..ops.float8 import E4M3, FP8_MAX, TINY, cast_float8, transpose_float8
-from ..ops.fp8_product import Term, fp8_product
+from ..ops.fp8_product import fp8_product
 from ..ops.fp8_scaling import Codes, Slot
 from .lora import dense
 
@@ -107,22 +107,18 @@ class Fp8Products:
         handed, self._handed = self._handed, None
         return handed[2] if handed is not None and handed[1] == _identity(x) else self.x.cast(x)
 
-    def products(
-        self, x: Tensor | Codes, weights: Sequence[Weight], outs: Sequence[Tensor], terms: Sequence[Term | None]
-    ) -> None:
-        """Write x·Wᵢᵀ and the terms into `outs` [M, Nᵢ]; x [M, K], cast already or not."""
+    def products(self, x: Tensor | Codes, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+        """Write x·Wᵢᵀ into `outs` [M, Nᵢ]; x [M, K], cast already or not."""
         if not outs[0].numel():
             return
         codes, inverse = x if isinstance(x, Codes) else self._cast(x)
         scales = self.scales(weights, outs[0].dtype)
-        for i, (weight, out, term) in enumerate(zip(weights, outs, terms, strict=True)):
+        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
             values = weight_codes(weight, scales.inverses[i], out.dtype)
-            fp8_product(codes, values, inverse, scales.each[i], out, True, term)
+            fp8_product(codes, values, inverse, scales.each[i], out, True)
 
-    def input_gradient(
-        self, grads: Sequence[Tensor] | Codes, weights: Sequence[Weight], dtype: torch.dtype, term: Term | None
-    ) -> Tensor:
-        """dx = Σ dyᵢ·Wᵢ + the term, `dtype` [M, K]; dy [M, Nᵢ] each, or already cast side by side."""
+    def input_gradient(self, grads: Sequence[Tensor] | Codes, weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K]; dy [M, Nᵢ] each, or already cast side by side."""
         sizes, width = [weight.shape[0] for weight in weights], weights[0].shape[1]
         dx = torch.empty(grads[0].shape[0], width, dtype=dtype, device=grads[0].device)
         if not dx.numel():
@@ -132,7 +128,7 @@ class Fp8Products:
         turned = torch.empty(width, sum(sizes), dtype=E4M3, device=dx.device)
         for weight, inverse, out in zip(weights, scales.inverses, turned.split(sizes, dim=1), strict=True):
             weight_codes(weight, inverse, dtype, out)
-        fp8_product(codes.values, turned, codes.inverse, scales.shared, dx, False, term)
+        fp8_product(codes.values, turned, codes.inverse, scales.shared, dx, False)
         return dx
 
     def scales(self, weights: Sequence[Weight], dtype: torch.dtype) -> _Scales:

@@ -25,7 +25,6 @@ from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..notices import notice
 from ..ops.e2m1 import codebook_e2m1, decode_scales
-from ..ops.fp8_product import Term
 from ..ops.fp8_scaling import Slot
 from ..ops.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
 from .lora import refuse_compiled
@@ -120,27 +119,18 @@ class Nvfp4Products:
         """Likewise."""
         return None, None
 
-    def products(
-        self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor], terms: Sequence[Term | None]
-    ) -> None:
-        """Write x·Wᵢᵀ and the terms into `outs` [M, Nᵢ]."""
+    def products(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+        """Write x·Wᵢᵀ into `outs` [M, Nᵢ]."""
         _say_emulated()
-        for weight, out, term in zip(weights, outs, terms, strict=True):
+        for weight, out in zip(weights, outs, strict=True):
             out.copy_(_product(x, _values(weight), None, self.recipe, stochastic=False))
-            if term is not None:
-                term.add(out)
 
-    def input_gradient(
-        self, grads: Sequence[Tensor], weights: Sequence[Weight], dtype: torch.dtype, term: Term | None
-    ) -> Tensor:
-        """dx = Σ dyᵢ·Wᵢ + the term, `dtype` [M, K]."""
+    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K]."""
         stochastic = not self.recipe.disable_stochastic_rounding
         pairs = zip(grads, weights, strict=True)
         products = [_product(dy, _values(w).t(), None, self.recipe, stochastic=stochastic) for dy, w in pairs]
-        dx = torch.stack(products).sum(0) if len(products) > 1 else products[0]
-        if term is not None:
-            term.add(dx)
-        return dx
+        return torch.stack(products).sum(0) if len(products) > 1 else products[0]
 
 
 class _Nvfp4Linear(torch.autograd.Function):

@@ -42,7 +42,6 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler
 from ..errors import ModelError
-from ..ops.fp8_product import Term
 from ..ops.fp8_scaling import Codes, Slot
 from ..ops.lora_read import lora_read, summed
 
@@ -73,6 +72,18 @@ class LoRA:
         return self.copies if self.copies is not None and self.copies[0].dtype is dtype else None
 
 
+class Term(NamedTuple):
+    """s·u·F, an adapter's part of an output."""
+
+    u: Tensor  # [M, r]
+    factor: Tensor  # [r, N]
+    scale: float
+
+    def add(self, out: Tensor, beta: int = 1) -> None:
+        """Add it to `out` [M, N]; with beta 0, write it there."""
+        out.addmm_(self.u, self.factor, beta=beta, alpha=self.scale)
+
+
 class Products(Protocol):
     """What the products of one input with its frozen weights are computed in, where not in x's dtype: a recipe.
 
@@ -87,11 +98,11 @@ class Products(Protocol):
     def slot_of_gradients(self, weights: Sequence[Weight], dtype: torch.dtype) -> tuple[Slot | None, Tensor | None]:
         """Likewise the outputs' gradients, in `dtype`; and factors of their columns."""
 
-    def products(self, x: Any, weights: Sequence[Weight], outs: Sequence[Tensor], terms: Sequence[Term | None]) -> None:
-        """Write x·Wᵢᵀ, x [M, K] or its `Codes`, and the adapters' terms into `outs` [M, Nᵢ]."""
+    def products(self, x: Any, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+        """Write x·Wᵢᵀ, x [M, K] or its `Codes`, into `outs` [M, Nᵢ]."""
 
-    def input_gradient(self, grads: Any, weights: Sequence[Weight], dtype: torch.dtype, term: Term | None) -> Tensor:
-        """dx = Σ dyᵢ·Wᵢ + the adapters' term, `dtype` [M, K], of dy [M, Nᵢ] or their `Codes`."""
+    def input_gradient(self, grads: Any, weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
+        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K], of dy [M, Nᵢ] or their `Codes`."""
 
 
 def lora_linear(
@@ -301,12 +312,14 @@ class Projections:
         outputs = [x.new_empty(*leading, weight.shape[0]) for weight in self.weights]
         rows = [output.view(x.shape[0], output.shape[-1]) for output in outputs]
         if self.recipe is not None:
-            each = [terms.get(i) for i in range(len(rows))]
-            self.recipe.products(x if codes is None else codes, self.weights, rows, each)
+            self.recipe.products(x if codes is None else codes, self.weights, rows)
         for i, (out, weight, bias) in enumerate(zip(rows, self.weights, biases, strict=True)):
             if self.recipe is None:
                 self._project(out, x, weight, bias, terms.get(i))
-            elif bias is not None:
+                continue
+            if i in terms:
+                terms[i].add(out)
+            if bias is not None:
                 out.add_(bias)
         return tuple(outputs)
 
@@ -345,7 +358,7 @@ class Projections:
             torch.mm(x, values, out=out) if bias is None else torch.addmm(bias, x, values, out=out)
             return
         if bias is None:
-            term.write(out)
+            term.add(out, beta=0)
         else:
             torch.addmm(bias, term.u, term.factor, alpha=term.scale, out=out)
         out.addmm_(x, dense(weight, x.dtype).t())
@@ -384,9 +397,8 @@ class Projections:
         `codes` is `grads` as the recipe casts them, if they are cast.
         """
         if self.recipe is not None:
-            term = Term(v, state.a, 1.0) if v is not None and state.b and not state.masks else None
-            dx = self.recipe.input_gradient(codes or grads, self.weights, state.a.dtype, term)
-            return self._add_low_rank_gradient(dx, v, state, True) if v is not None and state.masks else dx
+            dx = self.recipe.input_gradient(codes or grads, self.weights, state.a.dtype)
+            return dx if v is None else self._add_low_rank_gradient(dx, v, state, True)
         dx = grads[0].new_empty(grads[0].shape[0], self.weights[0].shape[1])
         written = bool(state.b) and v is not None
         if v is not None:

@@ -197,7 +197,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
         for name, word in words.items()
         if (limit := getattr(rule, name, None)) is not None
     ]
-    return " and".join(limits)
+    return " and".join(limits).replace(" and to ", " to ")
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -91,8 +91,8 @@ class ModelSection(Section):
     @classmethod
     def _device(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"cpu|(cuda|xpu)(:\d{1,3})?", value):
-            allowed = {"value": repr(value), "near": nearest(value, ("cpu", "cuda", "xpu"))}
-            raise PydanticCustomError("named", "must be cpu, cuda, cuda:1 (its number) or xpu, not {value}", allowed)
+            allowed = "must be cpu, cuda, xpu, or one of several as in cuda:1, not {value}"
+            raise PydanticCustomError("limit", allowed, {"value": brief(value)})
         return value
 
 

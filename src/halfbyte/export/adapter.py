@@ -18,12 +18,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from halfbyte.adapters import load_adapter_weights, place_adapter, saved_adapter_config
-from halfbyte.architectures import auto_class
 from halfbyte.config import Origin, Resolved, Storage
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
-from halfbyte.models.find import load_model_config
 from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
+from halfbyte.models.whole import meta_model
 
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base weights alone
 UNMERGED = (
@@ -97,15 +96,6 @@ class AdapterLayers:
         merged, linear.weight = linear.weight.data, without
         layer.merged_adapters.clear()
         return merged
-
-
-def meta_model(origin: Origin) -> Any:
-    """The base model of a run on torch's meta device: names and shapes, no weights."""
-    model_config = load_model_config(origin)
-    if hasattr(model_config, "quantization_config"):
-        del model_config.quantization_config
-    with torch.device("meta"):
-        return auto_class(model_config).from_config(model_config, trust_remote_code=origin.trust_remote_code)
 
 
 def _formats(origin: Origin, storage: Storage) -> dict[str, Format]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,11 @@ from halfbyte.gguf.tensors import Weight
 from halfbyte.gguf.vision import Vision, vision_of
 from halfbyte.hardware import chosen_device
 from halfbyte.models.find import read_model_config
+from halfbyte.reading.model_config import read_generation_config
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
 
+from ..models.stored import BaseCheckpoint
 from .adapter import AdapterLayers
-from .base import BaseCheckpoint
 from .weights import MergedWeights, Target
 
 
@@ -91,6 +91,5 @@ def text_config(origin: Origin) -> Any:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    path = folder / "generation_config.json"
-    stored = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    stored = read_generation_config(folder).get("eos_token_id")
     return stored if isinstance(stored, list) else [] if stored is None else [stored]

@@ -32,8 +32,8 @@ from halfbyte.models.quantizer import HalfbyteConfig, quantizable
 from halfbyte.ops.float8 import TILE
 from halfbyte.qat.model import qat_format
 
-from .adapter import meta_model
-from .base import NAMES
+from ..models.stored import NAMES
+from ..models.whole import meta_model
 from .shards import Entry
 
 Quantize = str | Mapping[str, str] | None

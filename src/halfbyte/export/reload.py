@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from halfbyte.errors import CheckpointError, HalfbyteError
 from halfbyte.formats import Blockwise4
 from halfbyte.models.load import load_model
 from halfbyte.notices import silent
+from halfbyte.reading.boundary import answered
 from halfbyte.tensor import QuantizedTensor
 
 from .packing import Packing
@@ -42,10 +41,8 @@ def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, tru
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device_map": {"": device}}
     if packing.loader == "fp8":  # the values, not the products of a GPU's FP8 units
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
-    try:
+    with answered("the merged model does not load", REPORT):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the merged model does not load: {error}", REPORT) from error
     model, info = loaded
     wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in sorted(info[kind], key=str)]
     if wrong:
@@ -75,17 +72,3 @@ def stored_values(module: nn.Module) -> Tensor:
 
         return int8_vectorwise_dequant(weight.data, weight.SCB)
     return weight.data.float()
-
-
-@contextlib.contextmanager
-def no_loading_bars() -> Iterator[None]:
-    """transformers' own progress bars would be drawn over ours."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

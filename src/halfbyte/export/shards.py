@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
+from halfbyte.reading.boundary import answered
 
 ALIGNMENT = 8
 
@@ -87,12 +88,8 @@ def check_shard(path: Path, sums: dict[str, int]) -> None:
     Raises:
         CheckpointError: a tensor is missing, unreadable or differs.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name, expected in sums.items():
-                if zlib.crc32(_bytes(file.get_tensor(name))) != expected:
-                    raise CheckpointError(
-                        f"{path.name}: {name} on disk differs from what was written", "check the disk, and merge again"
-                    )
-    except SafetensorError as error:
-        raise CheckpointError(f"{path.name} cannot be read back: {error}", "check the disk, and merge again") from error
+    fix = "check the disk, and merge again"
+    with answered(f"{path.name} cannot be read back", fix), safe_open(path, framework="pt") as file:
+        for name, expected in sums.items():
+            if zlib.crc32(_bytes(file.get_tensor(name))) != expected:
+                raise CheckpointError(f"{path.name}: {name} on disk differs from what was written", fix)

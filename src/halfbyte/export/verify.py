@@ -7,7 +7,6 @@ about a single one: each is also compared with what the merge, done once more, m
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,9 @@ from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.notices import notice
 from halfbyte.qat.model import round_merged
 
-from .base import DTYPES
+from ..models.quiet import no_loading_bars
+from ..models.stored import DTYPES
+from ..reading import read_json
 from .fidelity import (
     DRAWS,
     NONE,
@@ -42,7 +43,7 @@ from .fidelity import (
     most,
     token_losses,
 )  # fmt: skip
-from .reload import no_loading_bars, reload, stored_values
+from .reload import reload, stored_values
 from .weights import MergedWeights, Output, Target
 
 KEPT = "nothing was kept; please report this with the run"
@@ -228,7 +229,7 @@ def _unexplained(fidelity: Fidelity, target: Target) -> str:
 
 
 def _device_for(weights: MergedWeights) -> torch.device:
-    """Where the merged model fits: the run's device, or the CPU, which is said."""
+    """Where the merged model fits: the run's device, or the CPU, with a notice."""
     device = weights.adapter.device
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < HEADROOM * weights.nbytes:
         notice("merge-device", f"verifying on the CPU: the merged model does not fit {device}")
@@ -262,4 +263,4 @@ def loss_documents(run_dir: Path | None, ids: Tensor) -> tuple[list[Document], b
 def _data_report(run_dir: Path | None) -> dict[str, Any]:
     """A run's data_report.json; empty without one."""
     path = run_dir / "data_report.json" if run_dir else None
-    return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+    return read_json(path, CheckpointError) if path and path.is_file() else {}

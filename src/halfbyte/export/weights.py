@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from halfbyte.adapters import ANOTHER_MODEL
-from halfbyte.checkpoint_files import INDEX
 from halfbyte.config import Resolved
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.files import write_json
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import INPUT_SCALE
 from halfbyte.models.load import resolve_dtype
+from halfbyte.reading.tensors import INDEX
 from halfbyte.tensor import QuantizedTensor
 
+from ..models.stored import DTYPES, BaseCheckpoint, Stored
 from .adapter import AdapterLayers
-from .base import DTYPES, BaseCheckpoint, Stored
 from .kept import Kept
 from .packing import NVFP4_RANGE, Packing, padded_state, quantize_together
 from .shards import Entry, write_shard

@@ -14,11 +14,13 @@ import torch
 from gguf import GGUFWriter, RopeScalingType
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import CheckpointError, ModelError
 from ..families import FAMILIES, Family
 from ..notices import notice
+from ..reading.gguf import DAMAGED
 from .file import GgufFile
 from .graph import head_dim, taken_for_granted
+from .keys import FP32
 
 # The file's keys of all families → the config's; of some families: `families.Gguf.keys`.
 KEYS = {
@@ -37,7 +39,6 @@ SCALINGS = {
     "linear": {FACTOR: "factor"},
     "yarn": {FACTOR: "factor", ORIGINAL_CONTEXT: "original_max_position_embeddings"},
 }
-FP32 = ("scale", "softcapping", "factor")  # how keys end whose values are fp32; others are uint32
 OTHERS_READ = {
     "vocab_size", "attention.key_length", "attention.value_length", EPSILON, "rope.dimension_count", "rope.freq_base",
     "rope.freq_base_swa", "rope.scaling.type", FACTOR, ORIGINAL_CONTEXT, "rope.scaling.attn_factor",
@@ -90,6 +91,8 @@ def read_config(file: GgufFile) -> Any:
     others = sorted(key for key in file.keys if key.startswith(prefix) and key.removeprefix(prefix) not in read)
     if others:
         notice(f"gguf-keys-{file.path}", f"{file.path}: keys that the model's config does not take over: {others}")
+    if file.of_arch("block_count") > len(file.tensors):
+        raise CheckpointError(f"{file.path} has fewer tensors than layers ({file.arch}.block_count)", DAMAGED)
     heads, hidden = file.of_arch("attention.head_count"), file.of_arch("embedding_length")
     size = file.of_arch("attention.key_length", hidden // heads)
     keys: dict[str, Any] = {
@@ -132,7 +135,7 @@ def _of_family(file: GgufFile, family: Family) -> dict[str, Any]:
     """What only some families have."""
     graph, found = family.gguf, {}
     for key, name in graph.keys.items():
-        found[name] = (file.get(f"{graph.arch}.{key}") if key in graph.optional else file.of_arch(key)) or None
+        found[name] = file.of_arch(key, 0 if key in graph.optional else None) or None
     for name, linear in graph.bias_keys.items():
         found[name] = f"blk.0.{linear}.bias" in file.tensors
     if graph.partial_rope:

@@ -20,8 +20,9 @@ from ..errors import CheckpointError, ModelError
 from ..families import Experts, Family, of_config
 from ..formats import Format
 from ..formats.base import entry_name
+from ..reading.gguf import DAMAGED
 from ..tensor import QuantizedTensor
-from .file import DAMAGED, GgufFile
+from .file import GgufFile
 from .graph import experts_of
 from .hyperparameters import ROPE_TENSORS, rope_tensors
 from .to_formats import KEPT, kept_format, kept_parts

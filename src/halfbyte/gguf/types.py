@@ -54,7 +54,8 @@ def quantize(weight: Tensor, type_: GGMLQuantizationType, importance: Tensor | N
     """
     if type_ in FLOATS:
         stored = weight.to(FLOATS[type_])
-        if bool(weight.isfinite().all()) and not bool(stored.isfinite().all()):
+        _check_finite(weight)
+        if not bool(stored.isfinite().all()):
             raise CheckpointError("a weight does not fit float16", "export to bf16 or f32")
         return stored.contiguous().view(torch.uint8)
     block, size = GGML_QUANT_SIZES[type_]
@@ -63,8 +64,12 @@ def quantize(weight: Tensor, type_: GGMLQuantizationType, importance: Tensor | N
     step = max(1, CHUNK.get(weight.device.type, CHUNK_ELSEWHERE) // rows.shape[1])
     for start in range(0, rows.shape[0], step):
         x = rows[start : start + step].float()
-        if not bool(x.isfinite().all()):
-            raise CheckpointError("a weight has NaN or Inf", "train with a lower learning rate")
+        _check_finite(x)
         weighed = None if importance is None else importance.to(x).expand_as(x).reshape(-1, block)
         out[start : start + step] = ENCODERS[type_](x.reshape(-1, block), weighed).view(x.shape[0], -1)
     return out.view(*weight.shape[:-1], -1)
+
+
+def _check_finite(weight: Tensor) -> None:
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError("a weight has NaN or Inf", "re-download the model, or train with a lower learning rate")

@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..checkpoint_files import INDEX
 from ..errors import ConfigError
 from ..files import check_space, new_directory, write_json
 from ..formats.base import QUANT_METHOD
 from ..notices import notice
+from ..reading.boundary import answered
+from ..reading.gguf import DAMAGED
+from ..reading.tensors import INDEX
 from .cache import in_words
 from .file import GgufFile
 from .hyperparameters import read_config
@@ -49,13 +51,14 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
     """
     folder = Path(folder)
     file = GgufFile(Path(path))
-    config = read_config(file)
-    found = entries(file, config, keep)
+    with answered(f"{path} holds no model that can be read", DAMAGED):
+        config = read_config(file)
+        found = entries(file, config, keep)
+        tokenizer = read_tokenizer(file)
     if keep:
         config.quantization_config = _kept(file, found)
     nbytes = sum(entry.nbytes(config.dtype) for entry in found)
     check_space(folder, nbytes + HEADROOM, "free some space, or set HALFBYTE_CACHE to a folder on another disk")
-    tokenizer = read_tokenizer(file)
     said = f"{path} is unpacked once into {folder} ({nbytes / 2**30:.2f} GiB)"
     could = Counter(entry.type for entry in found if entry.type in KEPT_NAMES)
     if could and not keep:

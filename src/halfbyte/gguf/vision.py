@@ -5,7 +5,6 @@ What tells one kind from another is its `families.Tower`. Names are those of the
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ModelError
 from ..families import Tower, tower_of, towers
 from ..notices import notice
+from ..reading import look, read_json
 from .tensors import BESIDE_TEXT, KINDS, Planned, Weight
 from .types import Type
 
@@ -84,9 +84,9 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
 
 def _processor(folder: Path) -> dict[str, Any]:
     for name in ("preprocessor_config.json", "processor_config.json"):
-        if (folder / name).is_file():
-            stored: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-            stored = stored.get("image_processor", stored)
+        if look(folder / name, CheckpointError):
+            stored = read_json(folder / name, CheckpointError, "re-download the checkpoint")
+            stored = stored.get("image_processor", stored) if isinstance(stored, dict) else {}
             if "image_mean" in stored and "image_std" in stored:
                 return stored
     raise CheckpointError(

@@ -108,7 +108,7 @@ def _encoded(
         try:
             encoded = quantize(weight, type_, weighed).flatten().cpu().numpy()
         except CheckpointError as error:
-            raise CheckpointError(f"{planned.name}: {error.message}") from error
+            raise CheckpointError(f"{planned.name}: {error.message}", error.fix) from error
         data[start : start + encoded.size] = encoded
         start += encoded.size
         if index == 0:

@@ -18,7 +18,6 @@ from ..dispatch import Op
 from ..ops.cross_entropy import Objective
 from ..ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from ..ops.float8 import E4M3, E5M2
-from ..ops.fp8_product import Term
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..ops.lora_glu import Factors
 from .device import Device, assumed
@@ -190,9 +189,7 @@ def _rms_norm_float8() -> Iterator[Example]:
 
 def _fp8_product() -> Iterator[Example]:
     a, b, out = empty(ROWS, SIZE, dtype=E4M3), empty(SIZE, SIZE, dtype=E4M3), empty(ROWS, SIZE, dtype=BF16)
-    term = Term(empty(ROWS, 16, dtype=BF16), empty(16, SIZE, dtype=BF16), 1.0)
     yield "M = 8192", (a, b, empty(), empty(), out, True)
-    yield "M = 8192, an adapter's term", (a, b, empty(), empty(), out, True, term)
     yield "M = 8192, scales of rows", (a, b, empty(), empty(SIZE), out, True)
     odd = empty(1001, SIZE, dtype=E4M3)
     yield "N = 1001", (a, odd, empty(), empty(), empty(ROWS, 1001, dtype=BF16), True)

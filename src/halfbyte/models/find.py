@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .. import hub
-from ..checkpoint_files import check_checkpoint
 from ..config import Origin
-from ..errors import ModelError
+from ..errors import CheckpointError, ModelError
 from ..families import FAMILIES
 from ..gguf.cache import checkpoint_folder, gguf_file
 from ..reading import look
+from ..reading.boundary import answered
+from ..reading.model_config import CONFIG
+from ..reading.tensors import check_checkpoint
+from .quiet import quiet
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,12 @@ def find_model(origin: Origin) -> ModelFiles:
         CheckpointError: a file is missing or damaged.
         ConfigError: there is nothing to keep, or a library is missing.
     """
+    from .whole import check_whole
+
     place = place_of(origin)
-    config = load_model_config(place)
     check_checkpoint(Path(place.name))
+    config = load_model_config(place)
+    check_whole(place, config)
     return ModelFiles(origin.name, place, config)
 
 
@@ -81,26 +89,30 @@ def read_model_config(model: str | Origin) -> Any:
 
     place = place_of(model)
     name = place.name
-    try:
+    local = Path(name).is_dir()
+    said = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
+    fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can reach"
+    with trusted_only(name), answered(said, fix, CheckpointError if local else ModelError), quiet():
         return AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if refused := untrusted(error, name):
-            raise refused from error
+
+
+@contextlib.contextmanager
+def trusted_only(name: str) -> Iterator[None]:
+    """Around what transformers loads from `name`: where it will not run the Python code that lies there, that is said.
+
+    Raises:
+        ModelError: it does not.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" not in f"{error} {error.__cause__}":
+            raise
         raise ModelError(
-            f"cannot read the model config of {name!r}: {error}",
-            "give a folder with config.json, or a hub id you can reach",
+            f"{name} brings Python code of its own, which is run only where you say so",
+            "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the"
+            " command (trust_remote_code=True in Python)",
         ) from error
-
-
-def untrusted(error: Exception, name: str) -> ModelError | None:
-    """What to say where transformers will not run the Python code in `name`; None for any other error."""
-    if "trust_remote_code" not in str(error):
-        return None
-    return ModelError(
-        f"{name} brings Python code of its own, which is run only where you say so",
-        "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the command"
-        " (trust_remote_code=True in Python)",
-    )
 
 
 def load_model_config(model: str | Origin) -> Any:

@@ -10,15 +10,19 @@ import torch
 
 from ..architectures import auto_class, beside_text
 from ..config import Origin, Storage, storage_of
-from ..errors import CheckpointError, ConfigError, HalfbyteError, ModelError
+from ..errors import ConfigError, ModelError
 from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
-from .find import ModelFiles, find_model, place_of, untrusted
+from ..reading.boundary import answered
+from .find import ModelFiles, find_model, place_of, trusted_only
+from .quiet import quiet
 from .tiny import tiny_config
+from .whole import check_finite, check_loaded
 
+TOKENIZER_KINDS = {"chat_template": (str, dict, type(None)), "model_max_length": (int, float)}
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head
 TORCHS_OWN = ("eager", "sdpa", FLEX)
@@ -158,23 +162,17 @@ def _quantized_by(config: Any, name: str, storage: Storage) -> dict[str, Any]:
 
 
 def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
-    """transformers' loading, with what is missing or misshapen named."""
-    try:
-        loaded: Any = auto_class(config).from_pretrained(
+    """transformers' loading, with what is missing, misshapen or broken named."""
+    with trusted_only(name_or_path), answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"), quiet():
+        model, info = auto_class(config).from_pretrained(
             name_or_path,
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
             **options,
         )
-    except HalfbyteError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        if refused := untrusted(error, name_or_path):
-            raise refused from error
-        raise CheckpointError(f"cannot load {name_or_path!r}: {error}", "check the checkpoint's files") from error
-    model, info = loaded
-    _check_loaded(info, name_or_path)
+    check_loaded(info, name_or_path)
+    check_finite(model, name_or_path)
     return model
 
 
@@ -203,18 +201,6 @@ def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
     return {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skip}
 
 
-def _check_loaded(info: Any, name: str) -> None:
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{name}: {len(missing)} tensors are missing from the checkpoint, first {missing[0]}",
-            "re-download the checkpoint",
-        )
-    mismatched = sorted(str(key) for key in info["mismatched_keys"])
-    if mismatched:
-        raise CheckpointError(f"{name}: misshapen tensors: {mismatched[0]}", "check that config.json fits the weights")
-
-
 def load_tokenizer(
     name_or_path: str | Origin,
     *,
@@ -236,16 +222,15 @@ def load_tokenizer(
         name_or_path = Origin(name_or_path, revision, trust_remote_code)
     place = place_of(name_or_path)
     name = place.name
-    try:
+    there = Path(name, "tokenizer.json").is_file()
+    fix = "correct or re-download the tokenizer's files" if there else "put tokenizer.json beside the weights"
+    with trusted_only(name), answered(f"cannot load the tokenizer of {name!r}", fix, ModelError):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=place.revision, trust_remote_code=place.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        if refused := untrusted(error, name):
-            raise refused from error
-        raise ModelError(
-            f"cannot load the tokenizer of {name!r}: {error}", "put tokenizer.json beside the weights"
-        ) from error
+    for key, kinds in TOKENIZER_KINDS.items():
+        if not isinstance(value := getattr(tokenizer, key), kinds):
+            raise ModelError(f"{name}/tokenizer_config.json: {key} cannot be {value!r:.80}", fix)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {name} has no EOS token: a model trained with it would never stop",

@@ -193,7 +193,7 @@ def quantize_bitplane(blocks: Tensor, scales: Tensor, zeros: Tensor | None, fact
     return pack_planes(_nearest(blocks, e4m4_decode(scales) * factor, zeros, codebook), k)
 
 
-@op("cuda.bitplane", "triton.bitplane", "native.bitplane")
+@op("triton.bitplane", "native.bitplane")
 def dequantize_bitplane(
     packed: Tensor,
     scales: Tensor,

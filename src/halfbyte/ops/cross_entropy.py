@@ -87,7 +87,7 @@ def _outside(labels: Tensor, ignored: Tensor, vocabulary: int) -> Tensor:
     return ~ignored & ((labels < 0) | (labels >= vocabulary))
 
 
-@op("cuda.cross_entropy", "triton.cross_entropy")
+@op("triton.cross_entropy")
 def cross_entropy_(
     logits: Tensor, labels: Tensor, objective: Objective, need_gradient: bool, need_entropy: bool
 ) -> RowLosses:

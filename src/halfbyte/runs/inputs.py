@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 
 from .. import hub
-from ..checkpoint_files import read_adapter_config
 from ..config import RunConfig, resolve
 from ..data.sources import files_of
 from ..errors import ConfigError
 from ..models.find import look_over
 from ..reading import why
+from ..reading.tensors import read_adapter_config
 from ..words import brief
 
 LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir

@@ -8,11 +8,12 @@ resumes from it.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
+from halfbyte.errors import CheckpointError
 from halfbyte.files import write_json
+from halfbyte.reading import look, open_bytes, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of checkpoints; those of before had none, and no manifest
@@ -36,20 +37,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        ValueError: it cannot be read or is not one, in words.
+        CheckpointError: it is missing, cannot be read or is not one.
     """
+    path = folder / MANIFEST
+    if not look(path, CheckpointError):
+        raise CheckpointError(f"{MANIFEST} is missing")
+    manifest = read_json(path, CheckpointError)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         format_, step, files = manifest["format"], manifest["step"], manifest["files"]
         sound = isinstance(step, int) and all({"bytes", "sha256"} <= entry.keys() for entry in files.values())
-    except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
+    except (KeyError, TypeError, AttributeError):
+        sound = False
     if not sound:
-        raise ValueError(f"{MANIFEST} is damaged")
+        raise CheckpointError(f"{MANIFEST} is damaged")
     if format_ != FORMAT:
-        raise ValueError(f"it has format {format_}, and this version of halfbyte reads {FORMAT}")
+        raise CheckpointError(f"it has format {format_}, and this version of halfbyte reads {FORMAT}")
     return manifest
 
 
@@ -71,5 +73,5 @@ def damage_by_manifest(folder: Path, manifest: dict[str, Any], contents: bool) -
 
 
 def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_bytes(path, CheckpointError) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto

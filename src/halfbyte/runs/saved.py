@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint_files import read_adapter_config
 from ..config import RunConfig, load_config, resolve
 from ..errors import CheckpointError
 from ..files import clear_leftovers
-from ..models.find import find_model, look_over, untrusted
+from ..models.find import find_model, look_over, trusted_only
+from ..reading.boundary import answered
+from ..reading.model_config import CONFIG, read_config
+from ..reading.tensors import read_adapter_config
 
 if TYPE_CHECKING:
     import torch
@@ -136,9 +137,7 @@ def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "no
 
 def _is_quantized(model: str) -> bool:
     """Whether a model folder holds weights that were quantized before."""
-    path = Path(model) / "config.json"
-    stored = json.loads(path.read_text(encoding="utf-8")) if model and path.is_file() else {}
-    return "quantization_config" in stored
+    return bool(model) and Path(model, CONFIG).is_file() and "quantization_config" in read_config(Path(model))
 
 
 def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> Saved:
@@ -199,11 +198,5 @@ def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
 
     if folder is None or not (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
-    try:
+    with trusted_only(str(folder)), answered(f"cannot load the tokenizer in {folder}", "copy the base's files there"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if refused := untrusted(error, str(folder)):
-            raise refused from error
-        raise CheckpointError(
-            f"cannot load the tokenizer in {folder}: {error}", "copy the base's tokenizer files there"
-        ) from error

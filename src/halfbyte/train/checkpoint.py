@@ -7,22 +7,19 @@ it is named, and the newest whole checkpoint is taken. A folder's name says noth
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
-from halfbyte.checkpoint_files import ADAPTER, read_header, safetensors_files
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import clear_leftovers, remove, write_json
 from halfbyte.notices import notice
+from halfbyte.reading import read_json
+from halfbyte.reading.boundary import answered
+from halfbyte.reading.tensors import ADAPTER, read_header, read_tensors, safetensors_files
 
 from ..runs.manifest import FORMAT, damage_by_manifest, read_manifest
 from .metrics import MetricsFile, Window
@@ -54,7 +51,7 @@ def step_of(checkpoint: Path) -> int:
     try:
         if (checkpoint / STATE).is_file() and "format" in read_state(checkpoint):
             return read_manifest(checkpoint)["step"]
-        return int(json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"])
+        return int(read_json(checkpoint / TRAINER_STATE, CheckpointError, EARLIER)["global_step"])
     except (CheckpointError, OSError, ValueError, KeyError, TypeError):
         return -1
 
@@ -141,27 +138,19 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {checkpoint / STATE}: {error}", EARLIER) from error
+    state = read_json(checkpoint / STATE, CheckpointError, EARLIER)
     if not isinstance(state, dict):
         raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", EARLIER)
     return state
 
 
-@contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
+def reading(checkpoint: Path) -> AbstractContextManager[None]:
     """Around loading the state of a whole checkpoint: what does not fit this run is an error that names the folder.
 
     Raises:
         CheckpointError: in place of torch's errors, which name no file.
     """
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        words = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(f"cannot load the state in {checkpoint}: {words[0]}", EARLIER) from error
+    return answered(f"cannot load the state in {checkpoint}", EARLIER)
 
 
 def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
@@ -170,12 +159,8 @@ def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
     Raises:
         CheckpointError: they cannot be read, or are another model's.
     """
-    from safetensors.torch import load_file
-
-    try:
-        scaling.load_state_dict(load_file(checkpoint / SCALING))
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {checkpoint / SCALING}: {error}", EARLIER) from error
+    with reading(checkpoint):
+        scaling.load_state_dict(read_tensors(checkpoint / SCALING, EARLIER))
 
 
 def keep_newest(output_dir: Path, limit: int | None) -> None:
@@ -290,7 +275,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
         ConfigError: naming each differing key with both values.
     """
     known = {key: field.default for key, field in RunConfig.model_fields.items()}  # of keys that came later
-    before, now = known | read_state(checkpoint)["config"], json.loads(json.dumps(config.model_dump()))
+    before, now = known | read_state(checkpoint)["config"], config.model_dump(mode="json")
     differing = [
         f"{key}: {before[key]!r} then, {now[key]!r} now"
         for key in now

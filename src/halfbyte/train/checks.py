@@ -9,15 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from halfbyte.adapters import compute, quiet_peft
-from halfbyte.checkpoint_files import safetensors_files
 from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.qat.model import round_merged
+from halfbyte.reading.tensors import read_tensors, safetensors_files
 
 TOKENS = 256  # of one row: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # relative to the largest logit; bfloat16 keeps 8 bits
@@ -109,7 +108,7 @@ def saved_weights(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, t
     """Name and tensor of each weight that `model.save_pretrained(folder)` wrote, under the names of `model`."""
     own, renamed = model.state_dict().keys(), False
     for path in safetensors_files(folder):
-        for name, tensor in load_file(path).items():
+        for name, tensor in read_tensors(path).items():
             if name in own:
                 yield name, tensor
             else:

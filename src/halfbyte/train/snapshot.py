@@ -16,6 +16,7 @@ from peft import PeftModel
 from transformers.trainer_pt_utils import safe_globals
 
 from halfbyte.adapters import load_adapter_weights, save_adapter
+from halfbyte.reading.tensors import read_state
 
 from . import checkpoint as checkpoints
 from .checks import saved_weights
@@ -67,10 +68,10 @@ def load_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.am
         CheckpointError: it cannot be read, or is of another model.
     """
     with checkpoints.reading(folder):
-        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
-        schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+        optimizer.load_state_dict(read_state(folder / OPTIMIZER, checkpoints.EARLIER))
+        schedule.load_state_dict(read_state(folder / SCHEDULE, checkpoints.EARLIER))
         if scaler is not None and (folder / SCALER).is_file():
-            scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
+            scaler.load_state_dict(read_state(folder / SCALER, checkpoints.EARLIER))
 
 
 def random_states() -> dict[str, Any]:
@@ -94,7 +95,7 @@ def load_random(folder: Path) -> None:
     """
     with checkpoints.reading(folder):
         with safe_globals():
-            states = torch.load(folder / RANDOM, weights_only=True)
+            states = read_state(folder / RANDOM, checkpoints.EARLIER)
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.random.set_rng_state(states["cpu"])

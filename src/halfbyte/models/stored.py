@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from halfbyte.checkpoint_files import INDEX, SINGLE, read_header, safetensors_files
 from halfbyte.config import Origin
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import FORMATS, Format, named, recognize
 from halfbyte.formats.base import parameter_of_entry
 from halfbyte.gguf.cache import checkpoint_folder
+from halfbyte.reading.model_config import read_config
+from halfbyte.reading.tensors import INDEX, SINGLE, read_header, read_tensor, safetensors_files
 from halfbyte.tensor import QuantizedTensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -59,7 +57,7 @@ class BaseCheckpoint:
 
     def __init__(self, origin: Origin):
         self.folder = _folder(origin)
-        self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        self.config = read_config(self.folder)
         files = safetensors_files(self.folder)
         if not files:
             raise CheckpointError(
@@ -162,8 +160,7 @@ class BaseCheckpoint:
         return self._quantized(stored.name, stored.parts).dequantize(torch.float32)
 
     def _tensor(self, name: str) -> Tensor:
-        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
-            return file.get_tensor(name)
+        return read_tensor(self.folder / self._file_of[name], name)
 
     @cached_property
     def dtype(self) -> str:

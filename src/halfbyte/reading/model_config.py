@@ -1,0 +1,109 @@
+"""config.json and generation_config.json of a model: whether what they say can be, before a library builds on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .files import MEBIBYTE, look
+from .json import read_json
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+FIX = "re-download config.json, or correct it"
+LARGEST_FILE = 16 * MEBIBYTE
+LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions",
+)  # fmt: skip
+MAY_BE_ZERO = ("intermediate_size", "num_key_value_heads", "max_position_embeddings")
+LAYERS = ("num_hidden_layers", "n_layer")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what is read, whatever else may be named
+MAPPINGS = ("text_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters", "auto_map")
+TEXTS = ("model_type", "hidden_act", "transformers_version")
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a local model, looked over.
+
+    Raises:
+        CheckpointError: it cannot be read, or a key cannot be what it says.
+    """
+    config = _object(folder / CONFIG)
+    _check(folder / CONFIG, config)
+    return config
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """generation_config.json of a local model, looked over; empty where there is none.
+
+    Raises:
+        CheckpointError: as `read_config`.
+    """
+    path = folder / GENERATION
+    if not look(path, CheckpointError, FIX):
+        return {}
+    config = _object(path)
+    _check_ids(path, config)
+    return config
+
+
+def check_model_config(folder: Path) -> None:
+    """Look over both files of a local model.
+
+    Raises:
+        CheckpointError: as `read_config`.
+    """
+    read_config(folder)
+    read_generation_config(folder)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    config = read_json(path, CheckpointError, FIX.replace(CONFIG, path.name), LARGEST_FILE)
+    if not isinstance(config, dict):
+        said = f"{path} holds a {type(config).__name__}, not an object"
+        raise CheckpointError(said, FIX.replace(CONFIG, path.name))
+    return config
+
+
+def _check(path: Path, config: Mapping[str, Any], within: str = "") -> None:
+    for key in SIZES:
+        value, least = config.get(key), 0 if key in MAY_BE_ZERO else 1
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and not (type(each) is int and least <= each <= LARGEST):
+                raise _wrong(path, within + key, f"a whole number, {least} or more", value)
+    for key in LAYERS:
+        if isinstance(layers := config.get(key), int) and layers > MOST_LAYERS:
+            raise _wrong(path, within + key, f"at most {MOST_LAYERS}", layers)
+    for keys, kind, said in ((MAPPINGS, dict, "an object"), (TEXTS, str, "text")):
+        for key in keys:
+            if config.get(key) is not None and not isinstance(config[key], kind):
+                raise _wrong(path, within + key, said, config[key])
+    named = config.get("transformers_weights")
+    if named is not None and named not in WEIGHTS:
+        raise _wrong(path, within + "transformers_weights", " or ".join(WEIGHTS), named)
+    formats = (config.get("quantization_config") or {}).get("formats")
+    if formats is not None and not (isinstance(formats, dict) and all(map(_are_texts, formats.values()))):
+        raise _wrong(path, within + "quantization_config.formats", "formats and the layers stored so", formats)
+    _check_ids(path, config, within)
+    if isinstance(text := config.get("text_config"), dict):
+        _check(path, text, f"{within}text_config.")
+
+
+def _check_ids(path: Path, config: Mapping[str, Any], within: str = "") -> None:
+    for key in ENDS:
+        value = config.get(key)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and type(each) is not int:
+                raise _wrong(path, within + key, "a token's number", value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _wrong(path: Path, key: str, kind: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"{path}: {key} is to be {kind}, and it is {value!r:.80}", FIX.replace(CONFIG, path.name))

@@ -1,0 +1,250 @@
+"""Files of weights: which there are, their heads, and their tensors; adapters', checkpoints' and pickled ones, too.
+
+What is said of a file before its tensors are read needs the standard library alone. Nothing read here can run code.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+from ..hardware import is_out_of_memory
+from .boundary import answered
+from .files import MEBIBYTE, look, open_bytes
+from .json import parse_json, read_json
+from .model_config import check_model_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as PEFT saves them
+LARGEST_HEAD = 32 * MEBIBYTE  # of JSON that lists tensors: 250,000 of them
+MOST_RANKS = 65_536
+AGAIN = "re-download this file"
+ADAPTER_AGAIN = "copy the adapter there again"
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64), **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16), **dict.fromkeys(("U8", "I8", "BOOL"), 8),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+
+
+# --- which files there are -------------------------------------------------------------------------------------------
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Look over a local checkpoint: its config, its index, the heads of what weights there are. A hub id has nothing to
+    look over.
+
+    Raises:
+        CheckpointError: naming the file that is missing or damaged, or the key that cannot be.
+    """
+    if not folder.is_dir():
+        return
+    check_model_config(folder)
+    for file in safetensors_files(folder):
+        read_header(file)
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a local checkpoint, in order; empty when it holds no safetensors.
+
+    Raises:
+        CheckpointError: the index is damaged, or names a file that is not there or not in this folder.
+    """
+    return _files(folder, SINGLE, INDEX)
+
+
+def pickled_files(folder: Path) -> list[Path]:
+    """The same of what torch.save wrote (pytorch_model.bin), which transformers takes where there are no others."""
+    return _files(folder, PICKLED, PICKLED_INDEX)
+
+
+def _files(folder: Path, single: str, index: str) -> list[Path]:
+    if look(folder / single, CheckpointError, AGAIN) == "file":  # transformers, too, takes it before an index
+        return [folder / single]
+    if not look(folder / index, CheckpointError, AGAIN):
+        return []
+    document = read_json(folder / index, CheckpointError, "re-download the index", LARGEST_HEAD)
+    parts = document if isinstance(document, dict) else {}
+    shards = parts.get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        raise CheckpointError(f"{folder / index} has no weight_map of tensors to files", "re-download the index")
+    if not isinstance(parts.get("metadata"), dict):
+        raise CheckpointError(f"{folder / index} has no metadata, which transformers asks for", "re-download the index")
+    names = sorted(set(shards.values()))
+    for name in names:
+        # Links are not followed up: the hub's cache is made of them. They are whoever's who owns the folder; the index
+        # came with the download.
+        if os.path.basename(name) != name or "\\" in name or not name.endswith(os.path.splitext(single)[1]):
+            raise CheckpointError(
+                f"{folder / index}: {name!r} is no file of weights in this folder", "re-download the checkpoint"
+            )
+        if look(folder / name, CheckpointError, AGAIN) != "file":
+            raise CheckpointError(f"{folder / name} is missing, though {index} names it", "re-download the checkpoint")
+    return [folder / name for name in names]
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """What adapter_config.json of a local folder says.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not look(path, CheckpointError, ADAPTER_AGAIN):
+        raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG}", "name a folder that PEFT saved")
+    document = read_json(path, CheckpointError, ADAPTER_AGAIN)
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds a {type(document).__name__}, not an object", ADAPTER_AGAIN)
+    for keys, (sound, kind) in ADAPTER_KINDS.items():
+        for key in keys:
+            if document.get(key) is not None and not sound(document[key]):
+                raise CheckpointError(f"{path}: {key} is to be {kind}, and it is {document[key]!r:.80}", ADAPTER_AGAIN)
+    return document
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MOST_RANKS
+
+
+def _rank(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MOST_RANKS
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+
+def _mapping_to(sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(sound, value.values()))
+
+
+ADAPTER_KINDS: dict[tuple[str, ...], tuple[Callable[[Any], bool], str]] = {
+    ("r",): (_rank, f"a whole number from 1 to {MOST_RANKS}"),
+    ("lora_alpha", "lora_dropout"): (_number, "a number"),
+    ("rank_pattern",): (_mapping_to(_rank), "names and ranks"),
+    ("alpha_pattern",): (_mapping_to(_number), "names and numbers"),
+    ("target_modules", "modules_to_save", "exclude_modules"): (_names, "names of modules"),
+    ("base_model_name_or_path", "revision", "peft_type", "task_type"): (lambda value: isinstance(value, str), "text"),
+}
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+def read_header(file: Path, fix: str = AGAIN) -> dict[str, dict[str, Any]]:
+    """The header of a safetensors file: tensor name → {dtype, shape, data_offsets}.
+
+    Raises:
+        CheckpointError: the file cannot be read, is truncated, or not a safetensors file.
+    """
+    with open_bytes(file, CheckpointError, fix) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{file} is truncated: its header needs {length} bytes, the file has {size}", fix)
+        if length > LARGEST_HEAD:
+            raise CheckpointError(f"{file} has a header of {length // MEBIBYTE} MiB, which no model has", fix)
+        text = stream.read(length)
+    header = parse_json(text, f"{file} is not a safetensors file: header", CheckpointError, fix, unique=True)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} is not a safetensors file: its header is no object", fix)
+    described = header.pop("__metadata__", None) or {}
+    if not isinstance(described, dict) or not all(isinstance(value, str) for value in described.values()):
+        raise CheckpointError(f"{file}: __metadata__ is to hold texts", fix)
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(file, item[0], item[1], fix)):
+        nbytes = _nbytes(file, name, entry, fix)
+        if entry["data_offsets"] != [end, end + nbytes]:
+            first, last = entry["data_offsets"]
+            raise CheckpointError(
+                f"{file}: the bytes of {name} are said to be {first} to {last}, and are {end} to {end + nbytes}", fix
+            )
+        end += nbytes
+    if 8 + length + end != size:
+        raise CheckpointError(f"{file} is truncated: it should have {8 + length + end} bytes and has {size}", fix)
+    return header
+
+
+def _offsets(file: Path, name: str, entry: Any, fix: str) -> tuple[int, int]:
+    """First and last byte of a tensor; entries are in order by them."""
+    offsets: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not _counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{file}: {name} has no data_offsets of two counts", fix)
+    return offsets[0], offsets[1]
+
+
+def _nbytes(file: Path, name: str, entry: dict[str, Any], fix: str) -> int:
+    if entry.get("dtype") not in BITS:
+        raise CheckpointError(f"{file}: {name} has the dtype {entry.get('dtype')!r}, which is not known", fix)
+    if not _counts(entry.get("shape")):
+        raise CheckpointError(f"{file}: {name} has the shape {entry.get('shape')!r}", fix)
+    return math.prod(entry["shape"]) * BITS[entry["dtype"]] // 8
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def read_tensors(file: Path, fix: str = AGAIN) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, on the CPU.
+
+    Raises:
+        CheckpointError: as `read_header`.
+    """
+    from safetensors.torch import load_file
+
+    read_header(file, fix)
+    with answered(f"cannot read {file}", fix):
+        return load_file(file)
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    """One tensor of a file whose header was read, on the CPU.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    from safetensors import safe_open
+
+    with answered(f"cannot read {name} of {file}", AGAIN), safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
+def read_state(file: Path, fix: str, device: str = "cpu", fix_of_pickles: str = "") -> Any:
+    """What torch.save wrote of tensors, numbers, texts and their containers; nothing in it is run.
+
+    Args:
+        device: "meta": shapes alone, and no data is read.
+        fix_of_pickles: where it holds anything else; default: `fix`.
+
+    Raises:
+        CheckpointError: it is damaged, or holds anything else.
+    """
+    import torch
+
+    with open_bytes(file, CheckpointError, fix):
+        pass
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} is damaged, or holds more than tensors: a pickle that could run code is not loaded",
+            fix_of_pickles or fix,
+        ) from error
+    except Exception as error:  # of zip files, pickles and tensors, a kind each; its words are about torch's insides
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(f"{file} is truncated or damaged", fix) from error
