@@ -28,6 +28,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfbyte.streams import quiet_libraries
+
 TICK = 0.005  # seconds between looks at what a case waits for
 
 
@@ -100,6 +102,7 @@ def _serve(descriptor: int) -> None:
     for line in iter(lines.readline, ""):
         request = json.loads(line)
         if "modules" in request:
+            quiet_libraries()  # as a command does before it imports any
             for name in request["modules"]:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)

@@ -5,6 +5,7 @@ from hostile_inputs import RUN
 
 BOTH = ("check run.yaml", "train run.yaml")
 LONG = "a" * 300
+RED = '"a\\e[31mred\\nnew"'
 # Eight levels of nine: 43 million entries.
 BOMB = "x0: &x0 [a,a,a,a,a,a,a,a,a]\n" + "".join(
     f"x{at}: &x{at} [{','.join([f'*x{at - 1}'] * 9)}]\n" for at in range(1, 8)
@@ -71,7 +72,15 @@ ROWS = [
         says="[bold]x[/nope]",
         after=("?bold?x?", "?bold?x?/nope?", "?bold?x?/nope?/*"),
     ),
-    Case("9 colours in output_dir", both(), code=(1, 0), files=config(output_dir='"a\\e[31mred\\nnew"'), says="red"),
+    Case("9 colours in output_dir", "check run.yaml", code=0, files=config(output_dir=RED), says="ready"),
+    Case(
+        "9 colours in output_dir",
+        "train run.yaml",
+        code=0,
+        files=config(output_dir=RED),
+        says=r"saved: a\x1b[31mred\nnew/adapter",
+        after=("a?[[]31mred?new", "a?[[]31mred?new/*"),
+    ),
     Case(
         "10 a batch of 100,000 for 17 rows", "check run.yaml per_device_train_batch_size=100000", code=0, says="ready"
     ),

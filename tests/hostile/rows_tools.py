@@ -62,9 +62,9 @@ ROWS = [
         never=("model_name_or_path",),
     ),
     Case("71 init for what is there", "init model data.jsonl", code=0, says="model_name_or_path: model", seconds=4),
-    Case("72 data and model swapped", "init data.jsonl model", says="data.jsonl", fix="init model data.jsonl"),
+    Case("72 data and model swapped", "init data.jsonl model", code=2, says="data.jsonl", fix="init model data.jsonl"),
     Case("72 no dataset to mix for", "mix model nope.jsonl", says="nope.jsonl", never=("eval_dataset",)),
     Case("72 no formats to mix", "mix model data.jsonl --formats ''", says="--formats", code=(1, 2)),
-    Case("72 an unknown format to mix", "mix model data.jsonl --formats nf4,nf5", says="nf5", code=(1, 2)),
+    Case("72 an unknown format to mix", "mix model data.jsonl --formats nf4,nf5", code=2, says="nf5"),
     Case("85 env in words", "env", code=0, never=("enabled False", "· reason"), says="torch"),
 ]

@@ -42,6 +42,7 @@ def look_over_datasets(*names: str | list[str] | None) -> None:
         for name in [given] if isinstance(given, str) else given or []:
             if files_of(name) is None:
                 hub.reach()
+                hub.say_silent()
 
 
 def look_over_output(output_dir: str) -> None:

@@ -209,7 +209,7 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
     """
     output = config.output_path
     if not resume:
-        if held := _results_in(output):
+        if held := results_in(output):
             raise ConfigError(
                 f"output_dir: {output} already holds a run ({', '.join(held)})",
                 "continue it with --resume, or choose another output_dir",
@@ -259,7 +259,7 @@ def _newest_whole(output: Path, contents: bool) -> Path | None:
     return None
 
 
-def _results_in(output: Path) -> list[str]:
+def results_in(output: Path) -> list[str]:
     """What would be lost or mixed up by a second run in `output`."""
     held = [path.name for path in sorted(_named(output), key=_order)[-1:]]
     held += [name for name in WEIGHTS if (output / name).exists()]

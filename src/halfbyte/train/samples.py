@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
+from ..data.chat import prompt_text
 from ..generation import forget, generate
 from ..generation.engine import context_length
 from ..hardware import free_cached_memory
@@ -48,7 +49,7 @@ def _given(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> Pr
     if not templated:
         return Prompt(tokenizer(text)["input_ids"], text)
     turns = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    rendered = prompt_text(tokenizer, turns)
     return Prompt(tokenizer(rendered, add_special_tokens=False)["input_ids"], text)
 
 
