@@ -13,6 +13,7 @@ from .errors import CheckpointError, DataError, HalfbyteError, ModelError
 from .notices import notice
 from .reading import look, read_json
 from .signals import Stopped
+from .words import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,8 +38,7 @@ class Conversation:
         self.style = _style(saved.tokenizer, report)
         ends = report.get("stop_tokens", [])
         if not ends and self.style == "template":
-            with _template_answers():
-                ends = turn_end(saved.tokenizer)
+            ends = turn_end(saved.tokenizer)
         self.stops = stop_tokens(saved.tokenizer, saved.model, ends)
         if self.style != "template":
             notice("chat", f"no chat template in use: each line is {STYLES[self.style]}, without memory of the last")
@@ -59,9 +59,9 @@ class Conversation:
         Raises:
             DataError: the template refuses them.
         """
-        tokenizer: Any = self.saved.tokenizer
-        with _template_answers():
-            return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True))
+        from .data.chat import prompt_text
+
+        return prompt_text(self.saved.tokenizer, turns)
 
     def remember(self, text: str, answer: str) -> None:
         """Add a finished exchange."""
@@ -88,17 +88,6 @@ class Conversation:
         )
         with contextlib.closing(pieces):
             yield from (piece.text for piece in pieces if piece.text)
-
-
-@contextlib.contextmanager
-def _template_answers() -> Iterator[None]:
-    """Raise a DataError for what a chat template raises."""
-    from .data.chat import TEMPLATE_ERRORS
-
-    try:
-        yield
-    except TEMPLATE_ERRORS as error:
-        raise DataError(f"the model's chat template says: {error}", "give turns that it takes") from error
 
 
 def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
@@ -159,7 +148,7 @@ def chat(
             _say(conversation, line, number, compare_base, interactive)
         except HalfbyteError as error:
             lost.append(str(number))
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error, file=sys.stderr, flush=True)
     if lost and not interactive:
         lines = f"line {lost[0]}" if len(lost) == 1 else f"lines {', '.join(lost[:10])}{', …' * (len(lost) > 10)}"
         raise DataError(f"{lines} of the input {'has' if len(lost) == 1 else 'have'} no answer", "see above why")
@@ -211,11 +200,11 @@ def _stream(conversation: Conversation, line: str, label: str, adapter: bool, in
     try:
         for piece in answer:
             pieces.append(piece)
-            print(piece, end="", flush=True)
+            print(visible(piece), end="", flush=True)
     except KeyboardInterrupt as stop:
-        answer.close()
-        if isinstance(stop, Stopped) or not interactive:
+        if not interactive or isinstance(stop, Stopped):
             raise
+        answer.close()
         print(" (stopped)", end="")
     except HalfbyteError:
         print(flush=True)

@@ -83,11 +83,11 @@ def test_it_leaves_within_5_seconds_whatever_the_model_does(base_folder):
             server.kill()
 
 
-def test_a_port_in_use_is_known_before_the_model_is_loaded():
+def test_a_port_in_use_is_known_before_the_model_is_loaded(base_folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            command.serve_model("no/such-model", "127.0.0.1", port, [])
+            command.serve_model(str(base_folder), "127.0.0.1", port, [])
 
 
 @pytest.mark.parametrize(

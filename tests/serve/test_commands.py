@@ -46,7 +46,7 @@ def test_lines_are_answered_until_the_end_or_quit(talk):
 def test_bytes_that_are_no_text_cost_their_line_alone(talk, lost):
     said = talk(b"Hello\n\xff\xfe\nHello\nG\xc3\n", lost)
     assert said.count("model: ") == 2
-    assert "error: line 2 of the input is not utf-8 text\n  fix: " in said
+    assert "\nline 2 of the input is not utf-8 text\n  fix: " in said
     assert "line 4 of the input" in said
 
 

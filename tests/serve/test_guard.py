@@ -137,10 +137,10 @@ def test_hosts_that_others_reach_need_a_key(host, address, needed):
     assert access.hosts == tuple(dict.fromkeys([*guard.LOOPBACK, named]))
 
 
-def test_it_is_refused_before_the_model_is_loaded(monkeypatch):
+def test_it_is_refused_before_the_model_is_loaded(base_folder, monkeypatch):
     monkeypatch.setattr(run, "load", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines reach it"):
-        command.serve_model("no/such-model", "0.0.0.0", 0, [])
+        command.serve_model(str(base_folder), "0.0.0.0", 0, [])
     with socket.socket() as again:
         again.bind(("0.0.0.0", 0))
 
@@ -157,14 +157,15 @@ def test_names_that_are_none(name):
         access_to("127.0.0.1", "127.0.0.1", [name], None)
 
 
-def test_the_command_line_hands_it_on(monkeypatch):
+def test_the_command_line_hands_it_on(base_folder, monkeypatch):
     from typer.testing import CliRunner
 
     from halfbyte.cli.app import app
 
     seen = []
     monkeypatch.setattr("halfbyte.serve.run.serve", lambda *words: seen.append(words))
-    words = ["serve", "m", "--allowed-host", "gpu.lan", "--allowed-host", "b", "--trust-remote-code"]
+    model = str(base_folder)
+    words = ["serve", model, "--allowed-host", "gpu.lan", "--allowed-host", "b", "--trust-remote-code"]
     assert CliRunner().invoke(app, [*words, "--api-key", "one"]).exit_code == 0
-    assert CliRunner().invoke(app, ["serve", "m"], env={guard.KEY_VARIABLE: "two"}).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", model], env={guard.KEY_VARIABLE: "two"}).exit_code == 0
     assert [each[-3:] for each in seen] == [(["gpu.lan", "b"], "one", True), ([], "two", False)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 
 
 def serve_model(
@@ -32,7 +32,7 @@ def serve_model(
     """
     folders = dict(map(_named, adapters))
     if len(folders) < len(adapters):
-        raise ConfigError("--adapter: a name is given twice", "choose another name")
+        raise UsageError("--adapter: a name is given twice", "choose another name")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -52,5 +52,5 @@ def serve_model(
 def _named(adapter: str) -> tuple[str, str]:
     name, found, path = adapter.partition("=")
     if not (name and found and path):
-        raise ConfigError(f"--adapter {adapter} is not name=path", "e.g. --adapter poet=runs/poet")
+        raise UsageError(f"--adapter {adapter} is not name=path", "e.g. --adapter poet=runs/poet")
     return name, path

@@ -153,7 +153,9 @@ def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
         value = given[key].value
         message = f"{where}{key} must be {allowed(key)}, not {brief(value)}"
         near = nearest(value, _choices(RunConfig.model_fields[key].annotation)) if isinstance(value, str) else ""
-    return ConfigError(message, f"did you mean {near}?" if near else "")
+    return ConfigError(
+        message, f"did you mean {near}?" if near else f"correct it: {RunConfig.model_fields[key].description}"
+    )
 
 
 def _together(problems: list[ConfigError]) -> ConfigError:

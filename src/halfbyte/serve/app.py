@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -27,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import HalfbyteError
 from ..generation.text import Piece
+from ..hardware import is_out_of_memory
 from ..words import cut, visible
 from .guard import HEALTH, LOCAL, Access
 from .model import Served, Work
@@ -184,16 +184,12 @@ class Endpoints:
             except HalfbyteError as error:
                 raise RequestError(500, error.message, kind="server_error") from None
             except (MemoryError, RuntimeError) as error:
-                if not _out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 message = f"out of memory with {len(work.prompts)} prompts of {work.prompt_tokens} tokens in all"
                 raise RequestError(503, message, code="out_of_memory", kind="server_error") from None
             finally:
                 self.thread.submit(pieces.close)  # type: ignore[attr-defined]  # runs before the next one's first step
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _next_few(pieces: Iterator[Piece]) -> list[Piece]:

@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import ConfigError
+from ..errors import UsageError
 from ..words import brief
 from .requests import RequestError
 
@@ -74,19 +74,19 @@ def access_to(host: str, address: str, hosts: Sequence[str], api_key: str | None
     """The rules for a server bound to `address`, which `--host` named as `host`.
 
     Raises:
-        ConfigError: other machines reach the address, and there is no key; or a key or name that no client can send.
+        UsageError: other machines reach the address, and there is no key; or a key or name that no client can send.
     """
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
-        raise ConfigError("--api-key: it is empty, or has more than printable ASCII", "choose another key")
+        raise UsageError("--api-key: it is empty, or has more than printable ASCII", "choose another key")
     bound = ipaddress.ip_address(address.partition("%")[0])
     if not bound.is_loopback and api_key is None:
-        raise ConfigError(
+        raise UsageError(
             f"--host {host}: other machines reach it, and anyone there could use the model",
             f"set a key with --api-key KEY or {KEY_VARIABLE}, or leave --host out for this machine alone",
         )
     for name in hosts:
         if "*" in name[1:] or (name.startswith("*") and name != "*" and not name.startswith("*.")) or "/" in name:
-            raise ConfigError(f"--allowed-host {name}: not a host", "write a name, *.example.com, or *")
+            raise UsageError(f"--allowed-host {name}: not a host", "write a name, *.example.com, or *")
     known = dict.fromkeys([*LOOPBACK, *(_in_url(each) for each in (host, *hosts))])
     return Access(tuple(each.lower() for each in known), api_key)
 

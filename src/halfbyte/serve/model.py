@@ -10,7 +10,7 @@ from typing import Any
 from ..adapters import check_adapter_files, load_adapter
 from ..chat import Conversation
 from ..data.chat import ChatTemplate
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, DataError, UsageError
 from ..generation import Sampling
 from ..generation.engine import context_length
 from ..generation.text import Piece, continue_texts
@@ -184,7 +184,7 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
 
     Raises:
         CheckpointError: no adapter in a folder, a damaged one, or one made for another model.
-        ConfigError: a name used twice.
+        UsageError: a name used twice.
     """
     found = {key: _adapter(path) for key, path in adapters.items()}
     saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
@@ -193,7 +193,7 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
         names.setdefault(_name(saved.config.model_name_or_path), None)
     for key, folder in found.items():
         if key in names:
-            raise ConfigError(f"--adapter {key}: the model has this name already", "choose another name")
+            raise UsageError(f"--adapter {key}: the model has this name already", "choose another name")
         names[key] = f"adapter_{len(names)}"
         _attach(saved, folder, names[key])
     saved.model.eval()

@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
+from ..data.chat import prompt_text
 from ..generation import forget, generate
 from ..generation.engine import context_length
 from ..generation.run import ACTIVE
@@ -24,7 +25,8 @@ LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, their text, and what the data says comes next (None for prompts from the config)."""
+    """Token ids to continue, their text as the model gets it, special tokens included, and what the data says comes
+    next (None for prompts from the config)."""
 
     ids: list[int]
     text: str
@@ -51,8 +53,8 @@ def _given(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> Pr
     if not templated:
         return Prompt(tokenizer(text)["input_ids"], text)
     turns = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return Prompt(tokenizer(rendered, add_special_tokens=False)["input_ids"], text)
+    rendered = prompt_text(tokenizer, turns)
+    return Prompt(tokenizer(rendered, add_special_tokens=False)["input_ids"], rendered)
 
 
 def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -64,7 +66,7 @@ def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if begin <= 1:  # trained from the start: plain text
         begin = max(1, min(TEXT_PROMPT_TOKENS, length // 2))
     end = next((at for at in range(begin, length) if labels[at] == IGNORE_INDEX), length)
-    return Prompt(list(ids[:begin]), _text(tokenizer, ids[:begin]), _text(tokenizer, ids[begin:end]))
+    return Prompt(list(ids[:begin]), str(tokenizer.decode(ids[:begin])), _text(tokenizer, ids[begin:end]))
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:

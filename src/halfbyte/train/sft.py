@@ -93,13 +93,19 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
 
 
 def _open_and_run(prepared: PreparedRun, resume: str | bool | None, console: Console) -> RunResult:
+    run = open_run(prepared, resume)
     try:
         with _settings(prepared):
-            return _run(open_run(prepared, resume), console)
+            return _run(run, console)
+    except TrainingError as error:
+        _report_stopped(run, error, console)
+        raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise TrainingError(advise_out_of_memory(prepared.plan, error, prepared.config)) from error
+        stopped = TrainingError(advise_out_of_memory(prepared.plan, error, prepared.config))
+        _report_stopped(run, stopped, console)
+        raise stopped from error
     finally:
         _release(prepared.machine.device)
 
@@ -273,6 +279,16 @@ def _report(job: OpenRun, console: Console) -> None:
     report = write_report(job.output)
     saved = "adapter" if job.prepared.config.use_peft else "model"
     console.print(one_line(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
+
+
+def _report_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
+    """What the steps before it came to, where there were any; nothing where the disk is full, which the error says."""
+    if run.prepared.mesh.is_main and run.metrics.records():
+        from halfbyte.report import write_report
+
+        with contextlib.suppress(TrainingError):
+            write_environment(run, finished=time.time(), stopped=error.message)
+            console.print(one_line(f"report until then: {write_report(run.output)}"), soft_wrap=True)
 
 
 def _summary(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
