@@ -26,7 +26,7 @@ def answers(model, lengths, stops=(), new=6):
 @pytest.mark.parametrize("keys", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path, keys, trained):
     model = add_adapter(tiny_llama(), run_config(tmp_path, **keys)).train()
-    if trained:  # until then the answers may be the base's
+    if trained:
         base = answers(model, [3, 9])[1]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and ".lora_A." not in name:
