@@ -251,7 +251,8 @@ RUNS = [
 MACHINES = [
     Case("+ the folder it is in went away", ("check run.yaml", "env", "train model data.jsonl"), code=(1, 0), wishes={
          "nowhere": True}),
-    *[Case(f"+ {command.split()[0]} into a full disk", command, code=(1, 0), given=("run",), says="disk is full",
+    *[Case(f"+ {command.split()[0]} into a full disk", command, code=(1, 0), given=("run",),
+         says="cannot write the output",
          wishes={"full": [1]}) for
       command in ("check run.yaml", "env", "init model data.jsonl", "generate run prompts.jsonl --max-new-tokens 4")],
     Case("+ train tells a full disk", "train run.yaml", code=(0, 1), wishes={"full": [1]}, after=RAN_OUT),
@@ -303,7 +304,7 @@ COMMANDS = [
     Case("+ chat: a line of 1 MB", "chat run --max-new-tokens 2", code=(0, 1), given=("run",), wishes={
          "stdin": b"a " * 500_000 + b"\n"}),
     Case("+ chat: a misspelt command", "chat run --max-new-tokens 2", code=1, says="line 1", given=("run",), wishes={
-         "stdin": b"/rest\n/quit\n"}, says="/reset"),
+         "stdin": b"/rest\n/quit\n"}),
     Case("+ chat: nothing at all", "chat run", code=0, given=("run",)),
     Case("+ chat: NUL and escapes", "chat run --max-new-tokens 2", code=(0, 1), given=("run",), wishes={
          "stdin": b"\0\x1b[2J\n"}),
