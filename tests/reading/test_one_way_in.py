@@ -18,8 +18,6 @@ OWN = {
     "lm_eval.py": "options written as JSON to compare them",
     "memory/host.py": "the kernel's files",
     "processes.py": "the kernel's files",
-    "train/metrics.py": "writes",
-    "train/snapshot.py": "writes",
     "gguf/tokenizer.py": "what the tokenizers library says of its own object",
 }
 # Modules that are yet to be moved. Only ever shorter.
