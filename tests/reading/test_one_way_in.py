@@ -24,7 +24,6 @@ OWN = {
 LEFT = {
     "demo/base.py",
     "demo/run.py",
-    "report/run.py",
 }
 
 
