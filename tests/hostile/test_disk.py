@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,13 @@ COMMANDS = {
 OUTPUTS = {"train": "out", "merge": "m", "export": "x.gguf"}
 MEASURED = {"time", "seconds", "step_seconds", "tokens_per_second", "memory_bytes"}
 SAMPLE = 3
+# What shows that a command is somewhere in the middle of writing.
+SIGNS = {
+    "train": "out/.lock out/metrics.jsonl out/.checkpoint-2* out/.checkpoint-2*/optimizer.pt out/checkpoint-2"
+    " out/.checkpoint-4*/halfbyte.json out/checkpoint-4 out/.adapter* out/adapter out/.checks* out/README.md",
+    "merge": ".m.* .m.*/config.json .m.*/model* m run/.merge* run/merge.json",
+    "export": ".x.gguf.* x.gguf .x.Modelfile* x.Modelfile",
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +82,10 @@ class Disk:
         """What an undisturbed command writes, and the seconds it takes."""
         if name not in self._whole:
             with self.folder("run") as folder:
+                began = time.monotonic()
                 ended = self.run(folder, COMMANDS[name])
                 assert ended.code == 0, ended.err.decode()
-                self._whole[name] = written(folder, name), ended.seconds
+                self._whole[name] = written(folder, name), time.monotonic() - began
         return self._whole[name]
 
 
@@ -128,10 +137,10 @@ def kill(disk: Disk, name: str, moments: int, seed: int) -> None:
     seconds, chance, wrong = disk.whole(name)[1], random.Random(seed), []
     for _ in range(moments):
         with disk.folder("run") as folder, collected(wrong):
-            when = chance.uniform(0.0, 1.1 * seconds)
+            when = chance.choice([chance.uniform(0.0, 1.1 * seconds), chance.choice(SIGNS[name].split())])
             ended = disk.run(folder, COMMANDS[name], signal="SIGKILL", when=when)
             left = [path.name for path in folder.rglob(".*")]
-            said = f"killed after {when:.3f} s (exit {ended.code}, left {left})"
+            said = f"killed at {when} (exit {ended.code}, left {left})"
             print(name, said, flush=True)
             check_rerun(disk, folder, name, said)
     assert not wrong, "\n\n".join(wrong)
