@@ -18,8 +18,8 @@ from .prepare import PreparedRun
 
 
 @dataclass(frozen=True)
-class OpenRun:
-    """A run that writes into its folder, which is locked.
+class RunFolder:
+    """A run and the folder that it writes into, which is locked.
 
     Attributes:
         prepared: what was known before.
@@ -31,36 +31,40 @@ class OpenRun:
     output: Path
     metrics: MetricsFile
 
+    @classmethod
+    def of(cls, prepared: PreparedRun) -> RunFolder:
+        """As it is: nothing is written."""
+        output = prepared.config.output_path
+        return cls(prepared, output, MetricsFile(output / "metrics.jsonl"))
 
-def open_run(prepared: PreparedRun, resume: str | bool | None) -> OpenRun:
+
+def open_folder(run: RunFolder, resume: str | bool | None) -> None:
     """Write config.resolved.yaml, data_report.json, memory.json and environment.json.
 
     Args:
-        resume: that `prepared` was prepared with.
+        resume: that the run was prepared with.
 
     Raises:
         ConfigError: another run has written into the folder meanwhile.
         TrainingError: it cannot be written.
     """
-    config, output = prepared.config, prepared.config.output_path
-    run = OpenRun(prepared, output, MetricsFile(output / "metrics.jsonl"))
+    prepared, output = run.prepared, run.output
     if not prepared.mesh.is_main:
-        return run
-    if checkpoints.starting_point(config, resume) != prepared.checkpoint:
+        return
+    if checkpoints.starting_point(prepared.config, resume) != prepared.checkpoint:
         raise ConfigError(f"output_dir: another run has saved a checkpoint in {output} meanwhile", "start again")
     output.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers(output)
     if prepared.checkpoint:
         checkpoints.set_aside_newer(output, prepared.checkpoint)
     run.metrics.keep_until(checkpoints.step_of(prepared.checkpoint) if prepared.checkpoint else -1)
-    write_text(output / "config.resolved.yaml", dump_config(config))
+    write_text(output / "config.resolved.yaml", dump_config(prepared.config))
     write_json(output / "data_report.json", prepared.data.report)
     write_memory(run, {})
     write_environment(run)
-    return run
 
 
-def write_memory(run: OpenRun, measured: dict[str, int]) -> None:
+def write_memory(run: RunFolder, measured: dict[str, int]) -> None:
     """memory.json: what was planned, and what was measured so far (bytes)."""
     plan = run.prepared.plan
     document = {
@@ -76,7 +80,7 @@ def write_memory(run: OpenRun, measured: dict[str, int]) -> None:
     write_json(run.output / "memory.json", document)
 
 
-def write_environment(run: OpenRun, **more: Any) -> None:
+def write_environment(run: RunFolder, **more: Any) -> None:
     """environment.json, with everything announced so far; `more` is known at a run's end."""
     facts = run.prepared.machine.facts | {"finished": None} | more
     write_json(run.output / "environment.json", facts | {"notices": said()})
