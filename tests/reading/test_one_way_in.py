@@ -25,7 +25,6 @@ OWN = {
 LEFT = {
     "demo/base.py",
     "demo/run.py",
-    "report/run.py",
     "runs/lock.py",
     "train/checkpoint.py",
     "train/metrics.py",

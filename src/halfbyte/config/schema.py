@@ -332,6 +332,12 @@ class RunConfig(ModelSection, QuantizationSection, RecipeSection, AdapterSection
         return in_run(self)
 
 
+def dump_given(config: RunConfig) -> str:
+    """The keys that were given, as YAML: what `halfbyte train` takes to do the same again."""
+    given = [key for section in SECTIONS for key in section.model_fields if key in config.model_fields_set]
+    return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in given)
+
+
 def dump_config(config: RunConfig) -> str:
     """Every key as YAML, by section, each with its description; `load_config` reads it back equal."""
     lines: list[str] = []

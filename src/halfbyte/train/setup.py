@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.config import dump_config
+from halfbyte.config import RunConfig, dump_config, dump_given
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.notices import said
 from halfbyte.plan.policy import in_words
 
+from ..reading import read_text
+from ..words import one_line
 from . import checkpoint as checkpoints
 from .metrics import MetricsFile
 from .prepare import PreparedRun
+
+MARK = "# Written by halfbyte: the keys that were given."
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class RunFolder:
 
 
 def open_folder(run: RunFolder, resume: str | bool | None) -> None:
-    """Write config.resolved.yaml, data_report.json, memory.json and environment.json.
+    """Write config.resolved.yaml, run.yaml, data_report.json, memory.json and environment.json.
 
     Args:
         resume: that the run was prepared with.
@@ -59,9 +63,24 @@ def open_folder(run: RunFolder, resume: str | bool | None) -> None:
         checkpoints.set_aside_newer(output, prepared.checkpoint)
     run.metrics.keep_until(checkpoints.step_of(prepared.checkpoint) if prepared.checkpoint else -1)
     write_text(output / "config.resolved.yaml", dump_config(prepared.config))
+    _write_short(output / "run.yaml", prepared.config)
     write_json(output / "data_report.json", prepared.data.report)
     write_memory(run, {})
     write_environment(run)
+
+
+def _write_short(file: Path, config: RunConfig) -> None:
+    """What this run was asked for, as a file that `halfbyte train` takes; a file of the user's own stays."""
+    if not file.exists() or _is_ours(file):
+        again = one_line(f"halfbyte train {file} output_dir=NEW")
+        write_text(file, f"{MARK} `{again}` does the same again.\n{dump_given(config)}")
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return read_text(file, ConfigError).startswith(MARK)
+    except ConfigError:
+        return False
 
 
 def write_memory(run: RunFolder, measured: dict[str, int]) -> None:
