@@ -75,6 +75,12 @@ ROWS = [
         for name, code in (("SIGTERM", 143), ("SIGHUP", 129))
     ],
     Case(
+        "81 SIGTERM before the first step leaves nothing",
+        "train run.yaml",
+        code=143,
+        wishes={"signal": "SIGTERM", "when": "out/environment.json"},
+    ),
+    Case(
         "81 Ctrl-C saves and leaves",
         "train run.yaml max_steps=2000 save_steps=5",
         code=130,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from .metrics import MetricsFile
 from .prepare import PreparedRun
 
 MARK = "# Written by halfbyte: the keys that were given."
+SHORT = "run.yaml"
+FIRST = ("config.resolved.yaml", "data_report.json", "memory.json", "environment.json", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,15 @@ class RunFolder:
         output = prepared.config.output_path
         return cls(prepared, output, MetricsFile(output / "metrics.jsonl"))
 
+<<<<<<< HEAD
 
 def open_folder(run: RunFolder, resume: str | bool | None) -> None:
     """Write config.resolved.yaml, run.yaml, data_report.json, memory.json and environment.json.
+=======
+@contextlib.contextmanager
+def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenRun]:
+    """Write the `FIRST` files; where the run ends before it has made a step, they go again.
+>>>>>>> lead
 
     Args:
         resume: that the run was prepared with.
@@ -54,17 +64,43 @@ def open_folder(run: RunFolder, resume: str | bool | None) -> None:
     """
     prepared, output = run.prepared, run.output
     if not prepared.mesh.is_main:
+<<<<<<< HEAD
         return
     if checkpoints.starting_point(prepared.config, resume) != prepared.checkpoint:
+=======
+        yield run
+        return
+    if checkpoints.starting_point(config, resume) != prepared.checkpoint:
+>>>>>>> lead
         raise ConfigError(f"output_dir: another run has saved a checkpoint in {output} meanwhile", "start again")
+    try:
+        _write_first(run)
+        yield run
+    finally:
+        if not (prepared.checkpoint or checkpoints.results_in(output)):
+            for name in (*FIRST, *([SHORT] if _is_ours(output / SHORT) else [])):
+                (output / name).unlink(missing_ok=True)
+
+
+def _write_first(run: OpenRun) -> None:
+    output, checkpoint = run.output, run.prepared.checkpoint
     output.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers(output)
+<<<<<<< HEAD
     if prepared.checkpoint:
         checkpoints.set_aside_newer(output, prepared.checkpoint)
     run.metrics.keep_until(checkpoints.step_of(prepared.checkpoint) if prepared.checkpoint else -1)
     write_text(output / "config.resolved.yaml", dump_config(prepared.config))
     _write_short(output / "run.yaml", prepared.config)
     write_json(output / "data_report.json", prepared.data.report)
+=======
+    if checkpoint:
+        checkpoints.set_aside_newer(output, checkpoint)
+    run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
+    write_text(output / "config.resolved.yaml", dump_config(run.prepared.config))
+    _write_short(output / SHORT, run.prepared.config)
+    write_json(output / "data_report.json", run.prepared.data.report)
+>>>>>>> lead
     write_memory(run, {})
     write_environment(run)
 

@@ -88,12 +88,21 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     console = console if console is not None and mesh.is_main else Console(quiet=True)
     with contextlib.nullcontext() if mesh.is_main else silent():
         prepared = prepare_run(config, resume, console, mesh)
+<<<<<<< HEAD
         with run_lock(config.output_path):
             return _run_in_folder(prepared, resume, console)
 
 
 def _run_in_folder(prepared: PreparedRun, resume: str | bool | None, console: Console) -> RunResult:
     run = RunFolder.of(prepared)
+=======
+        with run_lock(config.output_path), open_run(prepared, resume) as run:
+            return _run_or_report(run, console)
+
+
+def _run_or_report(run: OpenRun, console: Console) -> RunResult:
+    prepared = run.prepared
+>>>>>>> lead
     try:
         with _settings(prepared):
             return _run(run, resume, console)
@@ -284,7 +293,7 @@ def _report(job: RunFolder, console: Console) -> None:
 
 def _report_stopped(run: RunFolder, error: TrainingError, console: Console) -> None:
     """What the steps before it came to, where there were any; nothing where the disk is full, which the error says."""
-    if run.prepared.mesh.is_main and run.metrics.records():
+    if run.prepared.mesh.is_main and any(record["kind"] == "train" for record in run.metrics.records()):
         from halfbyte.report import write_report
 
         with contextlib.suppress(TrainingError):
