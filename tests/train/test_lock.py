@@ -50,7 +50,7 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
 
 
 def test_train_is_refused_before_it_looks_at_anything(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "open_folder", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(sft, "open_run", lambda *_: pytest.fail("it began"))
     monkeypatch.setattr(look_over, "look_over_inputs", lambda *_: pytest.fail("it began"))
     config = load_config(None, {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out")})
     with run_lock(tmp_path / "out"), pytest.raises(ConfigError, match="is writing into"):

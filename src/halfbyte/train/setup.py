@@ -26,8 +26,8 @@ FIRST = ("config.resolved.yaml", "data_report.json", "memory.json", "environment
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """A run and the folder that it writes into, which is locked.
+class OpenRun:
+    """A run that writes into its folder, which is locked.
 
     Attributes:
         prepared: what was known before.
@@ -39,39 +39,24 @@ class RunFolder:
     output: Path
     metrics: MetricsFile
 
-    @classmethod
-    def of(cls, prepared: PreparedRun) -> RunFolder:
-        """As it is: nothing is written."""
-        output = prepared.config.output_path
-        return cls(prepared, output, MetricsFile(output / "metrics.jsonl"))
 
-<<<<<<< HEAD
-
-def open_folder(run: RunFolder, resume: str | bool | None) -> None:
-    """Write config.resolved.yaml, run.yaml, data_report.json, memory.json and environment.json.
-=======
 @contextlib.contextmanager
 def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenRun]:
     """Write the `FIRST` files; where the run ends before it has made a step, they go again.
->>>>>>> lead
 
     Args:
-        resume: that the run was prepared with.
+        resume: that `prepared` was prepared with.
 
     Raises:
         ConfigError: another run has written into the folder meanwhile.
         TrainingError: it cannot be written.
     """
-    prepared, output = run.prepared, run.output
+    config, output = prepared.config, prepared.config.output_path
+    run = OpenRun(prepared, output, MetricsFile(output / "metrics.jsonl"))
     if not prepared.mesh.is_main:
-<<<<<<< HEAD
-        return
-    if checkpoints.starting_point(prepared.config, resume) != prepared.checkpoint:
-=======
         yield run
         return
     if checkpoints.starting_point(config, resume) != prepared.checkpoint:
->>>>>>> lead
         raise ConfigError(f"output_dir: another run has saved a checkpoint in {output} meanwhile", "start again")
     try:
         _write_first(run)
@@ -86,21 +71,12 @@ def _write_first(run: OpenRun) -> None:
     output, checkpoint = run.output, run.prepared.checkpoint
     output.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers(output)
-<<<<<<< HEAD
-    if prepared.checkpoint:
-        checkpoints.set_aside_newer(output, prepared.checkpoint)
-    run.metrics.keep_until(checkpoints.step_of(prepared.checkpoint) if prepared.checkpoint else -1)
-    write_text(output / "config.resolved.yaml", dump_config(prepared.config))
-    _write_short(output / "run.yaml", prepared.config)
-    write_json(output / "data_report.json", prepared.data.report)
-=======
     if checkpoint:
         checkpoints.set_aside_newer(output, checkpoint)
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
     write_text(output / "config.resolved.yaml", dump_config(run.prepared.config))
     _write_short(output / SHORT, run.prepared.config)
     write_json(output / "data_report.json", run.prepared.data.report)
->>>>>>> lead
     write_memory(run, {})
     write_environment(run)
 
@@ -119,7 +95,7 @@ def _is_ours(file: Path) -> bool:
         return False
 
 
-def write_memory(run: RunFolder, measured: dict[str, int]) -> None:
+def write_memory(run: OpenRun, measured: dict[str, int]) -> None:
     """memory.json: what was planned, and what was measured so far (bytes)."""
     plan = run.prepared.plan
     document = {
@@ -135,7 +111,7 @@ def write_memory(run: RunFolder, measured: dict[str, int]) -> None:
     write_json(run.output / "memory.json", document)
 
 
-def write_environment(run: RunFolder, **more: Any) -> None:
+def write_environment(run: OpenRun, **more: Any) -> None:
     """environment.json, with everything announced so far; `more` is known at a run's end."""
     facts = run.prepared.machine.facts | {"finished": None} | more
     write_json(run.output / "environment.json", facts | {"notices": said()})

@@ -45,7 +45,7 @@ from .loop import TrainingLoop
 from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reproducible import repeatable, verdict
-from .setup import RunFolder, open_folder, write_environment, write_memory
+from .setup import OpenRun, open_run, write_environment, write_memory
 
 
 @dataclass(frozen=True)
@@ -88,24 +88,15 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     console = console if console is not None and mesh.is_main else Console(quiet=True)
     with contextlib.nullcontext() if mesh.is_main else silent():
         prepared = prepare_run(config, resume, console, mesh)
-<<<<<<< HEAD
-        with run_lock(config.output_path):
-            return _run_in_folder(prepared, resume, console)
-
-
-def _run_in_folder(prepared: PreparedRun, resume: str | bool | None, console: Console) -> RunResult:
-    run = RunFolder.of(prepared)
-=======
         with run_lock(config.output_path), open_run(prepared, resume) as run:
             return _run_or_report(run, console)
 
 
 def _run_or_report(run: OpenRun, console: Console) -> RunResult:
     prepared = run.prepared
->>>>>>> lead
     try:
         with _settings(prepared):
-            return _run(run, resume, console)
+            return _run(run, console)
     except TrainingError as error:
         _report_stopped(run, error, console)
         raise
@@ -134,7 +125,7 @@ def _release(device: torch.device) -> None:
     free_cached_memory(device)
 
 
-def _run(job: RunFolder, resume: str | bool | None, console: Console) -> RunResult:
+def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
     model = _trainable_model(run, measured)
     collate = run.method.collator(run.config, run.tokenizer, device)
@@ -142,7 +133,6 @@ def _run(job: RunFolder, resume: str | bool | None, console: Console) -> RunResu
     ids = torch.tensor([run.data.train[0]["input_ids"][: checks.TOKENS]], device=device)
     with no_input_casts(model, run.machine.compute_dtype):
         results, report = _make_ready(run, model, loop, ids, console)
-        open_folder(job, resume)  # broken weights and documents that see each other were named before
         before = _answers(run, model)
         _train(job, loop, console)
         after = _answers(run, model)
@@ -162,7 +152,7 @@ def _run(job: RunFolder, resume: str | bool | None, console: Console) -> RunResu
 
 
 def _write_results(
-    job: RunFolder, measured: dict[str, int], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
+    job: OpenRun, measured: dict[str, int], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
 ) -> None:
     """The files of a finished run beside its adapter and report."""
     write_memory(job, measured)
@@ -226,7 +216,7 @@ def _recompute_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _loop(job: RunFolder, model: Any, collate: Collate) -> TrainingLoop:
+def _loop(job: OpenRun, model: Any, collate: Collate) -> TrainingLoop:
     run = job.prepared
     return TrainingLoop(
         config=run.config,
@@ -253,7 +243,7 @@ def _answers(run: PreparedRun, model: Any) -> list[str]:
     )
 
 
-def _train(job: RunFolder, loop: TrainingLoop, console: Console) -> None:
+def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
     """Evaluate, train, evaluate; a resumed run repeats none of it."""
     run, numbers = job.prepared, job.prepared.method.numbers
     with LiveMetrics(console, run.total_steps, numbers, capacity_bytes=run.plan.capacity_bytes) as live:
@@ -266,7 +256,7 @@ def _train(job: RunFolder, loop: TrainingLoop, console: Console) -> None:
             loop.evaluate()
 
 
-def _save(job: RunFolder, model: Any, ids: torch.Tensor) -> dict[str, Any]:
+def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Write adapter/ (or model/) with the tokenizer, and check the files against what was trained."""
     run = job.prepared
     if run.config.use_peft:
@@ -282,7 +272,7 @@ def _save(job: RunFolder, model: Any, ids: torch.Tensor) -> dict[str, Any]:
     return {"model_reload": checks.model_reload(model, job.output / "model")}
 
 
-def _report(job: RunFolder, console: Console) -> None:
+def _report(job: OpenRun, console: Console) -> None:
     from halfbyte.report import write_card, write_report
 
     write_card(job.output)
@@ -291,7 +281,7 @@ def _report(job: RunFolder, console: Console) -> None:
     console.print(one_line(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
 
 
-def _report_stopped(run: RunFolder, error: TrainingError, console: Console) -> None:
+def _report_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
     """What the steps before it came to, where there were any; nothing where the disk is full, which the error says."""
     if run.prepared.mesh.is_main and any(record["kind"] == "train" for record in run.metrics.records()):
         from halfbyte.report import write_report
@@ -301,7 +291,7 @@ def _report_stopped(run: RunFolder, error: TrainingError, console: Console) -> N
             console.print(one_line(f"report until then: {write_report(run.output)}"), soft_wrap=True)
 
 
-def _summary(job: RunFolder, measured: dict[str, int]) -> dict[str, Any]:
+def _summary(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
     """The last numbers of a run."""
     records = job.metrics.records()
     trained = [record for record in records if record["kind"] == "train"]
