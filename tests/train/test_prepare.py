@@ -145,9 +145,10 @@ def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
 def test_trackers_are_there_or_named():
     assert not trackers([])
     assert not trackers(["none"])
-    for name in ("nonsense", "comet_ml"):
-        with pytest.raises(ConfigError, match=f"report_to: {name}: "):
-            trackers([name])
+    trackers(["all"])
+    for names, wrong in ((["nonsense"], "nonsense"), (["comet_ml"], "comet_ml"), (["none", "all"], "none")):
+        with pytest.raises(ConfigError, match=f"report_to: {wrong}: "):
+            trackers(names)
 
 
 def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
