@@ -19,8 +19,6 @@ OWN = {
     "memory/host.py": "the kernel's files",
     "gguf/tokenizer.py": "what the tokenizers library says of its own object",
     "processes.py": "the kernel's files",
-    "runs/lock.py": "what its own lock says, if anything",
-    "train/checkpoint.py": "a copy of a value",
 }
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import ConfigError
 from halfbyte.files import write_text, writing
-from halfbyte.reading import parse_json, read_text
+from halfbyte.reading import look, parse_json, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -99,19 +99,19 @@ class MetricsFile:
         """All whole records, in order; a torn last line is left out.
 
         Raises:
-            CheckpointError: another line is no record.
+            ConfigError: it is not what a run wrote.
         """
-        fix = "remove the lines that are none, or begin anew without --resume"
-        lines = read_text(self.path, CheckpointError).splitlines(keepends=True) if self.path.exists() else []
-        records = [
-            parse_json(line, str(self.path), CheckpointError, fix, line=number)
-            for number, line in enumerate(lines, 1)
-            if line.endswith("\n")
-        ]
-        for number, record in enumerate(records, 1):
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise CheckpointError(f"{self.path}:{number}: this is no record of a step", fix)
-        return records
+        fix = "remove it, or choose another output_dir"
+        if not look(self.path, ConfigError, fix):
+            return []
+        *lines, _ = read_text(self.path, ConfigError, fix).split("\n")
+        where, found = str(self.path), []
+        for number, line in enumerate(lines, 1):
+            record = parse_json(line, where, ConfigError, fix, line=number)
+            if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+                raise ConfigError(f"{where}:{number} is no record of a run", fix)
+            found.append(record)
+        return found
 
     def keep_until(self, step: int) -> None:
         """Drop the records past `step`, atomically: the resumed run writes them again."""
