@@ -13,8 +13,8 @@ ROWS = [
         never=(".m.",),
         seconds=4,
     ),
-    Case("73 a model with NaN", "export model --gguf f16 --out x.gguf", says="nan", files={WEIGHTS: nan(QUERY)}),
-    Case("73 a norm of NaN", "export model --gguf f16 --out x.gguf", says="nan", files={WEIGHTS: nan(NORM)}),
+    Case("73 a model with NaN", "export model --gguf f16 --out x.gguf", says="NaN", files={WEIGHTS: nan(QUERY)}),
+    Case("73 a norm of NaN", "export model --gguf f16 --out x.gguf", says="NaN", files={WEIGHTS: nan(NORM)}),
     Case(
         "58 merge where nothing may be written",
         "merge run shut/m",

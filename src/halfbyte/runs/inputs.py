@@ -11,10 +11,10 @@ from pathlib import Path
 from .. import hub
 from ..config import RunConfig, resolve
 from ..data.sources import files_of
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..models.find import look_over
 from ..reading import why
-from ..reading.tensors import read_adapter_config
+from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
 from ..words import brief
 
 LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
@@ -28,7 +28,11 @@ def look_over_inputs(config: RunConfig) -> None:
     """
     look_over(resolve(config).origin)
     if config.adapter_path:
-        read_adapter_config(Path(config.adapter_path))
+        try:
+            read_adapter_config(Path(config.adapter_path))
+            read_header(Path(config.adapter_path) / ADAPTER, ADAPTER_AGAIN)
+        except CheckpointError as error:
+            raise CheckpointError(f"adapter_path: {error.message}", error.fix) from None
     look_over_datasets(config.dataset, config.eval_dataset)
 
 
