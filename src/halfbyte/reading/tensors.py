@@ -189,7 +189,7 @@ def _offsets(file: Path, name: str, entry: Any, fix: str) -> tuple[int, int]:
 
 
 def _nbytes(file: Path, name: str, entry: dict[str, Any], fix: str) -> int:
-    if entry.get("dtype") not in BITS:
+    if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in BITS:
         raise CheckpointError(f"{file}: {name} has the dtype {entry.get('dtype')!r}, which is not known", fix)
     if not _counts(entry.get("shape")):
         raise CheckpointError(f"{file}: {name} has the shape {entry.get('shape')!r}", fix)
