@@ -91,6 +91,16 @@ def written(folder: Path, name: str) -> object:
     return {file: digest for file, digest in snapshot(folder).items() if file.startswith("x.")}
 
 
+@contextmanager
+def collected(wrong: list[str]) -> Iterator[None]:
+    """One failure does not hide the others."""
+    try:
+        yield
+    except AssertionError as error:
+        print(f"WRONG {error}", flush=True)
+        wrong.append(str(error))
+
+
 def again(disk: Disk, folder: Path, name: str) -> Ended:
     """Run it once more, to its end, unless it had come to that."""
     if name != "train" and (folder / OUTPUTS[name]).exists():
@@ -115,15 +125,16 @@ def check_rerun(disk: Disk, folder: Path, name: str, when: str) -> None:
 
 
 def kill(disk: Disk, name: str, moments: int, seed: int) -> None:
-    seconds, chance = disk.whole(name)[1], random.Random(seed)
+    seconds, chance, wrong = disk.whole(name)[1], random.Random(seed), []
     for _ in range(moments):
-        with disk.folder("run") as folder:
+        with disk.folder("run") as folder, collected(wrong):
             when = chance.uniform(0.0, 1.1 * seconds)
             ended = disk.run(folder, COMMANDS[name], signal="SIGKILL", when=when)
             left = [path.name for path in folder.rglob(".*")]
             said = f"killed after {when:.3f} s (exit {ended.code}, left {left})"
             print(name, said, flush=True)
             check_rerun(disk, folder, name, said)
+    assert not wrong, "\n\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -171,7 +182,10 @@ def test_full_from_some_writes_on(disk, name):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_full_from_every_write_on(disk, name):
-    full = 0
-    while fill(disk, name, full):
+    full, fails, wrong = 0, True, []
+    while fails:
+        with collected(wrong):
+            fails = fill(disk, name, full)
         full += 1
-    print(f"{name}: {full} writes")
+    print(f"{name}: {full - 1} writes, {len(wrong)} wrong", flush=True)
+    assert not wrong, "\n\n".join(wrong)

@@ -16,6 +16,7 @@ from halfbyte import notices
 from halfbyte.config import load_config
 from halfbyte.data.batches import largest_id, longest_row
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.memory.batches import Batches
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention
 from halfbyte.optim import OPTIMIZERS, Optimizer
@@ -80,8 +81,20 @@ def test_a_folder_is_asked_for_without_being_locked(tmp_path):
 def test_a_run_that_does_not_fit_is_refused_with_what_would(place, tmp_path):
     with pytest.raises(ConfigError, match=r"memory_limit_gib: 0.001 leaves 1.0 MiB") as refused:
         run(place, tmp_path / "out", memory_limit_gib=0.001)
-    assert "set memory_limit_gib: 0.0" in refused.value.fix or "set memory_limit_gib: 0.1" in refused.value.fix
+    assert "or raise memory_limit_gib to 0." in refused.value.fix
     assert not list(tmp_path.iterdir())
+
+
+def test_who_knows_better_than_the_plan_says_so(place, tmp_path):
+    """By a limit above what is free, which the plan is not made for."""
+    made = prepared(place, tmp_path)
+    plan = dataclasses.replace(made.plan, capacity_bytes=made.plan.total // 2)
+    fit = {"rows": 20, "batches": lambda config: Batches.alike(1, 8)}
+    with pytest.raises(ConfigError, match=r"memory_limit_gib: 0.* has it tried all the same"):
+        check_fits(plan, made.config, made.files.config, **fit)
+    notices.forget()
+    check_fits(plan, made.config.model_copy(update={"memory_limit_gib": 1.0}), made.files.config, **fit)
+    assert "memory_limit_gib allows as much: it is tried" in notices.said()["memory_plan"]
 
 
 def test_a_rough_guess_refuses_nothing(place, tmp_path):
@@ -89,7 +102,7 @@ def test_a_rough_guess_refuses_nothing(place, tmp_path):
     plan = dataclasses.replace(made.plan, capacity_bytes=1000, rough=True)
     notices.forget()
     check_fits(plan, made.config, made.files.config, rows=20, batches=None)
-    assert "by a rough guess" in notices.said()["memory_plan"]
+    assert "which is a rough guess" in notices.said()["memory_plan"]
 
 
 def test_a_continued_adapter_is_planned_by_its_own_rank(place, tmp_path, adapter):

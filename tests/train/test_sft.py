@@ -24,7 +24,7 @@ from halfbyte.train.sft import finetune, train
 
 FILES = {
     "README.md", "checks.json", "config.resolved.yaml", "data_report.json", "environment.json",
-    "generations.json", "memory.json", "metrics.jsonl", "report.html",
+    "generations.json", "memory.json", "metrics.jsonl", "report.html", "run.yaml",
 }  # fmt: skip
 
 
@@ -86,6 +86,17 @@ def test_its_files_say_what_the_seams_promise(finished, place):
     checked = read(finished.output_dir, "checks.json")
     assert checked["adapter_reload"]["equal"]
     assert checked["first_step"]["difference"] < 1e-4
+
+
+def test_it_leaves_the_keys_that_were_given_as_a_file(finished, place, tmp_path):
+    file = finished.output_dir / "run.yaml"
+    assert load_config(file) == load_config(None, keys(place, finished.output_dir))
+    assert "lr_scheduler_type" not in file.read_text()
+    kept = tmp_path / "out" / "run.yaml"
+    kept.parent.mkdir()
+    kept.write_text("# mine\n")
+    run(place, kept.parent, max_steps=1, sample_prompts=0)
+    assert kept.read_text() == "# mine\n"
 
 
 def test_the_adapter_loads_in_plain_peft_on_the_original_base(finished, place):

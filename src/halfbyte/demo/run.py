@@ -117,8 +117,8 @@ def write_run(output_dir: Path, base: Path, epochs: int) -> Path:
 
 
 def question(prompt: str) -> str:
-    """A prompt without what remains of the chat format once special tokens are left out."""
-    return re.sub(r"\Auser\n|\nassistant\n\Z", "", prompt).strip()
+    """The user's words in a prompt of the base's chat format."""
+    return re.sub(r"<\|im_start\|>(user|assistant)\n|<\|im_end\|>", "", prompt).strip()
 
 
 def _show(output_dir: Path, console: Console) -> None:

@@ -151,6 +151,18 @@ def load_model(
     return model.eval()
 
 
+def check_stored(files: ModelFiles, storage: Storage) -> None:
+    """Whether a model that was quantized before is stored as something that loads.
+
+    Raises:
+        ModelError: it is not, or `storage` asks for 16 bits.
+        CheckpointError: its config does not say what it is stored as.
+    """
+    said = f"quantization_config in the config of {files.name} cannot be read"
+    with answered(said, "correct it, or use the 16-bit model"):
+        _quantized_by(copy.deepcopy(files.config), files.name, storage)
+
+
 def _quantized_by(config: Any, name: str, storage: Storage) -> dict[str, Any]:
     """What transformers is to be told so that `HalfbyteQuantizer` loads; a checkpoint that was quantized before says it
     in its own `config`, where it is put."""
