@@ -57,22 +57,21 @@ def edited(data: bytes, edits: list[tuple[float, str, bytes]], upto: int | None 
 @st.composite
 def documents(draw: Callable, base: Any) -> bytes:
     """JSON like `base`, with values, keys and entries that are others, or gone; sometimes its text is damaged, too."""
-    document = copy.deepcopy(base)
+    root: dict[str, Any] = {"": copy.deepcopy(base)}
     for _ in range(draw(st.integers(1, 3))):
-        node: Any = {"": document}
+        node: Any = root
         key: Any = ""
         while isinstance(node[key], dict | list) and node[key] and draw(st.integers(0, 3)):
             node = node[key]
             key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else list(range(len(node)))))
         change = draw(st.sampled_from(["value", "value", "value", "gone", "again"]))
-        if change == "value" or key == "":
+        if change == "value" or node is root:
             node[key] = draw(VALUES)
         elif change == "gone":
             del node[key]
         elif isinstance(node, dict):
             node[draw(st.text(max_size=8))] = node[key]
-        document = node[""] if "" in node and len(node) == 1 else document
-    text = json.dumps(document).encode()
+    text = json.dumps(root[""]).encode()
     return edited(text, draw(EDITS)) if draw(st.integers(0, 9)) == 0 else text
 
 
