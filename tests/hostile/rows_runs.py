@@ -21,7 +21,7 @@ def renamed(path: Path) -> None:
 
 
 def stopped(name: str, files: dict, **more) -> Case:
-    return Case(name, RESUME, given=("stopped",), files=files, **{"seconds": 4.0} | more)
+    return Case(name, RESUME, given=("stopped",), files=files, **more)
 
 
 ROWS = [
@@ -74,6 +74,12 @@ ROWS = [
         )
         for name, code in (("SIGTERM", 143), ("SIGHUP", 129))
     ],
+    Case(
+        "81 SIGTERM before the first step leaves nothing",
+        "train run.yaml",
+        code=143,
+        wishes={"signal": "SIGTERM", "when": "out/environment.json"},
+    ),
     Case(
         "81 Ctrl-C saves and leaves",
         "train run.yaml max_steps=2000 save_steps=5",
