@@ -44,7 +44,7 @@ def native():
     "given",
     [
         {"batch": 1},
-        {"batch": 6},
+        {"batch": 6, "lora": True, "masked": True},
         {"batch": 2, "lora": True},
         {"batch": 3, "lora": True, "masked": True, "bias": True},
         {"batch": 4, "qk_norm": True, "window": 7, "nested": False},
