@@ -184,13 +184,13 @@ SECTIONS = (
                              f"--json benchmarks/results/{name}.json",
     ),
     Section(
-        "Products of few rows", r"gemv_(?!formats).*",
+        "GEMV and small-batch GEMM", r"gemv_(?!formats).*",
         "x·Wᵀ from packed NF4 with nested scales, against cuBLAS on a bf16 weight of the same shape; in CUDA graphs, "
         "over weights that rotate, so that none stays in the cache.",
         {"gemv": plots.gemv}, gemv_table, command("python -m benchmarks.gemv --json {file}"),
     ),
     Section(
-        "Products of few rows, other formats", r"gemv_formats.*",
+        "GEMV and small-batch GEMM, other formats", r"gemv_formats.*",
         "The same measure at the largest shape; the table has all.",
         {"gemv_formats": plots.gemv}, gemv_table, command("python -m benchmarks.gemv_formats --json {file}"),
     ),

@@ -232,7 +232,7 @@ def dequantize(figure: Figure, results: Results) -> None:
 
 
 def gemv(figure: Figure, results: Results) -> None:
-    """Products of few rows: against cuBLAS on a 16-bit weight, and the fraction of copy bandwidth.
+    """GEMV and small-batch GEMM: against cuBLAS on a 16-bit weight, and the fraction of copy bandwidth.
 
     A line a shape; where rows name formats, one a format, at the largest shape.
     """

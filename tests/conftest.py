@@ -30,6 +30,11 @@ def pytest_configure(config):
         config.pluginmanager.register(Log(Path(folder)))
 
 
+def pytest_collection_finish():
+    """What was imported stays: collections, in the code under test too, need not go through it each time."""
+    gc.freeze()
+
+
 class Log:
     """`gpu-failures.txt`, `gpu-seconds.txt`, `gpu-skipped.txt`: what is left of a session killed at its time limit; and
     `gpu-order.txt`: what each process ran, since what breaks a GPU's context may be a test before."""

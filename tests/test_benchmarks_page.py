@@ -44,7 +44,7 @@ def test_results_may_be_missing(tmp_path):
     assert page.rendered(tmp_path) == {page.PAGE: page.HEAD}
 
 
-def test_packed_steps_and_products_of_few_rows_have_their_places(tmp_path):
+def test_packed_steps_and_small_batch_products_have_their_places(tmp_path):
     made_on = {"commit": "abc", "device": "GPU", "versions": {"torch": "1.2"}}
     run = {"ms": 900.0, "tokens_per_second": 18204.4, "first_step_seconds": 2.0, "peak_gib": 60.0}
     runs = {"halfbyte": run, "unsloth": {"error": "out of memory"}}

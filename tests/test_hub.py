@@ -78,7 +78,7 @@ def test_a_model_in_the_cache_is_used(here, silent, monkeypatch):
 
 @pytest.mark.parametrize("command", ["check run.yaml", "chat gpt2", "generate gpt2 run.yaml", "export gpt2 --gguf f16"])
 def test_without_a_hub_a_command_says_so_within_seconds(here, command):
-    (here / "run.yaml").write_text("model_name_or_path: gpt2\ndataset: data.jsonl\n")
+    (here / "run.yaml").write_text("model_name_or_path: gpt2\ndataset: data.jsonl\noutput_dir: new\n")
     (here / "data.jsonl").write_text('{"text": "one"}\n')
     program = "import sys\nfrom halfbyte.cli import main\nmain(sys.argv[1:])"
     started = time.monotonic()

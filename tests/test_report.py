@@ -261,8 +261,8 @@ def test_memory_bars_add_up_to_their_totals(html):
 
 def test_peak_memory_compares_like_with_like(html, run_dir):
     """A CPU's peak holds the process; what the run added is what was predicted."""
-    assert "5.8 GiB of it by the run, 9.9% below the predicted 6.4 GiB" in html
-    assert "5.8 GiB of it by the run" in write_card(run_dir).read_text()
+    assert "9.9% below the predicted 6.4 GiB, beside the process&#x27;s 410 MiB" in html
+    assert "| peak memory of the run | 5.8 GiB, beside the process's 410 MiB |" in write_card(run_dir).read_text()
 
 
 @pytest.mark.parametrize("absent", FILES)
@@ -293,6 +293,35 @@ def test_half_a_line_and_broken_json_are_named(tmp_path, monkeypatch):
     html = write_report(tmp_path).read_text()
     assert "metrics.jsonl line 124 cannot be read" in html
     assert "memory.json cannot be read" in html
+
+
+CHANGED = {
+    "memory.json": ["[]", "7", '{"measured": {"base_bytes": "x"}}', '{"predicted": 3}'],
+    "data_report.json": ['{"train": 7}', '{"sources": [1]}', '{"train": {"tokens": 0}}'],
+    "generations.json": ["{}", '["a"]'],
+    "environment.json": ['{"started": "never", "halfbyte": 3}', '{"numbers": {}}'],
+    "metrics.jsonl": ['{"kind": "train", "step": 1}\n', "7\n", '{"kind": "eval", "step": "x"}\n', "[" * 10000],
+    "checks.json": ['{"merge": 7}', "[" * 10000],
+    "merge.json": ['{"targets": [1]}'],
+    "config.resolved.yaml": ["- a\n", "r: [1\n", "dataset: 7\nmodel_name_or_path: [a]\n", "a: \x07"],
+}
+
+
+@pytest.mark.parametrize(("file", "text"), [(file, text) for file, texts in CHANGED.items() for text in texts])
+def test_a_file_that_was_changed_costs_its_own_part_alone(tmp_path, monkeypatch, file, text):
+    monkeypatch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
+    make_run(tmp_path)
+    (tmp_path / file).write_text(text)
+    html = write_report(tmp_path).read_text()
+    check(html)
+    assert "cannot be" in html or "No " in html or "unknown" in html
+
+
+def test_control_codes_and_half_characters_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
+    make_run(tmp_path)
+    (tmp_path / "generations.json").write_text(json.dumps([{"prompt": "\x1b[2J\u202e", "before": "", "after": "b"}]))
+    assert "\\x1b[2J\\u202e" in write_report(tmp_path).read_text()
 
 
 def test_a_resumed_run_counts_repeated_steps_once(tmp_path):
@@ -342,7 +371,7 @@ def test_card_loads_with_plain_peft(run_dir):
     compile(code, "card", "exec")
     assert len(code.splitlines()) == 5
     assert "halfbyte" not in code
-    for fact in ("1.2345", "2.6543", "| learning\\_rate | 0.0001 |", "6.2 GiB"):
+    for fact in ("1.2345", "2.6543", "| learning\\_rate | 0.0001 |", "5.8 GiB"):
         assert fact in card
 
 

@@ -38,8 +38,7 @@ class Conversation:
         self.style = _style(saved.tokenizer, report)
         ends = report.get("stop_tokens", [])
         if not ends and self.style == "template":
-            with _template_answers():
-                ends = turn_end(saved.tokenizer)
+            ends = turn_end(saved.tokenizer)
         self.stops = stop_tokens(saved.tokenizer, saved.model, ends)
         if self.style != "template":
             notice("chat", f"no chat template in use: each line is {STYLES[self.style]}, without memory of the last")
@@ -60,9 +59,9 @@ class Conversation:
         Raises:
             DataError: the template refuses them.
         """
-        tokenizer: Any = self.saved.tokenizer
-        with _template_answers():
-            return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True))
+        from .data.chat import prompt_text
+
+        return prompt_text(self.saved.tokenizer, turns)
 
     def remember(self, text: str, answer: str) -> None:
         """Add a finished exchange."""
@@ -89,17 +88,6 @@ class Conversation:
         )
         with contextlib.closing(pieces):
             yield from (piece.text for piece in pieces if piece.text)
-
-
-@contextlib.contextmanager
-def _template_answers() -> Iterator[None]:
-    """Raise a DataError for what a chat template raises."""
-    from .data.chat import TEMPLATE_ERRORS
-
-    try:
-        yield
-    except TEMPLATE_ERRORS as error:
-        raise DataError(f"the model's chat template says: {error}", "give turns that it takes") from error
 
 
 def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:

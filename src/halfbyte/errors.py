@@ -4,6 +4,8 @@ The command line prints a `HalfbyteError` as one message and exits with 1, or wi
 wrong. Any other exception is a bug: its traceback goes into a file.
 """
 
+from typing import Any
+
 from . import words
 
 
@@ -19,6 +21,9 @@ class HalfbyteError(Exception):
     def __init__(self, message: str, fix: str = ""):
         self.message, self.fix = words.message(message), words.message(fix)
         super().__init__(f"{self.message}\n  fix: {self.fix}" if fix else self.message)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for the way back from another process
+        return type(self), (self.message, self.fix)
 
 
 class ConfigError(HalfbyteError):

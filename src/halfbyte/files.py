@@ -143,6 +143,7 @@ WORDS = {
 }
 OF_WRITING = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO)  # what cannot be of a file that is only read
 _RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers say so
+_NUMPY = re.compile(r"\d+ requested and \d+ written")  # says no more
 
 
 @contextlib.contextmanager
@@ -179,6 +180,8 @@ def _cause(error: BaseException, path: Path) -> OSError | None:
         named = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
         place, path = Path(shown(str(Path(named).absolute()))), path.absolute()
         return error if place.is_relative_to(path) or path.is_relative_to(place) else None
+    if _NUMPY.fullmatch(str(error)):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if (found := _RUST.search(str(error))) and int(found[1]) in OF_WRITING:
         return OSError(int(found[1]), os.strerror(int(found[1])))
     before = error.__context__  # torch's own error for a Python file that could not be written

@@ -64,6 +64,7 @@ def look_for_model(name: str, revision: str | None = None) -> None:
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        say_silent()
         return
     close = nearest(Path(name))
     raise ModelError(
@@ -97,7 +98,7 @@ def _ask() -> str:
     try:
         status = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code
     except Exception as error:  # whatever the client of this version raises
-        return str(error) or type(error).__name__
+        return re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
     return f"status {status}" if status >= 500 else ""
 
 
@@ -109,4 +110,9 @@ def _go_offline(why: str) -> None:
     _silence = why
     constants.HF_HUB_OFFLINE = True
     os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and for other processes
-    notice("hub", f"the hub cannot be reached ({why}); only what was fetched before is used")
+
+
+def say_silent() -> None:
+    """Say that only what was fetched before is used, where that was not asked for."""
+    if _silence:
+        notice("hub", f"the hub cannot be reached ({_silence}); only what was fetched before is used")

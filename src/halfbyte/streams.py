@@ -56,10 +56,21 @@ def settle_streams(everything: bool) -> None:
     if not everything:
         handler.addFilter(logging.Filter("halfbyte"))
         warnings.showwarning = lambda *_args, **_named: None
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("DATASETS_VERBOSITY", "error")
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        quiet_libraries()
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+def quiet_libraries() -> None:
+    """Let transformers and datasets say errors only, and let progress bars go when they are done; they are only shown
+    on a terminal. It counts before these libraries are imported."""
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "error",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TQDM_LEAVE" if on_terminal else "TQDM_DISABLE": "" if on_terminal else "1",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def nobody_reads() -> None:

@@ -102,34 +102,57 @@ def storage(keys: Mapping[str, Any]) -> str:
 
 def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
     """Say what is about to run, where, and with which choices and why."""
-    halfbyte, cpu = environment["halfbyte"], environment["cpu"]
-    kernels, compute = environment["kernels"], environment["compute_dtype"]
-    commit = f" ({halfbyte['commit']})" if halfbyte["commit"] else ""
-    versions = {"python": environment["python"], **environment["versions"]}
+    machine = _machine(environment)
     datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
     lines = {
         "model": f"{config.model_name_or_path} · {method(config)}",
         "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
-        "device": _device_line(environment, cpu),
-        "compute": f"{compute['dtype']}: {compute['reason']}",
-        "kernels": f"{'on' if kernels['enabled'] else 'off'}: {kernels['reason']}",
-        "versions": " · ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "device": _device_line(environment, environment["cpu"]),
+        **{name: machine[name] for name in ("compute", "kernels", "versions")},
         "output": config.output_dir,
     }
-    console.print(Text.assemble(("halfbyte ", "bold"), (f"{halfbyte['version']}{commit}", "bold cyan")))
+    console.print(Text.assemble(("halfbyte ", "bold"), (machine["halfbyte"], "bold cyan")))
     console.print(_facts(lines))
+
+
+def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
+    """What `environment` found, in words, a line for each fact."""
+    console.print(_facts(_machine(environment)))
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
+    halfbyte, cpu = environment["halfbyte"], environment["cpu"]
+    kernels, compute = environment["kernels"], environment["compute_dtype"]
+    versions = {"python": environment["python"], **environment["versions"]}
+    gpus = [_gpu(gpu) for gpu in environment["gpus"]]
+    return {
+        "halfbyte": halfbyte["version"] + (f" ({halfbyte['commit']})" if halfbyte["commit"] else ""),
+        "system": environment["platform"],
+        "cpu": _cpu(cpu),
+        **({f"gpu {index}": gpu for index, gpu in enumerate(gpus)} or {"gpu": "none that torch sees"}),
+        "device": str(environment["device"] or "none: torch is not installed"),
+        "compute": f"{compute['dtype']}: {compute['reason']}" if compute["dtype"] else compute["reason"],
+        "kernels": f"{'on' if kernels['enabled'] else 'off'}: {kernels['reason']}",
+        "versions": " · ".join(f"{name} {version}" for name, version in versions.items() if version),
+    }
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    facts = [gpu["name"], size(gpu["memory_bytes"]), gpu["capability"] and f"capability {gpu['capability']}"]
+    return " · ".join(fact for fact in (*facts, gpu["driver"] and f"driver {gpu['driver']}") if fact)
+
+
+def _cpu(cpu: Mapping[str, Any]) -> str:
+    instructions = ", ".join(cpu["instruction_sets"]) or "no vector extensions known"
+    return f"{cpu['model'] or 'CPU'} · {cpu['threads']} threads · {size(cpu['memory_bytes'])} · {instructions}"
 
 
 def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
     gpus, device = environment["gpus"], environment["device"] or "cpu"
     if gpus and not device.startswith("cpu"):
         kind, _, index = device.partition(":")
-        gpu = gpus[int(index or 0)]
-        facts = [size(gpu["memory_bytes"]), gpu["capability"] and f"capability {gpu['capability']}"]
-        facts.append(gpu["driver"] and f"driver {gpu['driver']}")
-        return f"{gpu['name']} ({kind}) · " + " · ".join(fact for fact in facts if fact)
-    instructions = ", ".join(cpu["instruction_sets"]) or "no vector extensions known"
-    return f"{cpu['model'] or 'CPU'} · {cpu['threads']} threads · {size(cpu['memory_bytes'])} · {instructions}"
+        return f"{kind}: {_gpu(gpus[int(index or 0)])}"
+    return _cpu(cpu)
 
 
 def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
@@ -145,7 +168,7 @@ def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
 def bar_widths(values: Sequence[float], width: int) -> list[int]:
     """Cells for each of `values` in a bar of `width` cells; they add up to `width` exactly.
 
-    Cells are shared by largest remainder; a value above zero gets at least one cell while there are enough.
+    Cells are shared by largest remainder, so bars of one scale compare; what has no cell is in the legend.
     """
     total = sum(values)
     if total <= 0:
@@ -155,11 +178,6 @@ def bar_widths(values: Sequence[float], width: int) -> list[int]:
     by_remainder = sorted(range(len(values)), key=lambda index: cells[index] - shares[index])
     for index in by_remainder[: width - sum(cells)]:
         cells[index] += 1
-    empty = [index for index, value in enumerate(values) if value > 0 and cells[index] == 0]
-    if sum(value > 0 for value in values) <= width:
-        for index in empty:
-            cells[cells.index(max(cells))] -= 1
-            cells[index] = 1
     return cells
 
 
@@ -222,18 +240,19 @@ def _stack(
 ) -> Group:
     """A stacked bar with its legend under it; what `parts` leave of a known capacity is free."""
     in_colours = coloured(console)
-    free = max(scale - sum(parts.values()), 0)
-    widths = bar_widths([*parts.values(), free], max(20, min(console.width - 14, 72)))
+    free, cells = max(scale - sum(parts.values()), 0), max(4, min(console.width - 14, 72))
+    used, _ = bar_widths([sum(parts.values()), free], cells)
+    widths = bar_widths(list(parts.values()), used)
     bar, legend = Text(no_wrap=True), []
-    for (part, count), cells in zip(parts.items(), widths[:-1], strict=True):
+    for (part, count), width in zip(parts.items(), widths, strict=True):
         name, colour, letter = names[part]
-        bar.append(("█" if in_colours else letter) * cells, colour)
+        bar.append(("█" if in_colours else letter) * width, colour)
         if count > 0:
             legend.append(
                 Text.assemble(("■" if in_colours else letter, colour), f" {name} {size(count)}", no_wrap=True)
             )
     if capacity_known:
-        bar.append("░" * widths[-1], "bright_black")
+        bar.append("░" * (cells - used), "bright_black")
         legend.append(Text(f"░ free {size(free)}", "bright_black", no_wrap=True))
     return Group(bar, Columns(legend, padding=(0, 2)))
 

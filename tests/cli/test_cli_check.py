@@ -8,7 +8,7 @@ import transformers
 
 from halfbyte.cli.init import SHOWN, _packed, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
-from halfbyte.errors import ModelError
+from halfbyte.errors import DataError, ModelError
 from halfbyte.memory.batches import Batches
 from halfbyte.models.find import load_model_config
 from halfbyte.plan import advice
@@ -94,9 +94,14 @@ def test_init_asks_whether_packed_documents_see_each_other(family, packing, comm
     assert all(line.startswith("# ") and "\n" not in line for line in lines)
 
 
-def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path):
-    from halfbyte.plan.estimate import estimate
+def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path, monkeypatch):
+    asked = []
 
+    def estimate(*arguments, **keys):
+        asked.append(plan_of(*arguments, **keys))
+        return asked[-1]
+
+    monkeypatch.setattr("halfbyte.plan.estimate.estimate", estimate)
     rows = [{"prompt": f"what is {n}?", "completion": "a number. " * 30 * n} for n in range(1, 41)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = starting_config(str(shared / "models/llama-40m"), str(tmp_path / "data.jsonl"))
@@ -104,5 +109,13 @@ def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path):
     config = load_config(tmp_path / "run.yaml")
     written = [line.split(":")[0] for line in text.splitlines() if not line.startswith("#")]
     assert written == [key for section in SECTIONS for key in section.model_fields if key in SHOWN]
-    assert estimate(config, load_model_config(config.model_name_or_path)).fits
+    assert plan_of(config, load_model_config(config.model_name_or_path)).fits
+    assert len(asked) <= 7
     assert config.max_length <= 2048  # what the model was made for
+
+
+def test_init_reads_the_data(shared, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    for name in ("empty.jsonl", "nothing.jsonl"):
+        with pytest.raises(DataError, match=name):
+            starting_config(str(shared / "models/llama-40m"), str(tmp_path / name))

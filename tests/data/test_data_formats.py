@@ -111,7 +111,7 @@ def test_format_can_be_insisted_on():
     row = {"messages": TURNS, "text": "t"}
     assert read(row)[0].format == "messages"
     assert read(row, format="text")[1] == [{"text": "t"}]
-    with pytest.raises(DataError, match="fit not dataset_format alpaca"):
+    with pytest.raises(DataError, match="fit dataset_format messages, not alpaca"):
         read(row, format="alpaca")
 
 
@@ -157,8 +157,10 @@ def test_unknown_columns(row, keys, message):
         ({"messages": TURNS}, {"messages": [{"role": "usr"}]}, r":2, turn 1: unknown role 'usr'; did you mean 'user'"),
         ({"messages": TURNS}, {"messages": [{"role": "user", "content": 1}]}, r":2, turn 1: the content is int 1"),
         ({"messages": TURNS}, {"messages": [{"role": "user"}]}, r":2, turn 1: the content is NoneType"),
-        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"\['image'\]; only"),
-        ({"messages": TURNS}, {"messages": TURNS, "tools": "[{"}, r":2: malformed JSON in the column of tools"),
+        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"of type image; only"),
+        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": []}]}]}, r"of type \[\]; only"),
+        ({"messages": TURNS}, {"messages": [{"role": "assistant", "tool_calls": 3}]}, r"tool_calls are int 3"),
+        ({"messages": TURNS}, {"messages": TURNS, "tools": "[{"}, r":2, column of tools:1: malformed JSON"),
     ],
 )  # fmt: skip
 def test_bad_rows_are_named(first, second, message):

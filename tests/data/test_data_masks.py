@@ -1,6 +1,7 @@
 """Masks, token by token: what is trained is what the assistant wrote and the token that ends its turn, nothing else."""
 
 import copy
+import functools
 import json
 import re
 import types
@@ -31,8 +32,14 @@ def chat(*turns, system=None):
     return messages + [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(turns)]
 
 
+@functools.lru_cache(maxsize=8)
+def template_of(tokenizer, text):
+    """One for many documents, as in `prepare`: each has a process of its own."""
+    return ChatTemplate(tokenizer) if text else None
+
+
 def encode(tokenizer, document, *, max_length=100_000, overlong="truncate"):
-    template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+    template = template_of(tokenizer, tokenizer.chat_template)
     document = template.adapt(document) if "messages" in document else document
     encoder = Encoder(tokenizer, template, max_length=max_length, overlong=overlong)
     row = {key: values[0] for key, values in encoder({"document": [json.dumps(document)], "where": ["d:1"]}).items()}

@@ -1,9 +1,13 @@
 """Every kind of file gives its rows, and everything malformed is named by file and line."""
 
+import errno
+import functools
 import json
+import os
 
 import pyarrow
 import pytest
+import tqdm
 from pyarrow import parquet
 
 from halfbyte.data.sources import read_sources
@@ -91,7 +95,14 @@ def test_several_sources_are_concatenated(write):
         ("d.csv", "a,b\n1,2\n1,2,3\n", r"d\.csv:3: 3 fields, but the header names 2"),
         ("d.csv", "a,b\n1,2\n1\n", r"d\.csv:3: 1 fields, but the header names 2"),
         ("d.csv", 'a,b\n1,"2\n', r"d\.csv:2: malformed CSV"),
+        ("d.csv", "prompt,prompt,completion\n1,2,3\n", r"d\.csv:1: two columns are called 'prompt'"),
+        ("d.csv", '"a', r"d\.csv:1: malformed CSV"),
+        ("d.jsonl", '{"a": 1}\n{"n": ' + "9" * 5000 + "}\n", r"d\.jsonl:2: a number has more digits than can be read"),
+        ("d.jsonl", "[" * 100_000, r"d\.jsonl: nested more than 100 levels deep"),
+        ("d.jsonl", '{"a": ' + "[" * 100_000, r"d\.jsonl:1: nested more than 100 levels deep"),
+        ("d.jsonl", '{"a": 1, "a": 2}', r"d\.jsonl:1: the key 'a' is given twice"),
         ("d.parquet", "PAR?", r"d\.parquet is not a readable Parquet file"),
+        ("d.parquet", "PAR1 and nothing that it says PAR1", r"d\.parquet is not a readable Parquet file"),
         ("d.xlsx", "?", r"d\.xlsx is of an unknown kind"),
         ("d.jsonl", "", "the dataset is empty"),
         ("d.json", "[]", "the dataset is empty"),
@@ -108,6 +119,67 @@ def test_not_utf8(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
     with pytest.raises(DataError, match="not UTF-8"):
         read_sources(str(tmp_path / "d.jsonl"))
+
+
+def test_a_table_with_two_columns_of_one_name(tmp_path):
+    column = pyarrow.array(["a"])
+    parquet.write_table(pyarrow.Table.from_arrays([column, column], ["text", "text"]), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d\.parquet: two columns are called 'text'"):
+        read_sources(str(tmp_path / "d.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x" * 5000, "the name is too long"),
+        ("a\0b.jsonl", "a character that no file's name has"),
+        ("pipe.jsonl", "it is a pipe, not a file"),
+        ("loop.jsonl", "a link that leads back to itself"),
+        ("nowhere.jsonl", "is a link to gone.jsonl, which is not there"),
+        ("~nobody-of-this-name/x.jsonl", "no such file"),
+    ],
+)
+def test_paths_that_are_none(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.jsonl")
+    os.symlink("loop.jsonl", "loop.jsonl")
+    os.symlink("gone.jsonl", "nowhere.jsonl")
+    with pytest.raises(DataError, match=message):
+        read_sources(name)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
+    """Tests run as root, who may."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=rf"cannot read {tmp_path}: you may not read or enter it"):
+        read_sources(str(tmp_path))
+
+
+def test_a_folder_of_everything_is_not_walked_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("halfbyte.data.sources.MOST_FILES", 3)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("a")
+    with pytest.raises(DataError, match="holds more than 3 files"):
+        read_sources(str(tmp_path))
+
+
+def test_hidden_folders_hold_no_data(write, tmp_path):
+    write("a", "folder/a.txt")
+    write("b", "folder/.cache/b.txt")
+    assert rows_of(str(tmp_path / "folder")) == [[{"text": "a"}]]
+
+
+def test_a_long_file_shows_how_far_it_is(write, monkeypatch, capsys):
+    monkeypatch.setattr("halfbyte.data.sources.LONG", 1)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("tqdm.tqdm", functools.partial(tqdm.tqdm, mininterval=0))
+    monkeypatch.setattr("halfbyte.data.sources.SHOWN_AFTER", 0)
+    assert rows_of(write('{"a": 1}\n' * 50)) == [[{"a": 1}] * 50]
+    assert "reading data.jsonl: 100%" in capsys.readouterr().err
 
 
 def test_missing_file_names_the_closest(write, tmp_path):

@@ -58,5 +58,5 @@ def test_other_peoples_folders_are_left_alone(tmp_path, console):
 
 
 def test_questions_are_shown_without_the_chat_format():
-    assert run.question("user\nWhat is len for?\nassistant\n") == "What is len for?"
+    assert run.question("<|im_start|>user\nWhat is len for?<|im_end|>\n<|im_start|>assistant\n") == "What is len for?"
     assert run.question("What is len for?") == "What is len for?"

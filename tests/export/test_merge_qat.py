@@ -56,7 +56,7 @@ def trained_logits(monkeypatch):
     save = sft._save
 
     def record(job, model, ids):
-        found.append(logits(model, job.compute_dtype))
+        found.append(logits(model, job.prepared.machine.compute_dtype))
         return save(job, model, ids)
 
     monkeypatch.setattr(sft, "_save", record)

@@ -5,6 +5,7 @@ from hostile_inputs import RUN
 
 BOTH = ("check run.yaml", "train run.yaml")
 LONG = "a" * 300
+RED = '"a\\e[31mred\\nnew"'
 # Eight levels of nine: 43 million entries.
 BOMB = "x0: &x0 [a,a,a,a,a,a,a,a,a]\n" + "".join(
     f"x{at}: &x{at} [{','.join([f'*x{at - 1}'] * 9)}]\n" for at in range(1, 8)
@@ -37,11 +38,11 @@ ROWS = [
     Case("+ a python tag", both(), says="run.yaml", files=config(seed="!!python/object/apply:os.system [touch PWNED]")),
     Case("+ nested 10,000 deep", both(), says="run.yaml", files=config(dataset="[" * 10000)),
     Case("11 a bomb of aliases", both(), says="x0", files={"run.yaml": BOMB + RUN}),
-    Case("11 a bomb in a known key", both(), says="x0", files={"run.yaml": f"{BOMB}{RUN}target_modules: *x7\n"}),
+    Case("11 a bomb in a known key", both(), says="run.yaml", files={"run.yaml": f"{BOMB}{RUN}target_modules: *x7\n"}),
     Case("+ a file of one list", both(), says="run.yaml", files={"run.yaml": "- a\n- b\n"}),
     Case("+ an empty file", both(), says="model_name_or_path", files={"run.yaml": ""}),
     Case("+ the same key twice", both(), says="seed", files={"run.yaml": RUN + "seed: 1\nseed: 2\n"}),
-    Case("+ a folder for a file", ("check model", "train model"), says="model"),
+    Case("+ a folder for a file", ("check model", "train model"), says="model", code=(1, 2)),
     Case("+ a pipe for a file", both(), says="run.yaml", files={"run.yaml": fifo}),
     Case("+ a file that may not be read", both(), says="run.yaml", files={"run.yaml": mode(0)}),
     Case("16 a bracket left open", both("target_modules=[q_proj"), says="target_modules", never=("while parsing",)),
@@ -61,9 +62,9 @@ ROWS = [
     Case("8 output_dir of 300 characters", both(f"output_dir={LONG}"), says="output_dir"),
     Case("8 output_dir below a file", both("output_dir=run.yaml/x"), says=("output_dir", "run.yaml")),
     Case("8 NUL in output_dir", both(), says="output_dir", files=config(output_dir='"a\\0b"')),
-    Case("8 a model of 5000 characters", both(f"model_name_or_path=./{'m' * 5000}"), says="model_name_or_path"),
-    Case("8 a dataset of 5000 characters", both(f"dataset=./{'d' * 5000}"), says="dataset"),
-    Case("8 a template of 5000 characters", both(f"chat_template_path={'t' * 5000}"), says="chat_template_path"),
+    Case("8 a model of 5000 characters", both(f"model_name_or_path=./{'m' * 5000}"), says="too long"),
+    Case("8 a dataset of 5000 characters", both(f"dataset=./{'d' * 5000}"), says="too long"),
+    Case("8 a template of 5000 characters", both(f"chat_template_path={'t' * 5000}"), says="too long"),
     Case(
         "9 markup in output_dir",
         ["train", "run.yaml", "output_dir='[bold]x[/nope]'"],
@@ -71,7 +72,15 @@ ROWS = [
         says="[bold]x[/nope]",
         after=("?bold?x?", "?bold?x?/nope?", "?bold?x?/nope?/*"),
     ),
-    Case("9 colours in output_dir", both(), code=(1, 0), files=config(output_dir='"a\\e[31mred\\nnew"'), says="red"),
+    Case("9 colours in output_dir", "check run.yaml", code=0, files=config(output_dir=RED), says="ready"),
+    Case(
+        "9 colours in output_dir",
+        "train run.yaml",
+        code=0,
+        files=config(output_dir=RED),
+        says=r"saved: a\x1b[31mred\nnew/adapter",
+        after=("a?[[]31mred?new", "a?[[]31mred?new/*"),
+    ),
     Case(
         "10 a batch of 100,000 for 17 rows", "check run.yaml per_device_train_batch_size=100000", code=0, says="ready"
     ),

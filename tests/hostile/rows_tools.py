@@ -28,14 +28,19 @@ ROWS = [
     factory("63 dataset_info.json that is cut", '{"mine": {"file_name', says="dataset_info.json"),
     factory("63 dataset_info.json of a list", "[1, 2]", says="dataset_info.json"),
     factory(
-        "63 a rank that is a mapping", '{"mine": {"file_name": "data.jsonl"}}', "lora_rank: {a: 1}\n", says="lora_rank"
+        "63 a rank that is a mapping",
+        '{"mine": {"file_name": "data.jsonl"}}',
+        "lora_rank: {a: 1}\n",
+        says="lora_rank",
+        code=(1, 0),
     ),
-    axolotl("63 a rank that is a mapping", "lora_r: {a: 1}\n", says="lora_r"),
-    axolotl("64 rl: dpo", "rl: dpo\n", says="rl"),
-    factory("64 stage: dpo", '{"mine": {"file_name": "data.jsonl"}}', "stage: dpo\n", says="stage"),
+    axolotl("63 a rank that is a mapping", "lora_r: {a: 1}\n", says="lora_r", code=(1, 0)),
+    axolotl("64 rl: dpo", "rl: dpo\n", code=(1, 0), says="rl"),
+    factory("64 stage: dpo", '{"mine": {"file_name": "data.jsonl"}}', "stage: dpo\n", code=(1, 0), says="stage"),
     Case(
         "64 stage: dpo alone",
         "import-config f.yml",
+        code=(1, 0),
         says="stage",
         files={
             "f.yml": FACTORY.replace("sft", "dpo"),
@@ -62,9 +67,9 @@ ROWS = [
         never=("model_name_or_path",),
     ),
     Case("71 init for what is there", "init model data.jsonl", code=0, says="model_name_or_path: model", seconds=4),
-    Case("72 data and model swapped", "init data.jsonl model", says="data.jsonl", fix="init model data.jsonl"),
+    Case("72 data and model swapped", "init data.jsonl model", code=2, says="data.jsonl", fix="init model data.jsonl"),
     Case("72 no dataset to mix for", "mix model nope.jsonl", says="nope.jsonl", never=("eval_dataset",)),
     Case("72 no formats to mix", "mix model data.jsonl --formats ''", says="--formats", code=(1, 2)),
-    Case("72 an unknown format to mix", "mix model data.jsonl --formats nf4,nf5", says="nf5", code=(1, 2)),
+    Case("72 an unknown format to mix", "mix model data.jsonl --formats nf4,nf5", code=2, says="nf5"),
     Case("85 env in words", "env", code=0, never=("enabled False", "· reason"), says="torch"),
 ]

@@ -31,7 +31,7 @@ def parameters() -> list:
 
 
 @pytest.mark.parametrize(("case", "command"), parameters())
-def test_hostile(case: Case, command, stage, base, environment):
+def test_hostile(case: Case, command, stage, base, environment, record_property):
     room = Path(tempfile.mkdtemp(prefix="hostile-"))
     folder, scratch, temporary = (room / name for name in ("case", "scratch", "tmp"))
     for path in (folder, scratch, temporary):
@@ -46,6 +46,7 @@ def test_hostile(case: Case, command, stage, base, environment):
             assert first.code == 0, first.err.decode()
         before = snapshot(folder)
         ended = stage.run(command, folder, scratch, **wishes)
+        record_property("seconds", f"{ended.seconds:.2f}")  # in --junitxml; without other processes' load
         left = [f"{name} in TMPDIR" for name in os.listdir(temporary) if not name.startswith("torchinductor")]
         wrong = judge(case, ended, before, snapshot(folder), left)
     finally:

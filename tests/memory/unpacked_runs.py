@@ -29,9 +29,9 @@ from halfbyte.config import RunConfig, Storage
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.memory.offload import Offload
-from halfbyte.models.find import ModelFiles
+from halfbyte.models.find import ModelFiles, load_model_config
+from halfbyte.train import prepare, sft
 from halfbyte.train import rows as training_rows
-from halfbyte.train import sft
 
 GIB = 2**30
 SHAPES = {
@@ -125,6 +125,8 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
         )  # fmt: skip
         patched = {
             (sft, "load_model"): random_model,
+            (prepare, "look_over_run"): lambda *_: None,  # there are no weights
+            (prepare, "find_model"): lambda origin: ModelFiles(origin.name, origin, load_model_config(origin)),
             (training_rows.Counting, "__call__"): counting,
             (Offload, "__init__"): noted,
         }

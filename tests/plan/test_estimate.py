@@ -56,7 +56,9 @@ def tiny_config(family: str):
 
 
 def real_model(config: RunConfig, model_config, checkpointed: bool) -> nn.Module:
-    model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, config.dtype))
+    capped = getattr(model_config, "attn_logit_softcapping", None)  # eager, as `models.load` does: 5.17 takes sdpa
+    options = {"attn_implementation": "eager"} if capped else {}
+    model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, config.dtype), **options)
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:

@@ -17,31 +17,17 @@ OWN = {
     "files.py": "writes",
     "lm_eval.py": "options written as JSON to compare them",
     "memory/host.py": "the kernel's files",
+    "processes.py": "the kernel's files",
+    "gguf/tokenizer.py": "what the tokenizers library says of its own object",
 }
 # Modules that are yet to be moved. Only ever shorter.
 LEFT = {
-    "adapters.py",
-    "chat.py",
-    "reading/tensors.py",
-    "cli/generate.py",
-    "data/formats.py",
-    "data/sources.py",
     "demo/base.py",
     "demo/run.py",
-    "models/stored.py",
-    "export/gguf_source.py",
-    "export/verify.py",
-    "formats/base.py",
-    "gguf/tokenizer.py",
-    "gguf/vision.py",
-    "models/load.py",
-    "report/run.py",
-    "runs/lock.py",
-    "runs/manifest.py",
-    "runs/saved.py",
-    "train/checkpoint.py",
-    "train/metrics.py",
 }
+
+
+WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 
 
 def strays(source: str) -> list[int]:
@@ -50,6 +36,8 @@ def strays(source: str) -> list[int]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
+            if name == "open" and [ast.unparse(mode) for mode in node.args[1:2]] in WRITING:
+                continue
             if name.endswith((".read_text", ".read_bytes")) or name in ("open", "safe_open", "json.loads", "json.load"):
                 found.append(node.lineno)
     return found
@@ -67,5 +55,6 @@ def test_nobody_else_reads():
 
 
 def test_the_check_itself():
-    text = "open(p)\nPath(p).read_text()\njson.loads(t)\nread_text(p)\nread_json(p)\nos.open(p, 0)\nsafe_open(p)"
-    assert strays(text) == [1, 2, 3, 7]
+    text = "open(p); open(p, 'rb'); open(p, 'w')\nPath(p).read_text()\njson.loads(t)\nread_text(p)\nread_json(p)"
+    text += "\nos.open(p, 0)\nsafe_open(p)"
+    assert strays(text) == [1, 1, 2, 3, 7]

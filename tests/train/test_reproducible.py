@@ -22,8 +22,8 @@ from halfbyte.files import write_json
 from halfbyte.models.patch import PatchReport
 from halfbyte.notices import forget, notice
 from halfbyte.train.checkpoint import STATE, check_same_run
+from halfbyte.train.prepare import lengths_differ
 from halfbyte.train.reproducible import repeatable, verdict
-from halfbyte.train.setup import lengths_differ
 from halfbyte.train.sft import train
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with a process's first product; torch asks for it

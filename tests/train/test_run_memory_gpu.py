@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.config import load_config
-from halfbyte.train import samples, sft
+from halfbyte.train import sft
 
 pytestmark = pytest.mark.gpu
 
@@ -82,8 +82,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **keys):
         if state.global_step % 30 == 20:
-            job = self.job
-            sft._answers(job, model, samples.pick_prompts(job.config, job.tokenizer, job.data.eval, templated=False))
+            sft._answers(self.job.prepared, model)
         self.found.append(
             {
                 "allocated": torch.cuda.memory_allocated(),

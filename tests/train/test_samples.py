@@ -1,5 +1,6 @@
 """Answers to a run's sample prompts."""
 
+import pytest
 import torch
 from tiny_runs import VOCABULARY, run_config, tiny_llama
 
@@ -21,9 +22,17 @@ def answers(model, lengths, stops=(), new=6):
     return prompts, answer(model, Numbers(), prompts, max_new_tokens=new, stops=list(stops))
 
 
-def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path):
-    model = add_adapter(tiny_llama(), run_config(tmp_path)).train()
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("keys", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path, keys, trained):
+    model = add_adapter(tiny_llama(), run_config(tmp_path, **keys)).train()
+    if trained:  # until then the answers may be the base's
+        base = answers(model, [3, 9])[1]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and ".lora_A." not in name:
+                parameter.data += torch.randn_like(parameter)
     prompts, whole = answers(model, [3, 9])
+    assert not trained or whole != base
     assert model not in kept._kept  # no cache stays beside training
     for prompt, text in zip(prompts, whole, strict=True):
         ids = torch.tensor([prompt.ids])

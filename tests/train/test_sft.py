@@ -1,6 +1,7 @@
 """A whole run, from a folder with a tiny checkpoint and a JSONL file to a run directory."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from halfbyte.train.sft import finetune, train
 
 FILES = {
     "README.md", "checks.json", "config.resolved.yaml", "data_report.json", "environment.json",
-    "generations.json", "memory.json", "metrics.jsonl", "report.html",
+    "generations.json", "memory.json", "metrics.jsonl", "report.html", "run.yaml",
 }  # fmt: skip
 
 
@@ -85,6 +86,17 @@ def test_its_files_say_what_the_seams_promise(finished, place):
     checked = read(finished.output_dir, "checks.json")
     assert checked["adapter_reload"]["equal"]
     assert checked["first_step"]["difference"] < 1e-4
+
+
+def test_it_leaves_the_keys_that_were_given_as_a_file(finished, place, tmp_path):
+    file = finished.output_dir / "run.yaml"
+    assert load_config(file) == load_config(None, keys(place, finished.output_dir))
+    assert "lr_scheduler_type" not in file.read_text()
+    kept = tmp_path / "out" / "run.yaml"
+    kept.parent.mkdir()
+    kept.write_text("# mine\n")
+    run(place, kept.parent, max_steps=1, sample_prompts=0)
+    assert kept.read_text() == "# mine\n"
 
 
 def test_the_adapter_loads_in_plain_peft_on_the_original_base(finished, place):
@@ -187,6 +199,22 @@ def test_running_out_of_memory_gives_advice(place, tmp_path, monkeypatch):
     monkeypatch.setattr(sft.TrainingLoop, "train", exhausted)
     with pytest.raises(TrainingError, match=r"2.00 GiB.*\n.*change: "):
         run(place, tmp_path)
+
+
+def test_a_run_that_stops_leaves_the_report_of_what_it_did(place, tmp_path, monkeypatch):
+    sums = sft.TrainingLoop._sums
+
+    def broken(loop, batch):
+        return {
+            name: value * (math.nan if loop.state.global_step == 2 else 1) for name, value in sums(loop, batch).items()
+        }
+
+    monkeypatch.setattr(sft.TrainingLoop, "_sums", broken)
+    with pytest.raises(TrainingError, match="stopped before updating any weight"):
+        run(place, tmp_path)
+    report = (tmp_path / "report.html").read_text()
+    assert "the run was not finished: step 3: loss nan" in report
+    assert "Final training loss" in report
 
 
 def test_several_processes_are_refused(place, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from rich.text import Text
 from ..config import RunConfig
 from ..console import Console
 from ..train.look_over import look_over_run
+from .imports import quick_imports
 
 
 def check_run(config: RunConfig) -> None:
@@ -16,7 +17,8 @@ def check_run(config: RunConfig) -> None:
         HalfbyteError: what `halfbyte train` would raise before its first step.
     """
     look_over_run(config)
-    from ..train.prepare import prepare_run
+    with quick_imports():
+        from ..train.prepare import prepare_run
 
     console = Console()
     prepare_run(config, console=console)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.table import Table
-from rich.text import Text
 
 from ..console import Console
 
@@ -15,11 +12,9 @@ WIDE = 240  # columns of a table that goes into a file or a pipe
 def print_environment() -> None:
     """Print what `halfbyte.environment.environment` finds, one line per fact."""
     from ..environment import environment
+    from ..terminal import print_environment as show
 
-    table = Table.grid(padding=(0, 2))
-    for key, value in environment().items():
-        table.add_row(Text(key, "bold"), _in_words(value))
-    Console(soft_wrap=True).print(table)
+    show(Console(), environment())
 
 
 def print_kernels(name: str | None) -> None:
@@ -49,11 +44,3 @@ def print_kernels(name: str | None) -> None:
         why = "; ".join(f"{kernel}: {reason}" for kernel, reason in choice.others.items())
         table.add_row(choice.op, choice.shapes, choice.kernel, why)
     Console(width=None if Console().is_terminal else WIDE).print(table)
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, dict):
-        return " · ".join(f"{key} {_in_words(part)}" for key, part in value.items() if part not in (None, "", []))
-    if isinstance(value, list):
-        return "; ".join(_in_words(part) for part in value) or "none"
-    return str(value)

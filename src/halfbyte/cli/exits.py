@@ -98,12 +98,26 @@ def _say_usage(error: Any) -> int:
     what, _, near = error.message.partition(" Did you mean ")
     near = ", ".join(getattr(error, "possibilities", None) or []) or near.strip("'?")
     if isinstance(error, typer.BadParameter):
-        what = error.format_message()
-    fix = f"did you mean {near}?" if near else ""
-    if ctx and not near:
+        what = _of_value(error)
+    if near:
+        fix = f"did you mean {near}?"
+    elif ctx:
         fix = f"write {' '.join(ctx.get_usage().split()[1:])} (`{ctx.command_path} -h` explains)"
+    else:
+        option = getattr(error, "option_name", "")
+        fix = f"write {option} VALUE" if option else "see `halfbyte -h`"
     print_error(UsageError(what[:1].lower() + what[1:].rstrip("."), fix))
     return WRONG_USAGE
+
+
+def _of_value(error: Any) -> str:
+    """Which value of which argument or option is wrong, and why."""
+    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    if not details or error.param is None:
+        return str(error.format_message())
+    name = error.param.opts[0] if error.param.param_type_name == "option" else error.param.metavar
+    why = error.message.partition(",")[0].replace("Input should be", "it must be")
+    return f"{name} {details[0]['input']}: {why}"
 
 
 def _bug(error: BaseException, meta: dict[str, Any]) -> HalfbyteError:

@@ -8,6 +8,7 @@ from ..console import Console
 from ..errors import ConfigError, UsageError
 from ..runs.saved import look_up
 from ..words import one_line
+from .imports import quick_imports
 
 
 def export_model(
@@ -37,7 +38,8 @@ def export_model(
         path = export_adapter(source, mix, out, trust_remote_code=trust_remote_code)
         console.print(one_line(f"adapter in {path}: llama-cli --model BASE.gguf --lora {path}"))
         return
-    from ..export.gguf_model import export_gguf
+    with quick_imports():
+        from ..export.gguf_model import export_gguf
 
     report = export_gguf(source, mix, out, importances=importance, trust_remote_code=trust_remote_code, console=console)
     console.print(str(report))

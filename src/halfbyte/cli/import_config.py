@@ -15,7 +15,7 @@ from ..config.foreign import Ignored, Mapped, Refused, implied, overruled, trans
 from ..config.reading import key_of
 from ..config.yaml import Located, dump_value, read_mapping
 from ..errors import ConfigError
-from ..words import brief, message
+from ..words import brief, cut, one_line
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Imported:
             lines += [f"  {dump_value(key, value):<34} : {why}" for key, (value, why) in self.undecided.items()]
         if self.missing:
             lines.append(f"to be added before it runs: {', '.join(self.missing)}")
-        return "\n".join(message(_one_line(line)) for line in lines)
+        return "\n".join(cut(one_line(line)) for line in lines)
 
     def as_yaml(self) -> str:
         """The configuration, by section; what is to be decided first, the keys left out as comments at the end."""
@@ -69,13 +69,8 @@ class Imported:
         return "\n".join(lines) + "\n"
 
 
-def _one_line(text: str) -> str:
-    """`text` as one line: keys and values of another tool's file may hold newlines."""
-    return text.replace("\r", "\\r").replace("\n", "\\n")
-
-
 def _comment(text: str) -> str:
-    return message(_one_line(" ".join(text.split())))
+    return cut(one_line(" ".join(text.split())))
 
 
 def convert(file: Path) -> Imported:

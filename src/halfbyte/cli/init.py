@@ -9,6 +9,7 @@ from ..config import SECTIONS, RunConfig, load_config, resolve
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 from ..runs.inputs import look_over_inputs
+from .imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -33,8 +34,10 @@ def starting_config(model: str, dataset: str) -> str:
     """
     base = load_config(None, {"model_name_or_path": model, "dataset": dataset, "eval_split_size": 0.05})
     look_over_inputs(base)
-    from ..models.find import find_model
-    from ..models.load import load_tokenizer
+    with quick_imports():
+        from ..models.find import find_model
+        from ..models.load import load_tokenizer
+        from ..plan.estimate import estimate  # noqa: F401  (used below; with PEFT)
 
     files = find_model(resolve(base).origin)
     lengths = _lengths(files.config)

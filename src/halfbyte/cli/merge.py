@@ -8,6 +8,7 @@ from ..console import Console
 from ..errors import UsageError
 from ..runs.saved import find_trained
 from ..words import one_line
+from .imports import quick_imports
 
 BASES = ("auto", "original", "dequantized")
 
@@ -31,7 +32,8 @@ def merge_run(
     if base not in BASES:
         raise UsageError(f"--base {base}: not one of {', '.join(BASES)}", "use auto")
     find_trained(run)
-    from ..export.merge import merge, slug
+    with quick_imports():
+        from ..export.merge import merge, slug
     from ..report import write_report
 
     console = Console(soft_wrap=True)

@@ -10,13 +10,15 @@ from ..console import Console
 from ..signals import Stopped
 from ..train.checkpoint import checkpoints
 from ..train.look_over import look_over_run
+from .imports import quick_imports
 
 
 def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     """Train, and where a signal ends it say what is saved and how to go on."""
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     look_over_run(config, again)
-    from ..train.sft import train
+    with quick_imports():
+        from ..train.sft import train
 
     try:
         train(config, resume=again, console=Console(outlives_reader=True))

@@ -10,6 +10,7 @@ from .schema import (
     Level,
     RunConfig,
     dump_config,
+    dump_given,
 )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Storage",
     "allowed",
     "dump_config",
+    "dump_given",
     "explain",
     "load_config",
     "resolve",

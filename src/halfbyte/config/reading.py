@@ -153,7 +153,9 @@ def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
         value = given[key].value
         message = f"{where}{key} must be {allowed(key)}, not {brief(value)}"
         near = nearest(value, _choices(RunConfig.model_fields[key].annotation)) if isinstance(value, str) else ""
-    return ConfigError(message, f"did you mean {near}?" if near else "")
+    return ConfigError(
+        message, f"did you mean {near}?" if near else f"correct it: {RunConfig.model_fields[key].description}"
+    )
 
 
 def _together(problems: list[ConfigError]) -> ConfigError:
@@ -197,7 +199,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
         for name, word in words.items()
         if (limit := getattr(rule, name, None)) is not None
     ]
-    return " and".join(limits)
+    return " and".join(limits).replace(" and to ", " to ")
 
 
 def _choices(annotation: Any) -> list[str]:

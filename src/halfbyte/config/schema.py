@@ -91,8 +91,8 @@ class ModelSection(Section):
     @classmethod
     def _device(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"cpu|(cuda|xpu)(:\d{1,3})?", value):
-            allowed = {"value": repr(value), "near": nearest(value, ("cpu", "cuda", "xpu"))}
-            raise PydanticCustomError("named", "must be cpu, cuda, cuda:1 (its number) or xpu, not {value}", allowed)
+            allowed = "must be cpu, cuda, xpu, or one of several as in cuda:1, not {value}"
+            raise PydanticCustomError("limit", allowed, {"value": brief(value)})
         return value
 
 
@@ -231,7 +231,9 @@ class TrainingSection(Section):
         " true), and in host memory offload_kept, offload_attention, offload, tiled; auto: the fastest mix that fits",
     )
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="plan within this many GiB of the device, and reserve no more; default: what is free"
+        None,
+        description="plan within this many GiB of the device, and reserve no more; default: what is free (more than"
+        " that: a run is tried that does not fit)",
     )
     logging_steps: PositiveInt = Field(1, description="steps between lines of metrics.jsonl")
     eval_steps: Annotated[float, Field(gt=0)] | None = Field(
@@ -328,6 +330,12 @@ class RunConfig(ModelSection, QuantizationSection, RecipeSection, AdapterSection
 
     def contradictions(self) -> Iterator[Contradiction]:
         return in_run(self)
+
+
+def dump_given(config: RunConfig) -> str:
+    """The keys that were given, as YAML: what `halfbyte train` takes to do the same again."""
+    given = [key for section in SECTIONS for key in section.model_fields if key in config.model_fields_set]
+    return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in given)
 
 
 def dump_config(config: RunConfig) -> str:

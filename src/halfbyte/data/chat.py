@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..errors import DataError
+from ..errors import DataError, HalfbyteError
 from ..notices import notice
+from ..reading.bounded import Bounded, Failure, restart_clock
 from .formats import Document, Message
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "halfbyte_probe"
-# What a template raises for a conversation it does not support: its own raise_exception, or a key it did not expect.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+ANOTHER = "give another one with chat_template_path"
+CHANGE = "change the row, or give another template with chat_template_path"
+LONGEST = 2**20  # characters that a template may add to a conversation; beside 16 for each of its own
 MASK_BY_MARKS = "the {% generation %} marks of the chat template"
 MASK_BY_DIFFERENCE = "difference of two renderings, one with the assistant turn replaced"
 
@@ -57,23 +59,39 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.marked = bool(MARKS.search(tokenizer.get_chat_template()))
+        self._bounded = Bounded(self._answer)
+        [found] = self._bounded([None])
+        if isinstance(found, Failure):
+            raise DataError(f"the chat template fails on a plain conversation: {found.said}", ANOTHER)
+        if isinstance(found, HalfbyteError):
+            raise found
+        self._knows(found)
+
+    def _answer(self, document: Document | None) -> Any:
+        """What the child process computes: the turns of a conversation; at first, what the template understands."""
+        if document is not None:
+            return self.assistant_turns(document)
+        found = self._probe()
+        self._knows(found)
+        return found
+
+    def _knows(self, found: tuple[bool, ...]) -> None:
+        self.shows_tools, self.shows_tool_calls, self.shows_tool_results, self.shows_system, self.prompts = found
+
+    def _probe(self) -> tuple[bool, ...]:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        try:
-            self.render([user, answer])
-        except TEMPLATE_ERRORS as error:
-            raise DataError(
-                f"the chat template fails on a plain conversation: {error}", "give another one with chat_template_path"
-            ) from error
+        self.render([user, answer])
         probe_tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
         call = {"role": "assistant", "content": "", "tool_calls": [_call(PROBE)]}
         result = {"role": "tool", "content": PROBE, "name": "f"}
-        self.shows_tools = self._shows([user, answer], [probe_tool])
-        self.shows_tool_calls = self._shows([user, call, {**result, "content": "c"}, answer])
-        calling = {**call, "tool_calls": [_call("f")]} if self.shows_tool_calls else answer
-        self.shows_tool_results = self._shows([user, calling, result, answer])
-        self.shows_system = self._shows([{"role": "system", "content": PROBE}, user, answer])
+        tools = self._shows([user, answer], [probe_tool])
+        tool_calls = self._shows([user, call, {**result, "content": "c"}, answer])
+        tool_results = self._shows(
+            [user, {**call, "tool_calls": [_call("f")]} if tool_calls else answer, result, answer]
+        )
+        system = self._shows([{"role": "system", "content": PROBE}, user, answer])
         prompt, bare = self._try([user], add_generation_prompt=True), self._try([user])
-        self.prompts = prompt is not None and prompt != bare
+        return tools, tool_calls, tool_results, system, prompt is not None and prompt != bare
 
     def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
         return PROBE in (self._try(messages, tools) or "")
@@ -84,7 +102,7 @@ class ChatTemplate:
         """Render, or None where the template refuses: what a probe asks, or a conversation without an answer."""
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
-        except TEMPLATE_ERRORS:
+        except Exception:  # a template is a program, and may raise anything
             return None
 
     @property
@@ -99,12 +117,8 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as one string."""
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        assert isinstance(text, str)
-        return text
+        """The conversation as one string. Not bounded: called by what is."""
+        return _render(self.tokenizer, messages, tools, add_generation_prompt)
 
     def adapt(self, document: Document) -> Document:
         """Put what the template would ignore or refuse into a form it shows, and say so.
@@ -141,6 +155,15 @@ class ChatTemplate:
             notice("system", "the chat template knows no role system: that text goes in front of the first user turn")
         return messages, tools
 
+    def turns_of(self, conversations: Sequence[Document]) -> list[tuple[str, list[Turn]] | HalfbyteError]:
+        """`assistant_turns` of each, in a child process under limits of time and memory (see `reading.bounded`)."""
+        return [
+            DataError(f"the chat template refuses the conversation: {found.said}", CHANGE)
+            if isinstance(found, Failure)
+            else found
+            for found in self._bounded(conversations)
+        ]
+
     def assistant_turns(self, document: Document) -> tuple[str, list[Turn]]:
         """Render an adapted conversation and find what the assistant wrote, but for the turns that are given.
 
@@ -156,11 +179,10 @@ class ChatTemplate:
             return "", []
         try:
             text, spans = self._marked(messages, tools) if self.marked else self._differing(messages, tools)
-        except TEMPLATE_ERRORS as error:
-            raise DataError(
-                f"the chat template refuses the conversation: {error}",
-                "change the row, or give another template with chat_template_path",
-            ) from error
+        except (HalfbyteError, MemoryError):
+            raise
+        except Exception as error:  # a template is a program, and may raise anything
+            raise DataError(f"the chat template refuses the conversation: {error}", CHANGE) from error
         given, said = document.get("given", 0), sum(message["role"] == "assistant" for message in messages)
         if given and len(spans) != said:
             raise DataError(
@@ -171,6 +193,7 @@ class ChatTemplate:
         return text, _with_limits(text, spans)[given:]
 
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
+        restart_clock()
         # The renderer behind apply_chat_template(return_assistant_tokens_mask=True): it gives characters, which are
         # needed to look behind a block for the end-of-turn token.
         render: Any = render_jinja_template  # annotated to return one string, but gives texts and blocks
@@ -216,6 +239,42 @@ class ChatTemplate:
             return start
         prompt = self._try(before, tools, add_generation_prompt=True)
         return start if prompt is None or len(prompt) > start or not text.startswith(prompt) else len(prompt)
+
+
+_renderers: weakref.WeakKeyDictionary[Any, tuple[Any, Bounded[Any, str]]] = weakref.WeakKeyDictionary()
+
+
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+) -> str:
+    """A conversation as the tokenizer's chat template writes it, up to where an answer begins, under the same limits.
+
+    Raises:
+        DataError: the template refuses the conversation, or takes more time or memory than it may.
+    """
+    template, renderer = _renderers.get(tokenizer, (None, None))
+    if renderer is None or template != tokenizer.chat_template:
+        held = weakref.ref(tokenizer)  # so that the entry does not keep its own key
+        renderer = Bounded(lambda item: _render(held(), *item))
+        _renderers[tokenizer] = tokenizer.chat_template, renderer
+    [found] = renderer([(list(messages), None, add_generation_prompt)])
+    if isinstance(found, Failure):
+        raise DataError(f"the model's chat template says: {found.said}", "give turns that it takes")
+    if isinstance(found, HalfbyteError):
+        raise found
+    return found
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
+    """A conversation as one string. Not bounded: called by what is."""
+    restart_clock()
+    text = tokenizer.apply_chat_template(
+        list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    assert isinstance(text, str)
+    if len(text) > LONGEST and len(text) > LONGEST + 16 * len(_json([messages, tools])):
+        raise DataError(f"the chat template makes {len(text):,} characters of one conversation", ANOTHER)
+    return text
 
 
 def _call(name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import DataError, ModelError
+from ..errors import DataError, HalfbyteError, ModelError
 from ..ops import IGNORE_INDEX
 from .chat import ChatTemplate, Turn
 from .formats import Document
@@ -23,6 +23,7 @@ from .formats import Document
 TOO_LONG = "longer than max_length"
 CUT_AWAY = "no trained tokens left after truncation"
 UNTRAINED = "no trained tokens"
+CHARACTERS_A_TOKEN, READ_BEYOND, WORDS_BEYOND = 16, 10_000, 8  # of a long text, see Encoder._tokenize
 # The instruction format of a tokenizer without chat template.
 INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
 
@@ -81,40 +82,72 @@ class Encoder:
         `ends` holds, for each trained turn that was not cut, the id of the token that ends it, -1 when none does.
         """
         documents = [json.loads(document) for document in batch["document"]]
-        texts = [self._render(document, where) for document, where in zip(documents, batch["where"], strict=True)]
-        encoded = self.tokenizer([text.text for text in texts], add_special_tokens=False, return_offsets_mapping=True)
-        rows = [
-            self._label(text, np.array(ids, dtype=np.int64), np.fromiter(chain.from_iterable(offsets), dtype=np.int64))
-            for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        ]
+        texts = self._texts(documents, batch["where"])
+        rows = [self._label(text, *found) for text, found in zip(texts, self._tokenize(texts), strict=True)]
         for row, document in zip(rows, documents, strict=True):
             row |= {name: [number] for name, number in document.get("numbers", {}).items()}
         return {key: [row[key] for row in rows] for key in rows[0]}
 
-    def _render(self, document: Document, where: str) -> _Text:
+    def _texts(self, documents: list[Document], places: list[str]) -> list[_Text]:
+        """What each document is as text. Conversations are rendered together: their template has a child process."""
+        talks = [index for index, document in enumerate(documents) if "messages" in document]
+        rendered = self.template.turns_of([documents[index] for index in talks]) if self.template else []
+        found = dict(zip(talks, rendered, strict=True))
+        for index, answer in found.items():
+            if isinstance(answer, HalfbyteError):
+                raise DataError(f"{places[index]}: {answer.message}", answer.fix) from answer
+        return [self._text(document, found.get(index)) for index, document in enumerate(documents)]
+
+    def _text(self, document: Document, rendered: Any) -> _Text:
         everything = document.get("train_all", False)
         if "text" in document:
             return _Text(document["text"], None, bare=True)
-        if "messages" in document:
-            assert self.template is not None
-            try:
-                text, turns = self.template.assistant_turns(document)
-            except DataError as error:
-                raise DataError(f"{where}: {error.message}", error.fix) from error
+        if rendered is not None:
+            text, turns = rendered
             return _Text(text, None if everything else turns, bare=False)
         system = f"{document['system']}\n\n" if "system" in document else ""
         prompt = system + INSTRUCTION.format(prompt=document["prompt"])
         text = prompt + document["completion"]
         return _Text(text, None if everything else [Turn(len(prompt), len(text), len(text))], bare=True)
 
-    def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+    def _tokenize(self, texts: list[_Text]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        """Ids, offsets (start, stop, start, ...) and length in tokens of each text.
+
+        Of a text that is many times as long as a row, only a beginning is tokenized, and its length is estimated from
+        that. The tokens kept are those of the whole text: words are tokenized one by one, and those at the end of the
+        beginning, which might go on, are not among them.
+        """
+        first = READ_BEYOND + self.max_length * CHARACTERS_A_TOKEN
+        found: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * len(texts)
+        while left := [index for index, answer in enumerate(found) if answer is None]:
+            begun = [texts[index].text[:first] for index in left]
+            encoded = self.tokenizer(begun, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            for row, index in enumerate(left):
+                ids = np.array(encoded["input_ids"][row], dtype=np.int64)
+                length, total = len(ids), len(texts[index].text)
+                if total > first:
+                    if not self._is_enough(encoded.word_ids(row)):
+                        continue
+                    length = round(length * total / first)
+                offsets = np.fromiter(chain.from_iterable(encoded["offset_mapping"][row]), dtype=np.int64)
+                found[index] = ids, offsets, length
+            first *= 8
+        return [answer for answer in found if answer is not None]
+
+    def _is_enough(self, words: list[int | None]) -> bool:
+        """Whether a row's tokens are of words that end well before the last ones of these."""
+        last = words[self.max_length] if self.max_length < len(words) else None
+        return last is not None and words[-1] is not None and last + WORDS_BEYOND < words[-1]
+
+    def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
+        beyond = length - len(ids)  # tokens behind those that were made
         trained, ends = self._mask(text, ids, offsets)
         if text.bare and len(ids):
             ids, trained = self._closed(ids, trained)
             ends = [len(ids) - 1]
-        length = len(ids)
+        length = len(ids) + beyond
         trained[:1] = False
-        dropped = "" if trained.any() else UNTRAINED
+        dropped = "" if trained.any() or (beyond and text.turns != []) else UNTRAINED
         if length > self.max_length and not dropped:
             ids, trained = ids[: self.max_length], trained[: self.max_length]
             ends = [end for end in ends if end < self.max_length]

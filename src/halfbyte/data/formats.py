@@ -21,6 +21,8 @@ from typing import Any
 
 from ..errors import DataError
 from ..notices import notice
+from ..reading import parse_json
+from ..words import brief
 from .sources import Row, Source
 
 Document = dict[str, Any]
@@ -103,9 +105,12 @@ def recognise(
     names = {column: column for column in present}
     layout = _match(source, mapped, format) or _match(source, {**names, **mapped}, format)
     if layout is None:
-        wanted = "no known format" if format == "auto" else f"not dataset_format {format}"
+        said = f"the columns of {source.path} ({', '.join(present)}) fit"
+        if format != "auto" and (other := _match(source, {**names, **mapped}, "auto")):
+            wrong = f"{said} dataset_format {other.format}, not {format}"
+            raise DataError(wrong, f"set dataset_format: {other.format}, or name the columns with column_mapping")
         raise DataError(
-            f"the columns of {source.path} ({', '.join(present)}) fit {wanted}; {_nearest(present)}",
+            f"{said} {'no known format' if format == 'auto' else f'not dataset_format {format}'}; {_nearest(present)}",
             "map them, e.g. column_mapping: {prompt: your_column, completion: your_other_column}",
         )
     optional = {part: mapped.get(part, part) for part in ("system", "tools") if mapped.get(part, part) in present}
@@ -154,7 +159,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 def _nearest(present: Sequence[str]) -> str:
     known = sorted({*CHAT_COLUMNS, *PARTS, *(name for pair in PAIRS for name in pair)})
     for column in present:
-        if near := difflib.get_close_matches(column, known, n=1):
+        if column not in known and (near := difflib.get_close_matches(column, known, n=1)):
             return f"did you mean {near[0]!r} by {column!r}?"
     return f"known names are {', '.join(known)}"
 
@@ -257,12 +262,15 @@ def _message(turn: Any, where: str) -> Message:
     name = turn.get("role", turn.get("from"))
     if not isinstance(name, str) or name not in ROLES:
         hint = did_you_mean(name, list(ROLES)) if isinstance(name, str) else ""
-        raise DataError(f"{where}: unknown role {name!r}{hint}", f"known roles: {', '.join(ROLES)}")
+        raise DataError(f"{where}: unknown role {brief(name)}{hint}", f"known roles: {', '.join(ROLES)}")
     content = _content(turn.get("content", turn.get("value")), where, optional=bool(turn.get("tool_calls")))
     message: Message = {"role": ROLES[name], "content": content}
     message |= {key: turn[key] for key in MESSAGE_KEYS if turn.get(key) is not None}
     if "tool_calls" in message:
-        message["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise DataError(f"{where}: tool_calls are {_described(calls)}, not a list", "write [] where there are none")
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
     elif name == "function_call" and (calls := _parsed_calls(content)):
         # The text is kept for templates that know nothing of tool calls; see chat.ChatTemplate.adapt.
         message |= {"tool_calls": calls, "content": "", "call_text": content}
@@ -275,9 +283,9 @@ def _content(content: Any, where: str, *, optional: bool) -> str:
     if content is None and optional:
         return ""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        others = {part.get("type") for part in content} - {"text"}
+        others = {str(part.get("type")) for part in content} - {"text"}
         if others:
-            raise DataError(f"{where}: content of type {sorted(map(str, others))}; only text can be trained on")
+            raise DataError(f"{where}: content of type {', '.join(sorted(others))}; only text can be trained on")
         content = "".join(_content(part.get("text", part.get("value")), where, optional=False) for part in content)
     if not isinstance(content, str):
         raise DataError(f"{where}: the content is {_described(content)}, not text")
@@ -291,10 +299,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: a tool call without a function name: {_described(call)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: malformed JSON in the arguments of {function['name']}: {error.msg}") from error
+        arguments = parse_json(arguments or "{}", f"{where}, arguments of {function['name']}", DataError)
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **identity, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -302,8 +307,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _parsed_calls(text: str) -> list[dict[str, Any]] | None:
     """The calls in a function_call turn; None where its text is not JSON of that shape (then it stays text)."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text, "", DataError)
+    except DataError:
         return None
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(c, dict) and isinstance(c.get("name"), str) and "arguments" in c for c in calls):
@@ -314,10 +319,7 @@ def _parsed_calls(text: str) -> list[dict[str, Any]] | None:
 def _tools(value: Any, where: str) -> list[dict[str, Any]]:
     """The list of tools, each wrapped as `{"type": "function", "function": {...}}`, from a list or its JSON text."""
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: malformed JSON in the column of tools: {error.msg}") from error
+        value = parse_json(value, f"{where}, column of tools", DataError)
     if not value:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

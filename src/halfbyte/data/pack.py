@@ -1,7 +1,7 @@
 """Packing: several documents in one row, so that little of a batch is padding.
 
-Best-fit-decreasing: the longest document first, each into the row it leaves the least room in. It uses at most 11/9 of
-the best possible number of rows, plus one (Johnson 1973); on real length distributions it is within a percent.
+Best-fit-decreasing: the longest document first, each into the row it leaves the fewest free tokens in. It uses at most
+11/9 of the best possible number of rows, plus one (Johnson 1973); on real length distributions it is within a percent.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     if lengths and not 1 <= min(lengths) <= max(lengths) <= max_length:
         raise ValueError(f"lengths must be in 1..{max_length}, not {min(lengths)}..{max(lengths)}")
     rows: list[list[int]] = []
-    with_room: defaultdict[int, list[int]] = defaultdict(list)  # free tokens → rows with exactly that much room
-    rooms: list[int] = []  # the keys of with_room, sorted
+    rows_with: defaultdict[int, list[int]] = defaultdict(list)  # free tokens → rows with exactly so many
+    sizes: list[int] = []  # the keys of rows_with, sorted
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        at = bisect_left(rooms, lengths[document])
-        if at < len(rooms):
-            room = rooms[at]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                rooms.pop(at)
+        at = bisect_left(sizes, lengths[document])
+        if at < len(sizes):
+            free = sizes[at]
+            row = rows_with[free].pop()
+            if not rows_with[free]:
+                sizes.pop(at)
         else:
-            room, row = max_length, len(rows)
+            free, row = max_length, len(rows)
             rows.append([])
         rows[row].append(document)
-        left = room - lengths[document]
-        if left and not with_room[left]:
-            insort(rooms, left)
+        left = free - lengths[document]
+        if left and not rows_with[left]:
+            insort(sizes, left)
         if left:
-            with_room[left].append(row)
+            rows_with[left].append(row)
     return sorted(sorted(row) for row in rows)

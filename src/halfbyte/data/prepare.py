@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import RunConfig
 from ..errors import ConfigError, DataError
 from ..notices import notice
+from ..words import brief
 from .chat import ChatTemplate
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, recognise
@@ -166,9 +167,13 @@ def _for_template(document: Document, template: ChatTemplate | None, where: str)
 
 def _number(row: Mapping[str, Any], column: str, where: str) -> float:
     value = row.get(column)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{where}: column {column!r} holds {value!r}, not a number", "give one in every row")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise DataError(f"{where}: column {column!r} holds {brief(value)}, not a number", "give one in every row")
+    return number
 
 
 def _check_unicode(text: str, where: str) -> None:
@@ -232,7 +237,7 @@ def _finish(found: _Documents, encoder: Encoder, config: RunConfig, name: str) -
 def _encode(found: _Documents, encoder: Encoder, config: RunConfig) -> Dataset:
     rows = len(found.texts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = config.dataset_num_proc or max(1, min(cores, rows // ROWS_PER_PROCESS))
+    processes = min(config.dataset_num_proc or max(1, rows // ROWS_PER_PROCESS), cores)
     with _progress(rows >= ROWS_WITH_PROGRESS):
         return Dataset.from_dict({"document": found.texts, "where": found.places}).map(
             encoder,

@@ -7,21 +7,25 @@ later can be named by file and line.
 from __future__ import annotations
 
 import csv
-import difflib
-import json
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..errors import DataError
+from ..hub import is_local, nearest
 from ..notices import notice
+from ..reading import look, open_text, parse_json, why
+from ..words import brief
 
 Row = dict[str, Any]
 
 END_OF_TEXT = "<|endoftext|>"
+MOST_FILES = 10_000  # in a folder of data; one with more, such as `/`, was not meant
+LONG, SHOWN_AFTER = 2**26, 1.0  # bytes; reading as many shows how far it is, after so many seconds
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def read_sources(names: str | Sequence[str], split: str = "train") -> list[Sourc
 
 def _read(name: str, split: str) -> list[Source]:
     files = files_of(name)
-    return [_read_hub(name, split)] if files is None else [_read_file(file) for file in files]
+    return [_read_hub(name, split)] if files is None else [READERS[file.suffix.lower()](file) for file in files]
 
 
 def files_of(name: str) -> list[Path] | None:
@@ -71,75 +75,88 @@ def files_of(name: str) -> list[Path] | None:
     Raises:
         DataError: there is no such file, it is of an unknown kind, or a folder holds none of a known one.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _files_in(path)
-    if path.exists():
-        if path.suffix.lower() not in READERS:
-            raise DataError(f"{path} is of an unknown kind", f"use one of {', '.join(READERS)}")
-        return [path]
-    # A hub id is "owner/name" or one bare name; whatever ends like a data file was meant to be one.
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and path.suffix.lower() not in READERS:
+    path = Path(os.path.expanduser(name))
+    match look(path, DataError, "check the path"):
+        case "folder":
+            return _files_in(path)
+        case "file":
+            if path.suffix.lower() not in READERS:
+                raise DataError(f"{path} is of an unknown kind", f"use one of {', '.join(READERS)}")
+            return [path]
+    if not is_local(name):
         return None
-    raise DataError(f"no such file: {name}{_closest(path)}", "check the path in `dataset` or `eval_dataset`")
+    raise DataError(f"no such file: {name}{_closest(path)}", "check the path")
 
 
 def _closest(path: Path) -> str:
     """The existing neighbour whose name is nearest to `path`'s, as the tail of a message."""
-    folder, wanted = path.parent, path.name
-    while not folder.is_dir():
-        folder, wanted = folder.parent, folder.name
-    near = difflib.get_close_matches(wanted, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
-    return f" (the closest existing one is {folder / near[0]})" if near else ""
+    near = nearest(path)
+    return f" (the closest existing one is {near})" if near else ""
 
 
 def _files_in(folder: Path) -> list[Path]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+    files: list[Path] = []
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read {error.filename}: {why(error)}", "give yourself the right to, or name another")
+
+    for place, inner, names in os.walk(folder, onerror=refuse):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        found = (Path(place, name) for name in names if not name.startswith("."))
+        files += [path for path in found if path.is_file()]
+        if len(files) > MOST_FILES:
+            raise DataError(f"{folder} holds more than {MOST_FILES:,} files", "name a folder with data alone in it")
+    files.sort()
     known = [file for file in files if file.suffix.lower() in READERS]
     if not known:
         raise DataError(f"no data files in {folder}", f"put files of these kinds there: {', '.join(READERS)}")
     if len(known) < len(files):
-        left_out = ", ".join(str(file.relative_to(folder)) for file in files if file not in known)
+        others = [str(file.relative_to(folder)) for file in files if file.suffix.lower() not in READERS]
+        more = f" and {len(others) - 10:,} more" if len(others) > 10 else ""
+        left_out = ", ".join(others[:10]) + more
         notice(f"data-folder:{folder}", f"{folder}: left out {left_out} (read are {', '.join(READERS)})")
     return known
 
 
-def _read_file(path: Path) -> Source:
-    try:
-        return READERS[path.suffix.lower()](path)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start})", "convert the file to UTF-8") from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """The lines of an open file; from a long one with a bar that shows how far it is, where somebody watches."""
+    size = os.fstat(file.fileno()).st_size
+    if size < LONG or not sys.stderr.isatty():
+        yield from file
+        return
+    from tqdm import tqdm
+
+    with tqdm(
+        total=size, desc=f"reading {path.name}", unit="B", unit_scale=True, delay=SHOWN_AFTER, leave=False
+    ) as bar:
+        for line in file:
+            bar.update(len(line))
+            yield line
 
 
 def _read_jsonl(path: Path) -> Source:
     rows, lines = [], []
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
+    with open_text(path, DataError) as file:
+        for number, line in enumerate(_lines(file, path), 1):
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith("["):
                 return _read_json(path)
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number}: malformed JSON: {error.msg} (column {error.colno})") from error
+            row = parse_json(line, str(path), DataError, "mend this line", line=number, unique=True)
             rows.append(_checked(row, f"{path}:{number}"))
             lines.append(number)
     return Source(str(path), "jsonl", rows, lines)
 
 
 def _read_json(path: Path) -> Source:
-    text = path.read_text(encoding="utf-8-sig")
+    with open_text(path, DataError) as file:
+        text = file.read()
     if not text.strip():
         return Source(str(path), "json", [])
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):  # one object per line: JSONL by another name
-            return _read_jsonl(path)
-        raise DataError(f"{path}:{error.lineno}: malformed JSON: {error.msg} (column {error.colno})") from error
+    first, _, rest = text.strip().partition("\n")
+    if first.startswith("{") and first.rstrip().endswith("}") and rest:  # one object per line: JSONL by another name
+        return _read_jsonl(path)
+    value = parse_json(text, str(path), DataError, "mend the file", unique=True)
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     rows = value if isinstance(value, list) else [value]
@@ -155,31 +172,51 @@ def _checked(row: Any, where: str) -> Row:
 def _read_csv(path: Path) -> Source:
     csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is less than one long document
     rows, lines = [], []
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-        start = 2  # a quoted field may hold newlines: a row is named by its first line
+    with open_text(path, DataError, newline="") as file:
+        start = 1  # a quoted field may hold newlines: a row is named by its first line
         try:
+            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+            reader = csv.DictReader(_lines(file, path), delimiter=delimiter, strict=True)
+            names = reader.fieldnames or []
+            _check_columns(names, f"{path}:1")
+            start = reader.line_num + 1
             for row in reader:
                 if None in row or None in row.values():
                     found = sum(value is not None for key, value in row.items() if key) + len(row.get(None) or [])
-                    names = reader.fieldnames or []
-                    raise DataError(f"{path}:{start}: {found} fields, but the header names {len(names)}")
+                    fix = "put fields that hold commas or quotes in quotes"
+                    raise DataError(f"{path}:{start}: {found} fields, but the header names {len(names)}", fix)
                 rows.append(dict(row))
                 lines.append(start)
                 start = reader.line_num + 1
         except csv.Error as error:
-            raise DataError(f"{path}:{start}: malformed CSV in the row that starts here: {error}") from error
+            said = f"{path}:{start}: malformed CSV in the row that starts here: {error}"
+            raise DataError(said, "close its quotes, and double those inside") from None
     return Source(str(path), "csv", rows, lines)
 
 
+def _check_columns(names: Sequence[str], where: str) -> None:
+    twice = [name for number, name in enumerate(names) if name in names[:number]]
+    if twice:
+        raise DataError(f"{where}: two columns are called {brief(twice[0])}", "rename one of them, or remove it")
+
+
 def _read_parquet(path: Path) -> Source:
-    import pyarrow
     from pyarrow import parquet
 
+    look(path, DataError)
     try:
-        rows = [_without_null(row) for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist()]
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+        with parquet.ParquetFile(path) as file:
+            _check_columns(file.schema_arrow.names, str(path))
+            rows = [_without_null(row) for batch in file.iter_batches() for row in batch.to_pylist()]
+    except DataError:
+        raise
+    except OSError as error:
+        if error.errno is None:  # of what Arrow calls one, too, such as a truncated file
+            raise DataError(f"{path} is not a readable Parquet file: {error}", "copy the file again") from None
+        raise DataError(f"cannot read {path}: {why(error)}") from None
+    except Exception as error:  # Arrow's own, or Python's from a value that Python cannot hold
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{path} is not a readable Parquet file: {said}", "copy the file again") from None
     return Source(str(path), "parquet", rows)
 
 
@@ -196,7 +233,8 @@ def _without_null(row: Row) -> Row:
 
 def _read_text(path: Path) -> Source:
     """Documents end at <|endoftext|> where the file has it, else at blank lines, else at every line."""
-    text = path.read_text(encoding="utf-8-sig")
+    with open_text(path, DataError) as file:
+        text = file.read()
     if END_OF_TEXT in text:
         documents, unit = text.split(END_OF_TEXT), f"up to each {END_OF_TEXT}"
     elif re.search(r"\n[ \t]*\n", text.strip()):
@@ -212,7 +250,7 @@ def _read_hub(name: str, split: str) -> Source:
 
     try:
         dataset = datasets.load_dataset(name, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # of datasets, huggingface_hub and httpx, of Arrow, of what the files hold
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"dataset {name!r} is no file or folder here{_closest(Path(name))}, and the hub says: {reason}",

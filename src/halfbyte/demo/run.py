@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import load_config
 from ..errors import ConfigError
-from ..files import write_text
+from ..files import clear_leftovers, remove, write_text, writing
 from ..words import one_line
 from .base import Recipe, base_model
 
@@ -100,11 +99,13 @@ def main(
 
 def _make_room(output_dir: Path) -> None:
     """Remove an earlier demo; refuse to touch anything else."""
+    clear_leftovers(output_dir.parent)
     run = output_dir / "run.yaml"
     if output_dir.is_dir() and any(output_dir.iterdir()):
         if not (run.is_file() and run.read_text(encoding="utf-8").startswith(MARK)):
             raise ConfigError(f"output_dir: {output_dir} holds something that is not a demo", "name another folder")
-        shutil.rmtree(output_dir)
+        with writing(output_dir):
+            remove(output_dir)
 
 
 def write_run(output_dir: Path, base: Path, epochs: int) -> Path:
@@ -116,8 +117,8 @@ def write_run(output_dir: Path, base: Path, epochs: int) -> Path:
 
 
 def question(prompt: str) -> str:
-    """A prompt without what remains of the chat format once special tokens are left out."""
-    return re.sub(r"\Auser\n|\nassistant\n\Z", "", prompt).strip()
+    """The user's words in a prompt of the base's chat format."""
+    return re.sub(r"<\|im_start\|>(user|assistant)\n|<\|im_end\|>", "", prompt).strip()
 
 
 def _show(output_dir: Path, console: Console) -> None:

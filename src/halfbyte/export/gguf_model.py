@@ -36,7 +36,7 @@ from .gguf_source import Source, open_source
 from .importance import collect
 from .modelfile import modelfile
 
-HEADROOM = 64 << 20  # bytes for metadata and vocabulary
+METADATA, TOKEN = 1 << 20, 64  # bytes: of all keys, and of a token with its score, type and merges
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def export_gguf(
         files.append(_vision_file(source.vision, source, beside, mix))
     check_space(
         path,
-        sum(file.nbytes for file in files) + HEADROOM,
+        sum(file.nbytes + METADATA + TOKEN * file.tokens for file in files),
         "free some space, name a file on another disk (--out), or choose a smaller type",
     )
     weighed = _importances(importances, run_or_model, mix, path, source, files[0].planned, console)

@@ -199,22 +199,13 @@ def merge(
     job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify, trust_remote_code)
     with _progress(console) as progress, new_directory(out) as aside:
         _write_side_files(job, aside)
-        if verify:
-            found, written, tokens = _write_closest(job, aside, progress)
-        else:
-            _write_unverified(job, aside, progress)
-            found, written, tokens = {}, job.preferred, 0
-    reason = job.reason
-    if len(found) > 1:
-        reason = "it is closer to the trained model"
-    elif found and len(job.targets) > 1:
-        reason = "stored so, the other one loses what was trained"
+        found, written, tokens = (_write_closest if verify else _write_unverified)(job, aside, progress)
     dtype, stored = str(job.weights.config()["dtype"]), job.weights.packing.name
     kept = {target: kept for target in job.targets if (kept := job.weights.kept(target)).total}
     seconds = time.perf_counter() - started
     report = MergeReport(
-        out, written, reason, dtype, stored, job.weights.nbytes, found, kept, _closer(found), tokens, seconds,
-        run_dir=job.run_dir,
+        out, written, _reason(job, found), dtype, stored, job.weights.nbytes, found, kept, _closer(found), tokens,
+        seconds, run_dir=job.run_dir,
     )  # fmt: skip
     if verify and job.run_dir:
         write_json(job.run_dir / report.file_name, report.as_dict())
@@ -321,12 +312,20 @@ def _write_closest(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Tar
     return found, written, verifier.tokens
 
 
-def _write_unverified(job: _Job, aside: Path, progress: Progress) -> None:
+def _write_unverified(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Target, Fidelity], Target, int]:
     if job.weights.packing.calibrated:  # by running the trained model
         Verifier(job.run, job.adapter_dir, job.weights, aside, job.run_dir, progress)
     _write(job, aside, job.preferred, progress)
     if lost := _lost(job, job.preferred):
         notice("merge-kept", f"{lost.message}; {lost.fix}")
+    return {}, job.preferred, 0
+
+
+def _reason(job: _Job, found: Mapping[Target, Fidelity]) -> str:
+    """Why the model was merged onto the base that it was merged onto."""
+    if len(found) > 1:
+        return "it is closer to the trained model"
+    return "stored so, the other one loses what was trained" if found and len(job.targets) > 1 else job.reason
 
 
 def _closer(found: Mapping[Target, Fidelity]) -> Target | None:

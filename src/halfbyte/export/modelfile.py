@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
+from halfbyte.data.chat import prompt_text
+from halfbyte.errors import DataError
 from halfbyte.notices import notice
 
 from .gguf_source import Source
@@ -55,7 +55,7 @@ def derive(tokenizer: Any) -> dict[str, tuple[str, str]] | None:
     """
     try:
         rendered = {roles: _render(tokenizer, roles) for roles in PROBES}
-    except (TemplateError, ValueError, KeyError):
+    except (DataError, ValueError, KeyError):
         return None
     pieces = _cut(rendered)
     if pieces is None or any(_compose(pieces, roles) != text for roles, text in rendered.items()):
@@ -65,8 +65,7 @@ def derive(tokenizer: Any) -> dict[str, tuple[str, str]] | None:
 
 def _render(tokenizer: Any, roles: tuple[str, ...]) -> str:
     messages = [{"role": role, "content": MARKS[role]} for role in roles]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return text.removeprefix(tokenizer.bos_token or "")
+    return prompt_text(tokenizer, messages).removeprefix(tokenizer.bos_token or "")
 
 
 def _cut(rendered: dict[tuple[str, ...], str]) -> dict[str, tuple[str, str]] | None:

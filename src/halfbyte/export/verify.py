@@ -229,7 +229,7 @@ def _unexplained(fidelity: Fidelity, target: Target) -> str:
 
 
 def _device_for(weights: MergedWeights) -> torch.device:
-    """Where the merged model fits: the run's device, or the CPU, which is said."""
+    """Where the merged model fits: the run's device, or the CPU, with a notice."""
     device = weights.adapter.device
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < HEADROOM * weights.nbytes:
         notice("merge-device", f"verifying on the CPU: the merged model does not fit {device}")

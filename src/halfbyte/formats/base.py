@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
 from ..ops.low_rank import add_term
+from ..reading import parse_json
 
 Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -173,10 +174,10 @@ def read_json_entry(state: Parts, key: str, name: str) -> dict[str, Any]:
     """
     if key not in state:
         raise CheckpointError(f"{name}.{key} is missing from the checkpoint", "re-download the checkpoint")
-    try:
-        value = json.loads(bytes(state[key].cpu().tolist()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{name}.{key} is not JSON: {error}", "re-download the checkpoint") from error
+    entry, fix = state[key], "re-download the checkpoint"
+    if entry.dtype != torch.uint8 or entry.ndim != 1:
+        raise CheckpointError(f"{name}.{key} is not JSON: it is {entry.dtype} {tuple(entry.shape)}", fix)
+    value = parse_json(bytes(entry.cpu().tolist()), f"{name}.{key} is not JSON", CheckpointError, fix)
     if not isinstance(value, dict):
         raise CheckpointError(f"{name}.{key} is not a JSON object", "re-download the checkpoint")
     return value

@@ -26,6 +26,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
     ChatML models end turns with <|im_end|> whatever their EOS is, so the end of a rendered turn is looked at.
     """
+    from ..data.chat import prompt_text
+
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "halfbyte"}]
-    _, _, ending = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("halfbyte")
+    _, _, ending = prompt_text(tokenizer, turns, add_generation_prompt=False).rpartition("halfbyte")
     return [token for token in tokenizer.tokenize(ending)[:1] if token in tokenizer.all_special_tokens]

@@ -2,7 +2,7 @@
 
 What a model does after its head (a scale, a softcap) is read from its config, and believed only after it reproduced the
 model's own logits on a few tokens. Where the head is something else (an adapter on it, a bias, a trained copy, router
-losses beside it), the model's own full logits are used, and that is said once.
+losses beside it), the model's own full logits are used, with a notice.
 """
 
 from __future__ import annotations

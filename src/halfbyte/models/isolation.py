@@ -2,9 +2,10 @@
 
 transformers keeps the documents of a row apart by `position_ids` that restart, in models that hand them to their masks.
 Many do not, and a convolution or a recurrent state knows no positions: documents then see each other, silently. So
-every packed run begins with a probe: a row of short documents, one of them replaced; no hidden state of the others may
+every packed run begins with a probe: rows of short documents, one of each replaced; no hidden state of the others may
 change by a bit, or, where sums depend on what else is in a batch (experts, GPUs), by more than in separate rows. And
-each must have the hidden states that it has alone, up to rounding.
+each must have the hidden states that it has alone, up to rounding. That takes five forwards: two as the model trains,
+two as it evaluates, and one of documents alone.
 
 A model that leaks is tried with the bounds that kernels for packed rows read (FlashAttention, flash-linear-attention,
 mamba-ssm, causal-conv1d). If it still leaks, its documents are unpacked (`unpacking`): right for every causal model, at
@@ -13,7 +14,8 @@ the cost of padding of up to a third and a forward for each class of lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,7 +34,7 @@ from .unpacking import unpacked, unwrap, with_bounds, wrap
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
 LENGTHS = (70, 1, 29, 37)  # of the probe's documents: one of a token, two of like length, none a multiple of a chunk
-REPLACED = (0, 2)  # which are replaced in turn: others are behind, and before
+REPLACED = (0, len(LENGTHS) + 1)  # of both rows together: of the first, and with others before it and behind
 SMALL_ROW = 256  # tokens that a row of a small model may hold
 ROWS = 16  # of the data, that give the probe its tokens
 MARGIN = 8.0  # how much more than in separate rows is more than another order of sums
@@ -189,7 +191,7 @@ def _said(model: nn.Module, isolation: Isolation) -> Isolation:
 
 
 class _Probe:
-    """Two rows of documents, of which one is replaced; and what the others see of it, in training and evaluation."""
+    """Two rows of documents, one of each replaced; and what the others see of it, in training and evaluation."""
 
     def __init__(self, model: nn.Module, collate: Collate, length: int, tokens: Sequence[int], dtype: Any):
         self.model, self.collate, self.dtype = model, collate, dtype
@@ -199,79 +201,84 @@ class _Probe:
 
     @torch.no_grad()
     def __call__(self) -> Found:
-        modes = [(module, module.training) for module in self.model.modules()]
         try:
-            found = self._in_mode(training=True)
-            return found if not found.isolated else max(found, self._in_mode(training=False), key=_severity)
+            with self._modes_restored():
+                found = self._in_mode(training=True)
+                return found if not found.isolated else max(found, self._in_mode(training=False), key=_severity)
         except (ArithmeticError, AssertionError, LookupError, NotImplementedError, RuntimeError, TypeError,
                 AttributeError, ImportError, ValueError) as error:  # fmt: skip
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return Found(error=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+
+    @contextlib.contextmanager
+    def _modes_restored(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            yield
         finally:
             for module, training in modes:
                 module.training = training
 
     def _in_mode(self, *, training: bool) -> Found:
         self.model.train(training)
-        before, documents = self._outputs(None)
-        change = typical = 0.0
-        for replaced in REPLACED:
-            after, _ = self._outputs(replaced)
-            for one, other in zip(before, after, strict=True):
-                changes = _changes(one, other)
-                untouched = [changes[documents == each] for each in documents.unique() if each != replaced]
-                change = max(change, *(float(each.max()) for each in untouched))
-                typical = max(typical, *(float(each.median()) for each in untouched))
+        batch, other, documents, untouched = self._batches()
+        before = self._run(batch)
+        changes = _changes(before, self._run(other))
+        of_each = [changes[documents == document] for document in documents[untouched].unique()]
+        change = max(float(each.max()) for each in of_each)
+        typical = max(float(each.median()) for each in of_each)
         order_of_sums = self._order_of_sums() if change else 0.0
         return Found(change, typical, order_of_sums, 0.0 if training else self._alone(before))
 
-    def _rows(self, replaced: int | None) -> list[dict[str, Any]]:
-        """Two rows; document `replaced` of the first is another one."""
+    def _batches(self) -> tuple[dict[str, Any], dict[str, Any], Tensor, Tensor]:
+        """Two batches as the run collates them, the second with other documents in the place of some; each token's
+        document, and whether that is in both, [B, T]."""
+        batch, other = (dict(self.collate(self._rows(replaced))) for replaced in ((), REPLACED))
+        positions = batch["position_ids"]
+        documents = ((positions == 0).flatten().cumsum(0) - 1).view(positions.shape)
+        return batch, other, documents, ~torch.isin(documents, documents[batch["input_ids"] != other["input_ids"]])
+
+    def _rows(self, replaced: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """Two rows; the documents `replaced`, counted through both, are others."""
         generator = torch.Generator().manual_seed(0)
-        rows = []
-        for row, lengths in enumerate((self.lengths, self.lengths[::-1])):
+        rows, document = [], 0
+        for lengths in (self.lengths, self.lengths[::-1]):
             ids: list[int] = []
-            for document, length in enumerate(lengths):
+            for length in lengths:
                 picked = torch.randint(len(self.tokens), (length,), generator=generator)
-                if row == 0 and document == replaced:
+                if document in replaced:
                     picked = (picked + 1) % len(self.tokens)
                 ids += self.tokens[picked].tolist()
+                document += 1
             rows.append({"input_ids": ids, "labels": ids, "seq_lengths": list(lengths)})
         return rows
 
-    def _outputs(self, replaced: int | None) -> tuple[list[Tensor], Tensor]:
-        """Hidden states (where the loss is computed from them) and logits, and each token's document, [B, T]."""
-        batch = dict(self.collate(self._rows(replaced)))
-        positions = batch["position_ids"]
-        documents = ((positions == 0).flatten().cumsum(0) - 1).view(positions.shape)
-        return self._run(batch), documents
-
-    def _run(self, batch: dict[str, Any]) -> list[Tensor]:
+    def _run(self, batch: dict[str, Any]) -> Tensor:
+        """What the loss is computed from in training, hidden states or logits; in evaluation, logits."""
         device = next(self.model.parameters()).device
         inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
         inputs = backbone_inputs(self.model, inputs) | {"use_cache": False}
-        outputs = []
         cuda = [device] if device.type == "cuda" else []
-        hidden = reads_hidden_states(self.model, {"input_ids": inputs["input_ids"]})
-        for run in (causal_lm_of(self.model).base_model, self.model) if hidden else (self.model,):
-            # The same dropout each time; and the run's own random numbers must not see that there was a probe.
-            with torch.random.fork_rng(devices=cuda), no_input_casts(self.model), compute(self.model, self.dtype):
-                torch.manual_seed(0)
-                result = run(**inputs)
-            outputs.append((result.logits if run is self.model else result.last_hidden_state).float().cpu())
-        return outputs
+        hidden = self.model.training and reads_hidden_states(self.model, {"input_ids": inputs["input_ids"]})
+        run = causal_lm_of(self.model).base_model if hidden else self.model
+        # The same dropout each time; and the run's own random numbers must not see that there was a probe.
+        with torch.random.fork_rng(devices=cuda), no_input_casts(self.model), compute(self.model, self.dtype):
+            torch.manual_seed(0)
+            result = run(**inputs)
+        return (result.last_hidden_state if hidden else result.logits).float().cpu()
 
-    def _alone(self, packed: list[Tensor]) -> float:
-        """How far the documents of the first row, but its first, are from what they are alone."""
-        worst, begin = 0.0, self.lengths[0]
-        ids = self._rows(None)[0]["input_ids"]
-        for length in self.lengths[1:]:
-            alone = self._run({"input_ids": torch.tensor([ids[begin : begin + length]])})
-            for one, other in zip(packed, alone, strict=True):
-                found, own = (x.nan_to_num(0.0, 0.0, 0.0) for x in (one[0, begin : begin + length], other[0]))
-                worst = max(worst, float(((found - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-30)).median()))
-            begin += length
+    def _alone(self, packed: Tensor) -> float:
+        """How far the documents of the first row, but its first, are from what they are alone: in rows padded on the
+        right, which causal layers never look at."""
+        ids = self._rows()[0]["input_ids"]
+        pieces = torch.tensor(ids).split(self.lengths)[1:]
+        rows = self._run({"input_ids": nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=ids[0])})
+        worst = 0.0
+        first_row = packed.flatten(0, 1)[: len(ids)]
+        for found, row in zip(first_row.split(self.lengths)[1:], rows, strict=True):
+            found, own = (x.nan_to_num(0.0, 0.0, 0.0) for x in (found, row[: len(found)]))
+            worst = max(worst, float(((found - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-30)).median()))
         return worst
 
     def _order_of_sums(self) -> float:
@@ -281,31 +288,27 @@ class _Probe:
         other = picked.clone()
         other[0] += 1
         runs = [self._run({"input_ids": self.tokens[each % len(self.tokens)]}) for each in (picked, picked, other)]
-        medians = [_changes(x[1:], y[1:]).median() for run in runs[1:] for x, y in zip(runs[0], run, strict=True)]
-        return float(max(medians))
+        return max(float(_changes(runs[0][1:], run[1:]).median()) for run in runs[1:])
 
     @torch.no_grad()
     def first_leak(self) -> str | None:
         """The first module of which an untouched token's output changes while all its inputs stay."""
         sums: list[dict[str, tuple[float, float]]] = []
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        for replaced in (None, REPLACED[0]):
-            batch = dict(self.collate(self._rows(replaced)))
-            documents = ((batch["position_ids"] == 0).flatten().cumsum(0) - 1).view(batch["position_ids"].shape)
-            seen: dict[str, tuple[float, float]] = {}
-            handles = [
-                module.register_forward_hook(_summing(name, documents != REPLACED[0], seen), with_kwargs=True)
-                for name, module in self.model.named_modules()
-            ]
-            try:
-                self._run(batch)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            sums.append(seen)
-        for module, training in modes:
-            module.training = training
+        with self._modes_restored():
+            self.model.eval()
+            *batches, _, untouched = self._batches()
+            for batch in batches:
+                seen: dict[str, tuple[float, float]] = {}
+                handles = [
+                    module.register_forward_hook(_summing(name, untouched, seen), with_kwargs=True)
+                    for name, module in self.model.named_modules()
+                ]
+                try:
+                    self._run(batch)
+                finally:
+                    for handle in handles:
+                        handle.remove()
+                sums.append(seen)
         for name, (inputs, output) in sums[0].items():
             other = sums[1].get(name)
             if other is not None and other[0] == inputs and other[1] != output:

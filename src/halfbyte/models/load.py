@@ -16,6 +16,7 @@ from ..formats.base import FLOATS
 from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
+from ..reading import read_text
 from ..reading.boundary import answered
 from .find import ModelFiles, find_model, place_of, trusted_only
 from .quiet import quiet
@@ -23,6 +24,7 @@ from .tiny import tiny_config
 from .whole import check_finite, check_loaded
 
 TOKENIZER_KINDS = {"chat_template": (str, dict, type(None)), "model_max_length": (int, float)}
+TEMPLATE = "give the path of a Jinja file as chat_template_path"
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head
 TORCHS_OWN = ("eager", "sdpa", FLEX)
@@ -149,6 +151,18 @@ def load_model(
     return model.eval()
 
 
+def check_stored(files: ModelFiles, storage: Storage) -> None:
+    """Whether a model that was quantized before is stored as something that loads.
+
+    Raises:
+        ModelError: it is not, or `storage` asks for 16 bits.
+        CheckpointError: its config does not say what it is stored as.
+    """
+    said = f"quantization_config in the config of {files.name} cannot be read"
+    with answered(said, "correct it, or use the 16-bit model"):
+        _quantized_by(copy.deepcopy(files.config), files.name, storage)
+
+
 def _quantized_by(config: Any, name: str, storage: Storage) -> dict[str, Any]:
     """What transformers is to be told so that `HalfbyteQuantizer` loads; a checkpoint that was quantized before says it
     in its own `config`, where it is put."""
@@ -171,7 +185,7 @@ def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
             ignore_mismatched_sizes=True,  # reported below, by name
             **options,
         )
-    check_loaded(info, name_or_path)
+    check_loaded(info, name_or_path, config)
     check_finite(model, name_or_path)
     return model
 
@@ -224,7 +238,8 @@ def load_tokenizer(
     name = place.name
     there = Path(name, "tokenizer.json").is_file()
     fix = "correct or re-download the tokenizer's files" if there else "put tokenizer.json beside the weights"
-    with trusted_only(name), answered(f"cannot load the tokenizer of {name!r}", fix, ModelError):
+    files = " (tokenizer.json, tokenizer_config.json)" if there else ""
+    with trusted_only(name), answered(f"cannot load the tokenizer of {name!r}{files}", fix, ModelError):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=place.revision, trust_remote_code=place.trust_remote_code
         )
@@ -241,8 +256,5 @@ def load_tokenizer(
         said = f"the tokenizer has no pad token; padding with {tokenizer.eos_token!r}, which stays trained as EOS"
         notice("pad-token", said)
     if chat_template_path is not None:
-        template = Path(chat_template_path)
-        if not template.exists():
-            raise ModelError(f"chat_template_path: there is no file {template}", "give the path of a Jinja file")
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(chat_template_path, ModelError, TEMPLATE)
     return tokenizer

@@ -51,7 +51,7 @@ def configured_recipe(precision: Precision) -> Recipe:
 
 
 def check_recipe(recipe: Recipe, device: torch.device) -> None:
-    """Whether `device` computes in it; a CPU does, in 16 or 32 bits and slowly, which is said.
+    """Whether `device` computes in it; a CPU does, in 16 or 32 bits and slowly, with a notice.
 
     Raises:
         ConfigError: a GPU without FP8 units.

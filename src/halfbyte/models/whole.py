@@ -67,7 +67,7 @@ def check_whole(place: Origin, config: Any) -> None:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name
         )
-    check_loaded(info, str(folder))
+    check_loaded(info, str(folder), config)
 
 
 def meta_model(place: Origin, config: Any = None) -> Any:
@@ -146,8 +146,11 @@ def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
     }
 
 
-def check_loaded(info: Mapping[str, Any], name: str) -> None:
+def check_loaded(info: Mapping[str, Any], name: str, config: Any) -> None:
     """What transformers' loader found: `info` as from_pretrained(output_loading_info=True) gives it.
+
+    Args:
+        config: the model's, whose keys are named where one of them says another size.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
@@ -157,8 +160,14 @@ def check_loaded(info: Mapping[str, Any], name: str) -> None:
         raise CheckpointError(message, "re-download the checkpoint")
     if misshapen := sorted(info["mismatched_keys"], key=str):
         key, found, expected = misshapen[0]
-        message = f"{name}: {key} has shape {tuple(found)}, and the model of {CONFIG} has {tuple(expected)}"
-        raise CheckpointError(f"misshapen tensors: {message}", ANOTHER)
+        others = set(expected) - set(found)
+        said = ", ".join(
+            f"{each} {size}" for each, size in _flat(config.to_dict()) if type(size) is int and size in others
+        )
+        by = f"{CONFIG} ({said})" if said else CONFIG
+        raise CheckpointError(
+            f"misshapen tensors: {name}: {key} has shape {tuple(found)}, and by {by} it is {tuple(expected)}", ANOTHER
+        )
     if unexpected := sorted(info["unexpected_keys"]):
         said = f"{name}: {len(unexpected)} tensors of the checkpoint are no part of the model, first {unexpected[0]}"
         notice(f"unexpected-{name}", said)

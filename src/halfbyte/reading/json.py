@@ -63,16 +63,16 @@ def parse_json(
         said = f"malformed JSON: {problem.msg} (column {problem.colno})"
         raise error(f"{place if line else f'{where}:{problem.lineno}'}: {said}", fix) from None
     except RecursionError:
-        raise error(f"{place}: malformed JSON: nested more than {DEEPEST} levels deep", fix) from None
+        raise error(f"{place}: nested more than {DEEPEST} levels deep", fix) from None
     except UnicodeDecodeError as problem:
         raise error(f"{place}: byte {problem.start + 1} is not UTF-8", fix or "save it as UTF-8") from None
     except UnicodeEncodeError as problem:
         half = problem.object[problem.start]
-        raise error(f"{place}: malformed JSON: half a surrogate pair ({half!r}) is no character", fix) from None
+        raise error(f"{place}: half a surrogate pair ({half!r}) is no character", fix) from None
     except _Twice as problem:
         raise error(f"{place}: the key {problem} is given twice in one object", fix or "keep one of them") from None
     except ValueError:  # int() of more digits than Python reads
-        raise error(f"{place}: malformed JSON: a number has more digits than can be read", fix) from None
+        raise error(f"{place}: a number has more digits than can be read", fix) from None
 
 
 class _Twice(Exception):

@@ -10,6 +10,7 @@ import yaml
 
 from ..files import write_text
 from ..terminal import duration, method, size, storage
+from ..words import visible
 from .run import Run, read_run
 
 HYPERPARAMETERS = (
@@ -97,8 +98,8 @@ def _results(run: Run) -> dict[str, str]:
         results["tokens per second"] = f"{run.throughput:,.0f}"
     if run.peak_bytes:
         base = ((run.memory or {}).get("measured") or {}).get("base_bytes")
-        added = f", {size(run.peak_bytes - base)} of it by the run" if base else ""
-        results["peak memory"] = size(run.peak_bytes) + added
+        beside = f", beside the process's {size(base)}" if base else ""
+        results["peak memory of the run"] = size(run.peak_bytes - (base or 0)) + beside
     if run.wall_seconds is not None:
         results["wall time"] = duration(run.wall_seconds)
     return results
@@ -127,9 +128,9 @@ def _table(facts: dict[str, str]) -> str:
 
 def _plain(words: str) -> str:
     """`words` as Markdown text: characters that would start markup are escaped, line breaks become spaces."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(words.split()))
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(visible(words).split()))
 
 
 def _code(words: str) -> str:
     """`words` inside a code span."""
-    return " ".join(words.replace("`", "'").split())
+    return " ".join(visible(words).replace("`", "'").split())

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..files import write_text
 from ..terminal import as_plan, compared, duration, method, off_by, size, storage
 from .run import Run, read_run
-from .sections import sections, text
+from .sections import sections, shown, text
 from .style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -45,9 +45,9 @@ def page(run: Run) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{text(run.model)} · halfbyte</title><style>{CSS}</style></head><body><main>"
-        f"{header(run)}{tiles(run)}"
+        f"{shown(header, run)}{shown(tiles, run)}"
         f"{problems}<nav>{links}</nav>{body}"
-        f"<footer>Written by halfbyte {text(_version(run))} from the files in {text(run.path.name)}.</footer>"
+        f"<footer>{shown(footer, run)}</footer>"
         "</main></body></html>\n"
     )
 
@@ -93,7 +93,7 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
     if run.throughput:
         yield "Throughput", f"{run.throughput:,.0f} tok/s", f"{run.step_seconds:.3g} s per step (median)"
     if run.peak_bytes:
-        yield "Peak memory", size(run.peak_bytes), _memory_remark(run)
+        yield _memory_tile(run)
     if run.wall_seconds is not None:
         last = run.train[-1] if run.train else None
         yield (
@@ -114,15 +114,16 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
         yield "Adapter", what, f"{base} base, learning rate {run.config['learning_rate']:g}"
 
 
-def _memory_remark(run: Run) -> str:
-    """How far what the run added is from its plan; the figure itself has the process's own memory in it."""
+def _memory_tile(run: Run) -> tuple[str, str, str]:
+    """What the run took beside the process that it began in, and how far that is from its plan."""
     measured = (run.memory or {}).get("measured") or {}
     predicted, added = compared(as_plan(run.memory or {}), measured | {"peak_bytes": run.peak_bytes})
-    if not predicted or run.peak_bytes is None:
-        return ""
-    whose = f"{size(added)} of it by the run, " if measured.get("base_bytes") else ""
-    return f"{whose}{off_by(predicted, added)} the predicted {size(predicted)}"
+    remarks = [f"{off_by(predicted, added)} the predicted {size(predicted)}"] if predicted else []
+    if base := measured.get("base_bytes"):
+        remarks.append(f"beside the process's {size(base)}")
+    return "Peak memory of the run", size(added), ", ".join(remarks)
 
 
-def _version(run: Run) -> str:
-    return str(((run.environment or {}).get("halfbyte") or {}).get("version") or "")
+def footer(run: Run) -> str:
+    version = ((run.environment or {}).get("halfbyte") or {}).get("version") or ""
+    return f"Written by halfbyte {text(version)} from the files in {text(run.path.name)}."

@@ -117,6 +117,8 @@ def step_times(records: list[Record]) -> str:
 
 def lengths(histogram: dict[str, Any], max_length: int | None) -> str:
     """Histogram of document lengths, with the limit where it is in view."""
+    from matplotlib.ticker import MaxNLocator
+
     edges, counts = histogram["edges"], histogram["counts"]
 
     def draw(axes: Axes) -> None:
@@ -128,7 +130,7 @@ def lengths(histogram: dict[str, Any], max_length: int | None) -> str:
             )
         _legend_above(axes)
         _count_axis(axes)
-        axes.locator_params(axis="x", nbins=7)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
     return _svg("lengths", "Histogram of document lengths", draw, "tokens per document")

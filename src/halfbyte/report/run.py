@@ -6,16 +6,17 @@ there but cannot be read is treated as missing and named in `problems`, which th
 
 from __future__ import annotations
 
-import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ..config.yaml import read_mapping
+from ..errors import CheckpointError, HalfbyteError
 from ..methods import METHODS, Numbers
+from ..reading import parse_json, read_json, read_text
 
 Record = dict[str, Any]
 
@@ -106,38 +107,44 @@ def read_run(path: Path | str) -> Run:
     """Read whatever `path` holds of a run's files."""
     run = Run(Path(path))
     config = run.path / "config.resolved.yaml"
-    if config.exists():
-        run.config_text = config.read_text(encoding="utf-8", errors="replace")
-        try:
-            run.config = yaml.safe_load(run.config_text) or {}
-        except yaml.YAMLError as error:
-            run.problems.append(f"config.resolved.yaml cannot be read: {error}")
-    for name, file in (
-        ("memory", "memory.json"),
-        ("data", "data_report.json"),
-        ("generations", "generations.json"),
-        ("environment", "environment.json"),
-        ("checks", "checks.json"),
-        ("merge", "merge.json"),
+    run.config_text = _read(run, config, read_text, CheckpointError) or ""
+    run.config = {key: found.value for key, found in (_read(run, config, read_mapping) or {}).items()}
+    for name, file, kind in (
+        ("memory", "memory.json", dict),
+        ("data", "data_report.json", dict),
+        ("generations", "generations.json", list),
+        ("environment", "environment.json", dict),
+        ("checks", "checks.json", dict),
+        ("merge", "merge.json", dict),
     ):
-        setattr(run, name, _json(run, file))
-    others = (_json(run, path.name) for path in sorted(run.path.glob("merge-*.json")))
-    run.merges = [each for each in (run.merge, *others) if isinstance(each, dict)]
+        setattr(run, name, _json(run, run.path / file, kind))
+    others = (_json(run, path, dict) for path in sorted(run.path.glob("merge-*.json")))
+    run.merges = [each for each in (run.merge, *others) if each]
+    if stopped := (run.environment or {}).get("stopped"):
+        run.problems.append(f"the run was not finished: {stopped}")
     records = _metrics(run)
     run.train = [record for record in records if record["kind"] == "train"]
     run.evals = [record for record in records if record["kind"] == "eval"]
     return run
 
 
-def _json(run: Run, file: str) -> Any:
-    path = run.path / file
+def _read(run: Run, path: Path, reader: Callable[..., Any], *how: Any) -> Any:
+    """What a reader finds in a file of the run; None where there is none, or it cannot be read."""
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        run.problems.append(f"{file} cannot be read: {error}")
+        return reader(path, *how)
+    except HalfbyteError as error:
+        run.problems.append(f"{path.name} cannot be read: {error.message}")
         return None
+
+
+def _json(run: Run, path: Path, kind: type) -> Any:
+    value = _read(run, path, read_json, CheckpointError)
+    if value is None or isinstance(value, kind):
+        return value
+    run.problems.append(f"{path.name} cannot be read: it holds no {'list' if kind is list else 'object'}")
+    return None
 
 
 def _metrics(run: Run) -> list[Record]:
@@ -145,16 +152,14 @@ def _metrics(run: Run) -> list[Record]:
 
     A run killed while writing leaves half a line, which is skipped and named.
     """
-    path = run.path / "metrics.jsonl"
-    if not path.exists():
-        return []
+    text = _read(run, run.path / "metrics.jsonl", read_text, CheckpointError) or ""
     records: dict[tuple[str, int], Record] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            records[record["kind"], record["step"]] = record
-        except (ValueError, KeyError, TypeError):
+            record = parse_json(line, "metrics.jsonl", CheckpointError, line=number)
+            records[str(record["kind"]), int(record["step"])] = record
+        except (HalfbyteError, ValueError, KeyError, TypeError):
             run.problems.append(f"metrics.jsonl line {number} cannot be read and is left out")
-    return sorted(records.values(), key=lambda record: record["step"])
+    return [record for _, record in sorted(records.items(), key=lambda each: each[0][1])]

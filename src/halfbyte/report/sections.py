@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
 
 from ..config import RunConfig
 from ..terminal import MEASURED_PARTS, MEMORY_PARTS, as_plan, measured_parts, size
+from ..words import visible
 from . import plots
 from .run import Run
 
@@ -17,16 +18,25 @@ Section = tuple[str, str, str]  # anchor, title, HTML
 
 def sections(run: Run) -> list[Section]:
     """Every section of the report, in reading order."""
-    return [
-        ("training", "Training", training(run)),
-        ("memory", "Memory", memory(run)),
-        ("data", "Data", data(run)),
-        ("masks", "What is trained on", masks(run)),
-        ("answers", "Answers before and after", answers(run)),
-        ("checks", "Merge and checks", checks(run)),
-        ("environment", "Environment", environment(run)),
-        ("configuration", "Configuration", configuration(run)),
+    parts = [
+        ("training", "Training", training),
+        ("memory", "Memory", memory),
+        ("data", "Data", data),
+        ("masks", "What is trained on", masks),
+        ("answers", "Answers before and after", answers),
+        ("checks", "Merge and checks", checks),
+        ("environment", "Environment", environment),
+        ("configuration", "Configuration", configuration),
     ]
+    return [(anchor, title, shown(section, run)) for anchor, title, section in parts]
+
+
+def shown(part: Callable[[Run], str], run: Run) -> str:
+    """A part of the page; what a changed file of the run makes impossible costs that part alone."""
+    try:
+        return part(run)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return missing(f"This cannot be shown from the run's files: {type(error).__name__}: {error}")
 
 
 def text(value: Any) -> str:
@@ -40,8 +50,8 @@ def text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return escape(", ".join(value)) or "–"
-    return escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        return escape(visible(", ".join(value))) or "–"
+    return escape(visible(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
 
 
 def missing(what: str) -> str:

@@ -19,6 +19,7 @@ from halfbyte.errors import ConfigError
 from halfbyte.files import refusal
 from halfbyte.notices import notice
 from halfbyte.processes import Process
+from halfbyte.reading import parse_json
 
 NAME = ".lock"
 HELD = (errno.EACCES, errno.EAGAIN)
@@ -47,7 +48,7 @@ def run_lock(output: Path) -> Iterator[None]:
         output.mkdir(parents=True, exist_ok=True)
         descriptor = _open_locked(output / NAME)
     except OSError as error:
-        message, fix = refusal(output, error)
+        message, fix = refusal(error.filename or output, error)
         raise ConfigError(f"output_dir: {message}", fix) from error
     place = output.resolve()
     _ours.add(place)
@@ -113,7 +114,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Lock the file; False, which is said, where the file system cannot.
+    """Lock the file; False, with a notice, where the file system cannot.
 
     Raises:
         ConfigError: another process holds it.
@@ -151,7 +152,7 @@ def _is_still(descriptor: int, path: Path) -> bool:
 def _holder(descriptor: int) -> _Holder | None:
     """Who is named in the lock file."""
     try:
-        named = json.loads(os.pread(descriptor, 4096, 0))
+        named = parse_json(os.pread(descriptor, 4096, 0), NAME)
         return _Holder(str(named["host"]), Process(named["machine"], int(named["pid"]), int(named["since"])))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ConfigError, OSError, ValueError, KeyError, TypeError):
         return None

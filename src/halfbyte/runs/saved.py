@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, load_config, resolve
 from ..errors import CheckpointError
+from ..files import clear_leftovers
 from ..models.find import find_model, look_over, trusted_only
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
@@ -55,6 +56,7 @@ def find(name: str) -> Place:
     folder = Path(name)
     if not folder.is_dir():
         return Place(name, None, None)
+    clear_leftovers(folder)  # what a process that was killed had taken out of its place is put back
     for adapter in (folder / "adapter", folder):
         if (adapter / "adapter_config.json").is_file():
             resolved = next((at / RESOLVED for at in (folder, folder.parent) if (at / RESOLVED).is_file()), None)

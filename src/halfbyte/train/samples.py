@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
+from ..data.chat import prompt_text
 from ..generation import forget, generate
 from ..generation.engine import context_length
+from ..generation.run import ACTIVE
 from ..hardware import free_cached_memory
 from ..ops import IGNORE_INDEX
+from ..qat.layers import QATLinear
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
 LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
@@ -21,7 +25,8 @@ LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, their text, and what the data says comes next (None for prompts from the config)."""
+    """Token ids to continue, their text as the model gets it, special tokens included, and what the data says comes
+    next (None for prompts from the config)."""
 
     ids: list[int]
     text: str
@@ -48,8 +53,8 @@ def _given(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> Pr
     if not templated:
         return Prompt(tokenizer(text)["input_ids"], text)
     turns = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return Prompt(tokenizer(rendered, add_special_tokens=False)["input_ids"], text)
+    rendered = prompt_text(tokenizer, turns)
+    return Prompt(tokenizer(rendered, add_special_tokens=False)["input_ids"], rendered)
 
 
 def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -61,7 +66,7 @@ def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if begin <= 1:  # trained from the start: plain text
         begin = max(1, min(TEXT_PROMPT_TOKENS, length // 2))
     end = next((at for at in range(begin, length) if labels[at] == IGNORE_INDEX), length)
-    return Prompt(list(ids[:begin]), _text(tokenizer, ids[:begin]), _text(tokenizer, ids[begin:end]))
+    return Prompt(list(ids[:begin]), str(tokenizer.decode(ids[:begin])), _text(tokenizer, ids[begin:end]))
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
@@ -77,13 +82,21 @@ def answer(
     """
     model.eval()
     answers = []
-    limit = context_length(model)
+    limit, adapter = context_length(model), None if _computes_nothing_yet(model) else ACTIVE
     try:
         for prompt in prompts:
             new = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids))
-            tokens = generate(model, [prompt.ids], max_new_tokens=new, stops=stops)[0] if new > 0 else []
-            answers.append(_text(tokenizer, tokens))
+            keys: dict[str, Any] = {"max_new_tokens": new, "stops": stops, "adapter": adapter}
+            answers.append(_text(tokenizer, generate(model, [prompt.ids], **keys)[0] if new > 0 else []))
     finally:
         forget(model)
         free_cached_memory(next(model.parameters()).device)  # the pools of graphs are nobody else's
     return answers
+
+
+def _computes_nothing_yet(model: Any) -> bool:
+    """Whether the answers are the base's, which take half the time: all that is trained but A is still zero."""
+    if not isinstance(model, PeftModel) or any(isinstance(module, QATLinear) for module in model.modules()):
+        return False
+    trained = {name: values for name, values in model.named_parameters() if values.requires_grad}
+    return not any(bool(values.any()) for name, values in trained.items() if ".lora_A." not in name)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.config import dump_config
+from halfbyte.config import RunConfig, dump_config, dump_given
 from halfbyte.errors import ConfigError
 from halfbyte.files import write_json, write_text
 from halfbyte.notices import said
 from halfbyte.plan.policy import in_words
 
+from ..reading import read_text
+from ..words import one_line
 from . import checkpoint as checkpoints
 from .metrics import MetricsFile
 from .prepare import PreparedRun
+
+MARK = "# Written by halfbyte: the keys that were given."
+SHORT = "run.yaml"
+FIRST = ("config.resolved.yaml", "data_report.json", "memory.json", "environment.json", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,9 @@ class OpenRun:
     metrics: MetricsFile
 
 
-def open_run(prepared: PreparedRun, resume: str | bool | None) -> OpenRun:
-    """Write config.resolved.yaml, data_report.json, memory.json and environment.json.
+@contextlib.contextmanager
+def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenRun]:
+    """Write the `FIRST` files; where the run ends before it has made a step, they go again.
 
     Args:
         resume: that `prepared` was prepared with.
@@ -45,19 +54,45 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> OpenRun:
     config, output = prepared.config, prepared.config.output_path
     run = OpenRun(prepared, output, MetricsFile(output / "metrics.jsonl"))
     if not prepared.mesh.is_main:
-        return run
+        yield run
+        return
     if checkpoints.starting_point(config, resume) != prepared.checkpoint:
         raise ConfigError(f"output_dir: another run has saved a checkpoint in {output} meanwhile", "start again")
+    try:
+        _write_first(run)
+        yield run
+    finally:
+        if not (prepared.checkpoint or checkpoints.results_in(output)):
+            for name in (*FIRST, *([SHORT] if _is_ours(output / SHORT) else [])):
+                (output / name).unlink(missing_ok=True)
+
+
+def _write_first(run: OpenRun) -> None:
+    output, checkpoint = run.output, run.prepared.checkpoint
     output.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers(output)
-    if prepared.checkpoint:
-        checkpoints.set_aside_newer(output, prepared.checkpoint)
-    run.metrics.keep_until(checkpoints.step_of(prepared.checkpoint) if prepared.checkpoint else -1)
-    write_text(output / "config.resolved.yaml", dump_config(config))
-    write_json(output / "data_report.json", prepared.data.report)
+    if checkpoint:
+        checkpoints.set_aside_newer(output, checkpoint)
+    run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
+    write_text(output / "config.resolved.yaml", dump_config(run.prepared.config))
+    _write_short(output / SHORT, run.prepared.config)
+    write_json(output / "data_report.json", run.prepared.data.report)
     write_memory(run, {})
     write_environment(run)
-    return run
+
+
+def _write_short(file: Path, config: RunConfig) -> None:
+    """What this run was asked for, as a file that `halfbyte train` takes; a file of the user's own stays."""
+    if not file.exists() or _is_ours(file):
+        again = one_line(f"halfbyte train {file} output_dir=NEW")
+        write_text(file, f"{MARK} `{again}` does the same again.\n{dump_given(config)}")
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return read_text(file, ConfigError).startswith(MARK)
+    except ConfigError:
+        return False
 
 
 def write_memory(run: OpenRun, measured: dict[str, int]) -> None:

@@ -88,18 +88,24 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     console = console if console is not None and mesh.is_main else Console(quiet=True)
     with contextlib.nullcontext() if mesh.is_main else silent():
         prepared = prepare_run(config, resume, console, mesh)
-        with run_lock(config.output_path):
-            return _open_and_run(prepared, resume, console)
+        with run_lock(config.output_path), open_run(prepared, resume) as run:
+            return _run_or_report(run, console)
 
 
-def _open_and_run(prepared: PreparedRun, resume: str | bool | None, console: Console) -> RunResult:
+def _run_or_report(run: OpenRun, console: Console) -> RunResult:
+    prepared = run.prepared
     try:
         with _settings(prepared):
-            return _run(open_run(prepared, resume), console)
+            return _run(run, console)
+    except TrainingError as error:
+        _report_stopped(run, error, console)
+        raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise TrainingError(advise_out_of_memory(prepared.plan, error, prepared.config)) from error
+        stopped = TrainingError(advise_out_of_memory(prepared.plan, error, prepared.config))
+        _report_stopped(run, stopped, console)
+        raise stopped from error
     finally:
         _release(prepared.machine.device)
 
@@ -273,6 +279,16 @@ def _report(job: OpenRun, console: Console) -> None:
     report = write_report(job.output)
     saved = "adapter" if job.prepared.config.use_peft else "model"
     console.print(one_line(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
+
+
+def _report_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
+    """What the steps before it came to, where there were any; nothing where the disk is full, which the error says."""
+    if run.prepared.mesh.is_main and any(record["kind"] == "train" for record in run.metrics.records()):
+        from halfbyte.report import write_report
+
+        with contextlib.suppress(TrainingError):
+            write_environment(run, finished=time.time(), stopped=error.message)
+            console.print(one_line(f"report until then: {write_report(run.output)}"), soft_wrap=True)
 
 
 def _summary(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:

@@ -128,9 +128,9 @@ class Kernel:
                 ctypes.byref(each), self._function, threads, ctypes.c_size_t(self._shared)
             )
         )
-        room = each.value * device_at(device).multiprocessors
-        if not able.value or room < blocks:
-            raise Unavailable(f"the device runs {room if able.value else 0} of {blocks} blocks at once")
+        at_once = each.value * device_at(device).multiprocessors
+        if not able.value or at_once < blocks:
+            raise Unavailable(f"the device runs {at_once if able.value else 0} of {blocks} blocks at once")
 
     def _check(self, status: int) -> None:
         if status:

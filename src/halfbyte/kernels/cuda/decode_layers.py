@@ -84,7 +84,7 @@ def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) ->
 
 
 class Stacked:
-    """A stack as the kernel reads it: tables of pointers, tensors behind them, and room for what products exchange.
+    """A stack as the kernel reads it: tables of pointers, tensors behind them, and buffers for what products exchange.
 
     Raises:
         Unavailable: the kernel does not compile here.
@@ -108,7 +108,7 @@ class Stacked:
         self.group = stack.heads // first.keys.shape[1]
         self.head, key_heads = first.keys.shape[3], first.keys.shape[1]
 
-        def room(*shape: int, dtype: torch.dtype) -> int:
+        def buffer(*shape: int, dtype: torch.dtype) -> int:
             return self._hold(torch.zeros(shape, dtype=dtype, device=hidden.device))
 
         at_once = queries_of(batch, self.head, self.group)
@@ -125,9 +125,9 @@ class Stacked:
         self.step = Step(
             layers=self._hold(torch.frombuffer(bytearray(table), dtype=torch.uint8).to(hidden.device)),
             norm=first.norm.data_ptr(), hidden=self.hidden.data_ptr(), normed=(_P * 2)(*places[:2]), qkv=places[2],
-            attended=places[3], gated=places[4], squares=room(batch, width // (16 * blocks.rt), dtype=torch.int64),
-            shares=room(units * at_once, self.splits - 1, self.head + 2, dtype=torch.int64),
-            low=room(self.shares, batch, self.ranks, dtype=torch.int64), counters=room(2, dtype=torch.int32),
+            attended=places[3], gated=places[4], squares=buffer(batch, width // (16 * blocks.rt), dtype=torch.int64),
+            shares=buffer(units * at_once, self.splits - 1, self.head + 2, dtype=torch.int64),
+            low=buffer(self.shares, batch, self.ranks, dtype=torch.int64), counters=buffer(2, dtype=torch.int32),
             cos=self._hold(stack.cos), sin=self._hold(stack.sin), padding=stack.padding.data_ptr(),
             slot=stack.slot.data_ptr(), count=len(layers), batch=batch, width=width, heads=stack.heads,
             key_heads=key_heads, slots=first.keys.shape[2], eps=stack.eps, scale=stack.scale,

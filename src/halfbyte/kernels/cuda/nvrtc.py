@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...dispatch import Unavailable
+from ...errors import TrainingError
+from ...files import new_file
 from ..native import cache_folder
 
 FOLDER = Path(__file__).parent
@@ -63,12 +63,10 @@ def cubin(
     if not built.exists():
         code = compiled(files, options)
         try:
-            built.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=built.parent, delete=False) as aside:
-                aside.write(code)
-            os.replace(aside.name, built)
-        except OSError as error:
-            raise Unavailable(f"cannot write to {built.parent}: {error.strerror}") from error
+            with new_file(built) as aside:
+                aside.write_bytes(code)
+        except TrainingError as error:
+            raise Unavailable(error.message) from error
     code = built.read_bytes()
     return Image(code, *checked(exported(code), name, structs))
 

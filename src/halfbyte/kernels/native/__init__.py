@@ -14,7 +14,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 
 from ... import files
 from ...dispatch import Unavailable
-from ...errors import ConfigError
+from ...errors import ConfigError, TrainingError
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 
@@ -85,19 +84,16 @@ def library(name: str) -> ctypes.CDLL:
 
 def _build(command: list[str], source: Path, built: Path) -> None:
     try:
-        built.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-            aside = Path(folder) / built.name
+        with files.new_file(built) as aside:
             done = subprocess.run(
                 [*command, str(source), "-o", str(aside), "-lm"], capture_output=True, text=True, check=False
             )
-            if done.returncode or not aside.exists():
+            if done.returncode or not aside.exists() or not aside.stat().st_size:
                 said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
                 reason = said[0].strip() if said else f"exit code {done.returncode}, without a word"
                 raise Unavailable(f"{command[0]} failed: {reason}")
-            os.replace(aside, built)
-    except OSError as error:
-        raise Unavailable(f"cannot write to {built.parent}: {error.strerror}") from error
+    except TrainingError as error:
+        raise Unavailable(error.message) from error
 
 
 @functools.cache

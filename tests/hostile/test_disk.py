@@ -1,0 +1,191 @@
+"""Killed at any moment, and a disk that is full from any write on: a clean error or none, nothing left, the same bytes.
+
+The slow tests try 100 moments and every write; what runs always is a sample of both.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hostile import Case, judge, snapshot
+from hostile_stage import Ended, Stage
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="forks, and preloads C")
+
+SOURCE = Path(__file__).with_name("full_disk.c")
+KEYS = "max_steps=5 save_steps=2 save_total_limit=1 eval_split_size=2 eval_steps=2 lora_dropout=0.1 sample_prompts=1"
+COMMANDS = {
+    "train": f"train run.yaml {KEYS} sample_max_new_tokens=2 --resume",
+    "merge": "merge run m",
+    "export": "export run --gguf q8_0 --out x.gguf",
+}
+OUTPUTS = {"train": "out", "merge": "m", "export": "x.gguf"}
+MEASURED = {"time", "seconds", "step_seconds", "tokens_per_second", "memory_bytes"}
+SAMPLE = 3
+
+
+@pytest.fixture(scope="module")
+def disk(environment, base, tmp_path_factory) -> Iterator["Disk"]:
+    """Folders on a disk that can be full, and a stage of its own, whose children fail to write there."""
+    shim = tmp_path_factory.mktemp("shim") / "full_disk.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(SOURCE), "-o", str(shim), "-ldl"], check=True)
+    stage = Stage(environment | {"LD_PRELOAD": str(shim)})
+    stage.import_all(json.loads((base.parent / "modules.json").read_text()))
+    yield Disk(stage, environment, base)
+    stage.close()
+
+
+class Disk:
+    """Runs commands in fresh folders, each with what a case finds and its own cache and folder of temporary files."""
+
+    def __init__(self, stage: Stage, environment: dict[str, str], base: Path):
+        self.stage, self.environment, self.base = stage, environment, base
+        self._whole: dict[str, tuple[object, float]] = {}
+
+    @contextmanager
+    def folder(self, *given: str) -> Iterator[Path]:
+        room = Path(tempfile.mkdtemp(prefix="disk-"))
+        shutil.copytree(self.base, room / "case", ignore=lambda *_: {"run", "stopped"} - set(given))
+        for name in ("scratch", "tmp", "cache"):
+            (room / name).mkdir()
+        (room / "cache" / "native").symlink_to(Path(self.environment["HALFBYTE_CACHE"]) / "native")
+        yield room / "case"
+        shutil.rmtree(room)
+
+    def run(self, folder: Path, command: str, *, full: int | None = None, **wishes) -> Ended:
+        room = folder.parent
+        theirs = self.environment | {"TMPDIR": str(room / "tmp"), "HALFBYTE_CACHE": str(room / "cache")}
+        if full is not None:
+            theirs |= {"FULL_AFTER": str(full), "FULL_UNDER": str(room)}
+        scratch = Path(tempfile.mkdtemp(prefix="disk-streams-"))
+        ended = self.stage.run(command.split(), folder, scratch, environment=theirs, limit=120, **wishes)
+        shutil.rmtree(scratch)
+        return ended
+
+    def whole(self, name: str) -> tuple[object, float]:
+        """What an undisturbed command writes, and the seconds it takes."""
+        if name not in self._whole:
+            with self.folder("run") as folder:
+                ended = self.run(folder, COMMANDS[name])
+                assert ended.code == 0, ended.err.decode()
+                self._whole[name] = written(folder, name), ended.seconds
+        return self._whole[name]
+
+
+def written(folder: Path, name: str) -> object:
+    """All that a command wrote and that does not depend on time or place."""
+    if name == "train":
+        lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+        records = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+        return records, snapshot(folder / "out" / "adapter"), sorted(os.listdir(folder / "out"))
+    if name == "merge":
+        return snapshot(folder / "m")
+    return {file: digest for file, digest in snapshot(folder).items() if file.startswith("x.")}
+
+
+@contextmanager
+def collected(wrong: list[str]) -> Iterator[None]:
+    """One failure does not hide the others."""
+    try:
+        yield
+    except AssertionError as error:
+        print(f"WRONG {error}", flush=True)
+        wrong.append(str(error))
+
+
+def again(disk: Disk, folder: Path, name: str) -> Ended:
+    """Run it once more, to its end, unless it had come to that."""
+    if name != "train" and (folder / OUTPUTS[name]).exists():
+        if name == "export":  # a file of its own, written last
+            (folder / "x.gguf").unlink()
+        else:
+            (folder / "next").touch()
+            return disk.run(folder, "env")
+    return disk.run(folder, COMMANDS[name])
+
+
+def check_rerun(disk: Disk, folder: Path, name: str, when: str) -> None:
+    """The next command ends as if nothing had happened, and nothing hidden is left."""
+    ended = again(disk, folder, name)
+    assert ended.code == 0, f"{when}: {ended.err.decode()}"
+    assert written(folder, name) == disk.whole(name)[0], when
+    hidden = [path for path in folder.rglob(".*") if path.is_file() or path.is_dir()]
+    assert not hidden, f"{when}: {hidden}"
+
+
+# --- killed ----------------------------------------------------------------------------------------------------------
+
+
+def kill(disk: Disk, name: str, moments: int, seed: int) -> None:
+    seconds, chance, wrong = disk.whole(name)[1], random.Random(seed), []
+    for _ in range(moments):
+        with disk.folder("run") as folder, collected(wrong):
+            when = chance.uniform(0.0, 1.1 * seconds)
+            ended = disk.run(folder, COMMANDS[name], signal="SIGKILL", when=when)
+            left = [path.name for path in folder.rglob(".*")]
+            said = f"killed after {when:.3f} s (exit {ended.code}, left {left})"
+            print(name, said, flush=True)
+            check_rerun(disk, folder, name, said)
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_killed_at_some_moments(disk, name):
+    kill(disk, name, SAMPLE, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_killed_at_100_moments(disk, name):
+    kill(disk, name, int(os.environ.get("KILLS", "100")), seed=2)
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+def fill(disk: Disk, name: str, full: int) -> bool:
+    """Whether the command failed on a disk that takes `full` writes; it has said so, and the next one is whole."""
+    with disk.folder("run") as folder:
+        before = snapshot(folder)
+        ended = disk.run(folder, COMMANDS[name], full=full)
+        if ended.code == 0:
+            assert written(folder, name) == disk.whole(name)[0]
+            return False
+        after = snapshot(folder)
+        allowed = ("out", "out/*") if name == "train" else ("x.gguf",)
+        case = Case("", COMMANDS[name], says="the disk is full", fix="free some space", seconds=60, memory=4096)
+        others = ("wrote ", "says 'Loading", "prints '\\r'")
+        wrong = [each for each in judge(case, ended, before, after, []) if not each.startswith(others)]
+        wrong += [f"wrote {each}" for each in after if each not in before and not each.startswith(allowed)]
+        assert not wrong, f"after {full} writes: {wrong}\n{ended.err.decode()}"
+        check_rerun(disk, folder, name, f"full after {full} writes")
+        return True
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_full_from_some_writes_on(disk, name):
+    chance = random.Random(3)
+    for _ in range(SAMPLE):
+        fill(disk, name, chance.randrange(60))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_full_from_every_write_on(disk, name):
+    full, fails, wrong = 0, True, []
+    while fails:
+        with collected(wrong):
+            fails = fill(disk, name, full)
+        full += 1
+    print(f"{name}: {full - 1} writes, {len(wrong)} wrong", flush=True)
+    assert not wrong, "\n\n".join(wrong)

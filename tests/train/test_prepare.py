@@ -1,0 +1,217 @@
+"""What is known of a run before its first step, and that nothing is written for it."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from test_sft import keys, run
+from tiny_runs import rows
+from transformers.modeling_utils import AttentionInterface
+
+from halfbyte import notices
+from halfbyte.config import load_config
+from halfbyte.data.batches import largest_id, longest_row
+from halfbyte.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.memory.batches import Batches
+from halfbyte.models.limits import check_positions, check_token_ids
+from halfbyte.models.load import check_attention
+from halfbyte.optim import OPTIMIZERS, Optimizer
+from halfbyte.plan.advice import check_fits
+from halfbyte.runs.inputs import look_over_output
+from halfbyte.runs.lock import check_free, run_lock
+from halfbyte.train import sft
+from halfbyte.train.prepare import prepare_run
+from halfbyte.train.rehearsal import trackers, try_optimizer
+
+CPU = torch.device("cpu")
+
+
+def prepared(place, output, **changed):
+    return prepare_run(load_config(None, keys(place, output, **changed)))
+
+
+@pytest.fixture(scope="module")
+def adapter(place, tmp_path_factory):
+    """A saved adapter of rank 4."""
+    out = tmp_path_factory.mktemp("adapter") / "out"
+    run(place, out, max_steps=1, sample_prompts=0)
+    return out / "adapter"
+
+
+def test_a_prepared_run_has_written_nothing_and_says_what_train_says(place, tmp_path):
+    made = prepared(place, tmp_path / "new" / "out")
+    assert made.plan.fits
+    assert len(made.prompts) == 2
+    assert made.total_steps == 6
+    assert not list(tmp_path.iterdir())
+    said = []
+    for start in (prepared, run):
+        with pytest.raises(ModelError, match="q_prj") as refused:
+            start(place, tmp_path / "new" / "out", target_modules=["q_prj"])
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_a_run_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("", " ", "a\0b", "file", "file/below", "link", "x" * 300, "new/" + "x" * 300, "deep/" * 1000):
+        with pytest.raises(ConfigError, match="output_dir"):
+            look_over_output(name if name.strip() == "" else f"{tmp_path}/{name}")
+    for name in ("new", "new/below", ".", "[bold]ü"):
+        look_over_output(f"{tmp_path}/{name}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_a_folder_is_asked_for_without_being_locked(tmp_path):
+    check_free(tmp_path / "out")
+    with run_lock(tmp_path / "out"):
+        with pytest.raises(ConfigError, match="is writing into"):
+            check_free(tmp_path / "out")
+        with pytest.raises(ConfigError, match="is writing into"):  # the look has not given it up
+            run_lock(tmp_path / "out").__enter__()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_would(place, tmp_path):
+    with pytest.raises(ConfigError, match=r"memory_limit_gib: 0.001 leaves 1.0 MiB") as refused:
+        run(place, tmp_path / "out", memory_limit_gib=0.001)
+    assert "or raise memory_limit_gib to 0." in refused.value.fix
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_knows_better_than_the_plan_says_so(place, tmp_path):
+    """By a limit above what is free, which the plan is not made for."""
+    made = prepared(place, tmp_path)
+    plan = dataclasses.replace(made.plan, capacity_bytes=made.plan.total // 2)
+    fit = {"rows": 20, "batches": lambda config: Batches.alike(1, 8)}
+    with pytest.raises(ConfigError, match=r"memory_limit_gib: 0.* has it tried all the same"):
+        check_fits(plan, made.config, made.files.config, **fit)
+    notices.forget()
+    check_fits(plan, made.config.model_copy(update={"memory_limit_gib": 1.0}), made.files.config, **fit)
+    assert "memory_limit_gib allows as much: it is tried" in notices.said()["memory_plan"]
+
+
+def test_a_rough_guess_refuses_nothing(place, tmp_path):
+    made = prepared(place, tmp_path)
+    plan = dataclasses.replace(made.plan, capacity_bytes=1000, rough=True)
+    notices.forget()
+    check_fits(plan, made.config, made.files.config, rows=20, batches=None)
+    assert "which is a rough guess" in notices.said()["memory_plan"]
+
+
+def test_a_continued_adapter_is_planned_by_its_own_rank(place, tmp_path, adapter):
+    same = prepared(place, tmp_path, r=4)
+    other = prepared(place, tmp_path, r=64, adapter_path=str(adapter))
+    assert other.plan.adapters == same.plan.adapters
+
+
+def test_a_continued_adapter_must_fit_the_model(place, tmp_path, adapter):
+    shutil.copytree(adapter, tmp_path / "wrong")
+    saved = json.loads((tmp_path / "wrong/adapter_config.json").read_text())
+    (tmp_path / "wrong/adapter_config.json").write_text(json.dumps(saved | {"r": 2}))
+    with pytest.raises(CheckpointError, match="has shape"):
+        prepared(place, tmp_path / "out", adapter_path=str(tmp_path / "wrong"))
+
+
+def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=sizes | {"head_dim": 16, "num_hidden_layers": 2, "vocab_size": 272, "sliding_window": 16},
+        vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"patch_size": 14, "image_size": 56},
+        mm_tokens_per_image=4,
+        image_token_index=271,
+    )
+    shutil.copytree(place / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    keys = {"model_name_or_path": str(tmp_path / "model"), "use_peft": False, "load_in_4bit": False}
+    made = prepared(place, tmp_path / "out", **keys)
+    model = sft._trainable_model(made, {})
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert not [name for name in trained if "vision" in name or "projector" in name]
+    assert made.plan.adapters == sum(parameter.nbytes for parameter in trained.values())
+
+
+# --- what is tried ----------------------------------------------------------------------------------------------------
+
+
+def test_trackers_are_there_or_named():
+    assert not trackers([])
+    assert not trackers(["none"])
+    for name in ("nonsense", "comet_ml"):
+        with pytest.raises(ConfigError, match=f"report_to: {name}: "):
+            trackers([name])
+
+
+def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
+    def config(**changed):
+        return load_config(None, {"model_name_or_path": "m", "dataset": "d", **changed})
+
+    for name in ("adamw_torch_fused", "adafactor", "sgd"):
+        try_optimizer(config(optim=name), CPU)
+
+    def broken(model, settings):
+        raise RuntimeError("\nno CUDA here\nmore")
+
+    monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model: 0))
+    with pytest.raises(ConfigError, match=r"optim: sgd does not run on cpu: no CUDA here\n  fix"):
+        try_optimizer(config(optim="sgd"), CPU)
+    monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model: 0, package="not_there"))
+    with pytest.raises(ConfigError, match="needs the package not_there"):
+        try_optimizer(config(optim="sgd"), CPU)
+
+
+def test_a_schedule_is_tried_at_its_ends(place, tmp_path):
+    for changed in ({"learning_rate": 1e-9}, {"max_steps": 1, "warmup_steps": 1}):
+        with pytest.raises(ConfigError, match="lr_scheduler_type: polynomial of"):
+            prepared(place, tmp_path, lr_scheduler_type="polynomial", **changed)
+
+
+def test_attention_is_tried_on_a_small_model(place, monkeypatch):
+    config = transformers.AutoConfig.from_pretrained(place / "model")
+
+    def broken(*inputs, **options):
+        raise RuntimeError("no kernel for sm_61")
+
+    AttentionInterface.register("mine", broken)
+    with pytest.raises(ConfigError, match="attn_implementation: mine does not train this model on cpu: no kernel for"):
+        check_attention(config, "mine", CPU, trains=True)
+    check_attention(config, "eager", CPU, trains=True)
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+
+def test_ids_beyond_the_embeddings_are_named():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(n_layer=1, vocab_size=10))
+    check_token_ids(model, 9, 0)
+    for largest, pad, words in ((10, 0, "tokens of the data the id 10"), (9, 11, "padding the id 11")):
+        with pytest.raises(ModelError, match=f"{words}, and the model has embeddings for 0 to 9"):
+            check_token_ids(model, largest, pad)
+
+
+def test_positions_that_a_model_has_not():
+    learned = transformers.GPT2Config(n_positions=64, n_layer=1)
+    check_positions(learned, 64)
+    with pytest.raises(ConfigError, match="rows have up to 65 tokens, and the model was made for 64") as refused:
+        check_positions(learned, 65)
+    assert refused.value.fix == "set max_length: 64"
+    notices.forget()
+    check_positions(transformers.LlamaConfig(max_position_embeddings=64), 65)
+    assert "positions" in notices.said()
+
+
+def test_rows_that_were_left_out_count_for_nothing():
+    data = rows(8)
+    lengths = [len(row["input_ids"]) for row in data]
+    kept = [index for index in range(8) if lengths[index] < max(lengths)]
+    assert longest_row(data.select(kept)) < max(lengths)
+    assert largest_id(Dataset.from_dict({"input_ids": [[1, 99], [3]]}).select([1])) == 3
