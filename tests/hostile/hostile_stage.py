@@ -21,6 +21,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -87,9 +88,10 @@ class Stage:
             scratch: folder for its streams.
             wishes: environment (all of it), stdin (bytes), limit (seconds), limits (a resource's name to its number;
                 RLIMIT_AS counts from what the stage has), columns (a terminal that wide; its output is `out`), fresh
-                (a new python, not a fork), signal (its name) and when (a glob that shows that it is time, or seconds),
-                closed (numbers of streams), broken (streams into a pipe that nobody reads), call (module:function for
-                the arguments, in place of a command).
+                (a new python, not a fork), signal (its name) and when (a glob that shows that it is time, or
+                "glob: text in that file", or seconds),
+                closed (numbers of streams), broken (streams into a pipe that nobody reads), full (streams onto a full
+                disk), nowhere (its folder is gone), call (module:function for the arguments, in place of a command).
         """
         (scratch / "in").write_bytes(wishes.pop("stdin", b""))
         found = self.ask(arguments=arguments, place=str(place), scratch=str(scratch), **wishes)
@@ -171,7 +173,9 @@ def _watch(child: int, request: dict, began: float, master: int | None) -> bool:
 def _is_time(request: dict, began: float) -> bool:
     when = request["when"]
     if isinstance(when, str):
-        return bool(glob.glob(when, root_dir=request["place"], include_hidden=True))
+        paths, _, text = when.partition(": ")
+        found = glob.glob(paths, root_dir=request["place"], include_hidden=True)
+        return bool(found) and (not text or text in Path(request["place"], found[0]).read_text())
     return time.monotonic() - began >= when
 
 
@@ -224,6 +228,11 @@ def _become(request: dict, slave: int | None) -> None:
         resource.setrlimit(getattr(resource, name), (most + extra, most + extra))
     for number in request.get("closed", ()):
         os.close(number)
+    for number in request.get("full", ()):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+    if request.get("nowhere"):
+        os.chdir(tempfile.mkdtemp())
+        os.rmdir(os.getcwd())
     for number in request.get("broken", ()):
         reader, writer = os.pipe()
         os.close(reader)

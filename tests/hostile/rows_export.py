@@ -13,8 +13,8 @@ ROWS = [
         never=(".m.",),
         seconds=4,
     ),
-    Case("73 a model with NaN", "export model --gguf f16 --out x.gguf", says="nan", files={WEIGHTS: nan(QUERY)}),
-    Case("73 a norm of NaN", "export model --gguf f16 --out x.gguf", says="nan", files={WEIGHTS: nan(NORM)}),
+    Case("73 a model with NaN", "export model --gguf f16 --out x.gguf", says="NaN", files={WEIGHTS: nan(QUERY)}),
+    Case("73 a norm of NaN", "export model --gguf f16 --out x.gguf", says="NaN", files={WEIGHTS: nan(NORM)}),
     Case(
         "58 merge where nothing may be written",
         "merge run shut/m",
@@ -28,6 +28,12 @@ ROWS = [
         says="shut",
         files={"shut": None, "shut/": mode(0o555)},
     ),
+    *[
+        Case(f"81 {name} while {command.split()[0]}ing", command, code=code, given=("run",), wishes=wishes, seconds=6)
+        for name, code in (("SIGTERM", 143), ("SIGHUP", 129))
+        for command, aside in (("merge run m", ".m.*"), ("export model --gguf f16 --out x.gguf", ".x.gguf.*"))
+        for wishes in [{"signal": name, "when": aside}]
+    ],
     Case("60 merge into /proc", "merge run /proc/m", says="/proc/m", given=("run",), never=("no space",)),
     Case("+ merge over something", "merge run model", says="model", given=("run",)),
     Case("+ an unknown type", "export model --gguf q9_9", says="q9_9", fix="q8_0"),

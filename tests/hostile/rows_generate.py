@@ -40,7 +40,7 @@ ROWS = [
     loaded(
         "50 an adapter that is a pickle",
         {ADAPTER: gone, "run/adapter/adapter_model.bin": pickle.dumps(Pwned())},
-        says="adapter_model.bin",
+        says="adapter_model",
     ),
     loaded("50 an adapter's config cut short", {CONFIG: cut()}, says="adapter_config.json"),
     loaded("50 an adapter's config of a list", {CONFIG: "[]"}, says="adapter_config.json"),

@@ -59,9 +59,7 @@ ROWS = [
         says=("config.json", "num_hidden_layers"),
         files={CONFIG: edited(num_hidden_layers=-1)},
     ),
-    Case(
-        "34 wider than memory", both(), says=("config.json", "hidden_size"), files={CONFIG: edited(hidden_size=10**9)}
-    ),
+    Case("34 wider than memory", both(), says="config.json", files={CONFIG: edited(hidden_size=10**9)}),
     Case("30 config.json is a list", both(), says="config.json", files={CONFIG: "[]"}),
     Case("30 config.json is cut", both(), says="config.json", files={CONFIG: cut()}),
     Case(
@@ -74,31 +72,36 @@ ROWS = [
     Case(
         "31 a template that counts",
         both("chat_template_path=chat.jinja"),
-        says="chat.jinja",
+        says="template",
+        fix="chat_template_path",
         files=template("{% for i in range(1000000000) %}x{% endfor %}"),
     ),
     Case(
         "31 a template that counts twice",
         both("chat_template_path=chat.jinja"),
-        says="chat.jinja",
+        says="template",
+        fix="chat_template_path",
         files=template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
     ),
     Case(
         "31 a template of 10 GB",
         both("chat_template_path=chat.jinja"),
-        says="chat.jinja",
+        says="template",
+        fix="chat_template_path",
         files=template("{{ 'x' * 10000000000 }}"),
     ),
     Case(
         "31 a template that is no template",
         both("chat_template_path=chat.jinja"),
-        says="chat.jinja",
+        says="template",
+        fix="chat_template_path",
         files=template("{% for %}"),
     ),
     Case(
         "31 a template that reaches out",
         both("chat_template_path=chat.jinja"),
-        says="chat.jinja",
+        says="template",
+        fix="chat_template_path",
         files=template("{{ ''.__class__.__mro__ }}"),
     ),
     Case(

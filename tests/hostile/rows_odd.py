@@ -170,7 +170,7 @@ MODELS = [
         TEMPLATE.partition("{% if add_generation_prompt %}")[0]}),
     refused("+ a template in the model's folder that is none", "chat_template.jinja", files={
          "model/chat_template.jinja": "{% if"}),
-    refused("+ ids past the embeddings", "vocab", files={CONFIG: edited(vocab_size=20),
+    refused("+ ids past the embeddings", "config.json", files={CONFIG: edited(vocab_size=20),
         WEIGHTS: tensors(lambda held: held.update({name: held[name][:20].clone(
         ) for name in held if "embed" in name or "lm_head" in name}))}),
     *[refused(f"+ config.json with {key}: {value!r}", "config", files={CONFIG: edited(**{key: value})}) for key,
@@ -185,7 +185,7 @@ MODELS = [
         ("quantization_config", {"quant_method": "magic"}), ("tie_word_embeddings", "maybe"))],
     either("+ config.json with architectures of nothing", files={CONFIG: edited(architectures=["Nothing"])}),
     either("+ config.json with a BOM", files={CONFIG: lambda path: path.write_text("\ufeff" + path.read_text())}),
-    refused("+ a model for classes", "config.json", files={CONFIG: '{"model_type": "bert"}'}),
+    refused("+ a model for classes", "model", files={CONFIG: '{"model_type": "bert"}'}),
     either("+ generation_config.json of text", "train run.yaml", files={"model/generation_config.json": "what"},
          after=RAN_OUT),
     either("+ generation_config.json with words for numbers", "train run.yaml", files={"model/generation_config.json":
@@ -223,10 +223,10 @@ RUNS = [
     Case("+ resumed with fewer rows", f"train run.yaml {STOPPED} --resume", given=("stopped",), code=(0, 1),
          files=data("".join(DATA.splitlines(True)[:5]))),
     stopped("+ metrics.jsonl cut in a line", {"stopped/metrics.jsonl": cut(0.9)}, code=0, after=RAN, gone=RAN),
-    stopped("+ no metrics.jsonl", {"stopped/metrics.jsonl": gone}, code=(0, 1), gone=RAN),
+    stopped("+ no metrics.jsonl", {"stopped/metrics.jsonl": gone}, code=(0, 1), after=RAN, gone=RAN),
     stopped("+ metrics.jsonl is a folder", {"stopped/metrics.jsonl": lambda path: (gone(path), path.mkdir())},
          says="metrics.jsonl"),
-    stopped("+ a file for a checkpoint", {"stopped/checkpoint-9": "x"}, code=(0, 1), gone=RAN),
+    stopped("+ a file for a checkpoint", {"stopped/checkpoint-9": "x"}, code=(0, 1), after=RAN, gone=RAN),
     stopped("+ a checkpoint of no number", {"stopped/checkpoint-abc/x": "x"}, code=0, after=RAN, gone=RAN),
     stopped("+ a step that is text", {f"stopped/checkpoint-{n}/trainer_state.json": edited(global_step="4") for n in (
          2, 4)}, says="trainer_state.json"),
@@ -249,11 +249,18 @@ RUNS = [
 ]  # fmt: skip
 
 MACHINES = [
+    Case("+ the folder it is in went away", ("check run.yaml", "env", "train model data.jsonl"), code=(1, 0), wishes={
+         "nowhere": True}),
+    *[Case(f"+ {command.split()[0]} into a full disk", command, code=(1, 0), given=("run",),
+         says="cannot write the output",
+         wishes={"full": [1]}) for
+      command in ("check run.yaml", "env", "init model data.jsonl", "generate run prompts.jsonl --max-new-tokens 4")],
+    Case("+ train tells a full disk", "train run.yaml", code=(0, 1), wishes={"full": [1]}, after=RAN_OUT),
     good("+ standard input is closed", "train run.yaml", wishes={"closed": [0]}, after=RAN_OUT),
     Case("+ standard output is closed", "check run.yaml", code=(0, 1, 120), wishes={"closed": [1]}),
     Case("+ standard error is closed", "check run.yaml seed=x", wishes={"closed": [2]}),
     good("+ 64 open files", "train run.yaml", wishes={"limits": {"RLIMIT_NOFILE": 64}}, after=RAN_OUT),
-    Case("+ memory for nothing", "train run.yaml", code=(0, 1), wishes={"limits": {"RLIMIT_AS": 2**28}}),
+    Case("+ memory for nothing", "train run.yaml", code=(0, 1), after=RAN_OUT, wishes={"limits": {"RLIMIT_AS": 2**28}}),
     Case("+ files of 10 kB at most", "train run.yaml", says="out", after=RAN_OUT, wishes={"limits": {
          "RLIMIT_FSIZE": 10_000}}),
     either("+ no folder for temporary files", environment={"TMPDIR": "/nowhere"}),
@@ -296,8 +303,8 @@ COMMANDS = [
         "--host nowhere.invalid", "--host 0.0.0.0", "--max-seconds nan")],
     Case("+ chat: a line of 1 MB", "chat run --max-new-tokens 2", code=(0, 1), given=("run",), wishes={
          "stdin": b"a " * 500_000 + b"\n"}),
-    Case("+ chat: a misspelt command", "chat run --max-new-tokens 2", code=0, given=("run",), wishes={
-         "stdin": b"/rest\n/quit\n"}, says="/reset"),
+    Case("+ chat: a misspelt command", "chat run --max-new-tokens 2", code=1, says="line 1", given=("run",), wishes={
+         "stdin": b"/rest\n/quit\n"}),
     Case("+ chat: nothing at all", "chat run", code=0, given=("run",)),
     Case("+ chat: NUL and escapes", "chat run --max-new-tokens 2", code=(0, 1), given=("run",), wishes={
          "stdin": b"\0\x1b[2J\n"}),
@@ -334,4 +341,21 @@ COMMANDS = [
     Case("+ demo over something else", "demo model", says="model"),
 ]  # fmt: skip
 
-ROWS = CONFIGS + DATASETS + MODELS + RUNS + MACHINES + COMMANDS
+README = [  # what the README shows, with nothing wrong
+    good("+ README: merge", "merge run", given=("run",), after=("run/*",), seconds=4),
+    good("+ README: merge in FP8", "merge run m --quantize fp8-block", given=("run",), after=("m", "m/*", "run/*"),
+         seconds=4),
+    good("+ README: chat", "chat run --compare-base --max-new-tokens 4", given=("run",), wishes={
+         "stdin": b"hello\n/quit\n"}),
+    good("+ README: eval", "eval run data.jsonl", given=("run",), says="perplexity"),
+    good("+ README: export", "export run --gguf q4_k_m", given=("run",), after=("run/*.gguf", "run/*"), seconds=4),
+    good("+ README: export the adapter", "export run --gguf f16 --adapter-only", given=("run",), after=("run/*",)),
+    good("+ README: mix", "mix model data.jsonl --bits 4.5 --tokens 128", says="bits per weight", seconds=6),
+    good("+ README: preview", "preview run.yaml", says="trained"),
+    good("+ README: env", "env --kernels"),
+    good("+ README: a model and data, no file", "train model data.jsonl max_steps=1 max_length=64", after=(*RAN_OUT,
+         "out/run.yaml")),
+    good("+ README: check a model and data", "check model data.jsonl max_length=64", says="ready"),
+]  # fmt: skip
+
+ROWS = README + CONFIGS + DATASETS + MODELS + RUNS + MACHINES + COMMANDS

@@ -21,7 +21,7 @@ def renamed(path: Path) -> None:
 
 
 def stopped(name: str, files: dict, **more) -> Case:
-    return Case(name, RESUME, given=("stopped",), files=files, **{"seconds": 4.0} | more)
+    return Case(name, RESUME, given=("stopped",), files=files, **more)
 
 
 ROWS = [
@@ -50,7 +50,9 @@ ROWS = [
         stopped(f"28 each {name} is a pickle", in_all(name, pickle.dumps(Pwned())), says=("checkpoint-4", name))
         for name in STATES[:3]
     ],
-    stopped("62 a checkpoint under another number", {ALL[1]: renamed}, says="checkpoint-9999"),
+    stopped(
+        "62 a checkpoint under another number", {ALL[1]: renamed}, code=0, says="checkpoint-9999", after=RAN, gone=RAN
+    ),
     stopped("58 a run that may not be written", {"stopped": mode(0o555)}, says="stopped"),
     Case("40 nothing to resume", "train run.yaml --resume", code=0, says="out", after=("out", "out/*")),
     Case(
@@ -72,6 +74,12 @@ ROWS = [
         )
         for name, code in (("SIGTERM", 143), ("SIGHUP", 129))
     ],
+    Case(
+        "81 SIGTERM before the first step leaves nothing",
+        "train run.yaml",
+        code=143,
+        wishes={"signal": "SIGTERM", "when": "out/environment.json"},
+    ),
     Case(
         "81 Ctrl-C saves and leaves",
         "train run.yaml max_steps=2000 save_steps=5",

@@ -28,14 +28,19 @@ ROWS = [
     factory("63 dataset_info.json that is cut", '{"mine": {"file_name', says="dataset_info.json"),
     factory("63 dataset_info.json of a list", "[1, 2]", says="dataset_info.json"),
     factory(
-        "63 a rank that is a mapping", '{"mine": {"file_name": "data.jsonl"}}', "lora_rank: {a: 1}\n", says="lora_rank"
+        "63 a rank that is a mapping",
+        '{"mine": {"file_name": "data.jsonl"}}',
+        "lora_rank: {a: 1}\n",
+        says="lora_rank",
+        code=(1, 0),
     ),
-    axolotl("63 a rank that is a mapping", "lora_r: {a: 1}\n", says="lora_r"),
-    axolotl("64 rl: dpo", "rl: dpo\n", says="rl"),
-    factory("64 stage: dpo", '{"mine": {"file_name": "data.jsonl"}}', "stage: dpo\n", says="stage"),
+    axolotl("63 a rank that is a mapping", "lora_r: {a: 1}\n", says="lora_r", code=(1, 0)),
+    axolotl("64 rl: dpo", "rl: dpo\n", code=(1, 0), says="rl"),
+    factory("64 stage: dpo", '{"mine": {"file_name": "data.jsonl"}}', "stage: dpo\n", code=(1, 0), says="stage"),
     Case(
         "64 stage: dpo alone",
         "import-config f.yml",
+        code=(1, 0),
         says="stage",
         files={
             "f.yml": FACTORY.replace("sft", "dpo"),

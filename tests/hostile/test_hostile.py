@@ -21,17 +21,19 @@ def parameters() -> list:
     made = []
     for subject in SUBJECTS:
         for case in importlib.import_module(subject).ROWS:
-            for command in case.commands():
+            for at, command in enumerate(case.commands()):
                 name = f"{case.name} [{command[0] if command else ''}]" if isinstance(case.run, tuple) else case.name
                 name = f"{subject.removeprefix('rows_')}: {name}"
                 name = name.encode("unicode_escape").decode()
                 marks = [pytest.mark.xfail(reason="owed")] if name in OWED else []
+                if case.slow or (at and case.name.startswith("+")):  # `make test` runs the first of a case off the list
+                    marks.append(pytest.mark.slow)
                 made.append(pytest.param(case, command, id=name, marks=marks))
     return made
 
 
 @pytest.mark.parametrize(("case", "command"), parameters())
-def test_hostile(case: Case, command, stage, base, environment):
+def test_hostile(case: Case, command, stage, base, environment, record_property):
     room = Path(tempfile.mkdtemp(prefix="hostile-"))
     folder, scratch, temporary = (room / name for name in ("case", "scratch", "tmp"))
     for path in (folder, scratch, temporary):
@@ -46,6 +48,7 @@ def test_hostile(case: Case, command, stage, base, environment):
             assert first.code == 0, first.err.decode()
         before = snapshot(folder)
         ended = stage.run(command, folder, scratch, **wishes)
+        record_property("seconds", f"{ended.seconds:.2f}")  # in --junitxml; without other processes' load
         left = [f"{name} in TMPDIR" for name in os.listdir(temporary) if not name.startswith("torchinductor")]
         wrong = judge(case, ended, before, snapshot(folder), left)
     finally:

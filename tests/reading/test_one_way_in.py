@@ -17,17 +17,13 @@ OWN = {
     "files.py": "writes",
     "lm_eval.py": "options written as JSON to compare them",
     "memory/host.py": "the kernel's files",
-    "gguf/tokenizer.py": "what the tokenizers library says of its own object",
-    "runs/manifest.py": "bytes for their hash",
     "processes.py": "the kernel's files",
+    "gguf/tokenizer.py": "what the tokenizers library says of its own object",
 }
 # Modules that are yet to be moved. Only ever shorter.
 LEFT = {
     "demo/base.py",
     "demo/run.py",
-    "runs/lock.py",
-    "train/checkpoint.py",
-    "train/metrics.py",
 }
 
 

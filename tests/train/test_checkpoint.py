@@ -236,3 +236,16 @@ def test_a_torn_last_line_is_dropped(tmp_path):
     metrics.keep_until(2)
     metrics.append({"kind": "train", "step": 3})
     assert metrics.path.read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [('{"kind": "tr\n', "malformed JSON"), ("[1]\n", "metrics.jsonl:1 is no record"), (None, "it is a folder")],
+)
+def test_metrics_that_no_run_wrote_are_named(tmp_path, content, said):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.path.write_text(content) if content else metrics.path.mkdir()
+    with pytest.raises(ConfigError, match=said) as refused:
+        metrics.records()
+    assert "metrics.jsonl" in refused.value.message
+    assert refused.value.fix

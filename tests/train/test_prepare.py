@@ -16,6 +16,7 @@ from halfbyte import notices
 from halfbyte.config import load_config
 from halfbyte.data.batches import largest_id, longest_row
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.memory.batches import Batches
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention
 from halfbyte.optim import OPTIMIZERS, Optimizer
@@ -80,8 +81,20 @@ def test_a_folder_is_asked_for_without_being_locked(tmp_path):
 def test_a_run_that_does_not_fit_is_refused_with_what_would(place, tmp_path):
     with pytest.raises(ConfigError, match=r"memory_limit_gib: 0.001 leaves 1.0 MiB") as refused:
         run(place, tmp_path / "out", memory_limit_gib=0.001)
-    assert "set memory_limit_gib: 0.0" in refused.value.fix or "set memory_limit_gib: 0.1" in refused.value.fix
+    assert "or raise memory_limit_gib to 0." in refused.value.fix
     assert not list(tmp_path.iterdir())
+
+
+def test_who_knows_better_than_the_plan_says_so(place, tmp_path):
+    """By a limit above what is free, which the plan is not made for."""
+    made = prepared(place, tmp_path)
+    plan = dataclasses.replace(made.plan, capacity_bytes=made.plan.total // 2)
+    fit = {"rows": 20, "batches": lambda config: Batches.alike(1, 8)}
+    with pytest.raises(ConfigError, match=r"memory_limit_gib: 0.* has it tried all the same"):
+        check_fits(plan, made.config, made.files.config, **fit)
+    notices.forget()
+    check_fits(plan, made.config.model_copy(update={"memory_limit_gib": 1.0}), made.files.config, **fit)
+    assert "memory_limit_gib allows as much: it is tried" in notices.said()["memory_plan"]
 
 
 def test_a_rough_guess_refuses_nothing(place, tmp_path):
@@ -89,7 +102,7 @@ def test_a_rough_guess_refuses_nothing(place, tmp_path):
     plan = dataclasses.replace(made.plan, capacity_bytes=1000, rough=True)
     notices.forget()
     check_fits(plan, made.config, made.files.config, rows=20, batches=None)
-    assert "by a rough guess" in notices.said()["memory_plan"]
+    assert "which is a rough guess" in notices.said()["memory_plan"]
 
 
 def test_a_continued_adapter_is_planned_by_its_own_rank(place, tmp_path, adapter):
@@ -132,9 +145,10 @@ def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
 def test_trackers_are_there_or_named():
     assert not trackers([])
     assert not trackers(["none"])
-    for name in ("nonsense", "comet_ml"):
-        with pytest.raises(ConfigError, match=f"report_to: {name}: "):
-            trackers([name])
+    trackers(["all"])
+    for names, wrong in ((["nonsense"], "nonsense"), (["comet_ml"], "comet_ml"), (["none", "all"], "none")):
+        with pytest.raises(ConfigError, match=f"report_to: {wrong}: "):
+            trackers(names)
 
 
 def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
@@ -202,3 +216,15 @@ def test_rows_that_were_left_out_count_for_nothing():
     kept = [index for index in range(8) if lengths[index] < max(lengths)]
     assert longest_row(data.select(kept)) < max(lengths)
     assert largest_id(Dataset.from_dict({"input_ids": [[1, 99], [3]]}).select([1])) == 3
+
+
+def test_weights_that_are_nan_leave_no_file(place, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(place / "model", tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="NaN"):
+        run(place, tmp_path / "out", model_name_or_path=str(tmp_path / "model"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

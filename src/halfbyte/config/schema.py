@@ -231,7 +231,9 @@ class TrainingSection(Section):
         " true), and in host memory offload_kept, offload_attention, offload, tiled; auto: the fastest mix that fits",
     )
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="plan within this many GiB of the device, and reserve no more; default: what is free"
+        None,
+        description="plan within this many GiB of the device, and reserve no more; default: what is free (more than"
+        " that: a run is tried that does not fit)",
     )
     logging_steps: PositiveInt = Field(1, description="steps between lines of metrics.jsonl")
     eval_steps: Annotated[float, Field(gt=0)] | None = Field(

@@ -22,7 +22,8 @@ Keys = dict[str, Any]
 def check_fits(
     plan: MemoryPlan, config: RunConfig, model_config: Any, *, rows: int, batches: Callable[[RunConfig], Batches]
 ) -> None:
-    """Whether a run fits; where its plan is a rough guess, that is only said.
+    """Whether a run fits. That it does not is only said where its plan is a rough guess, or `memory_limit_gib` allows
+    what it needs.
 
     Args:
         rows: of the data.
@@ -33,14 +34,19 @@ def check_fits(
     """
     if plan.fits:
         return
-    limit = config.memory_limit_gib
-    limited = limit is not None and plan.capacity_bytes == int(limit * GIB)
-    there = f"memory_limit_gib: {limit:g} leaves" if limited else f"on {plan.device} there are"
+    limit = None if config.memory_limit_gib is None else config.memory_limit_gib * GIB
+    limited = limit is not None and plan.capacity_bytes == int(limit)
+    there = f"memory_limit_gib: {config.memory_limit_gib:g} leaves" if limited else f"on {plan.device} there are"
     said = f"this run needs {size(plan.total)}, and {there} {size(plan.capacity_bytes)}"
-    if plan.rough:
-        notice("memory_plan", f"{said}, by a rough guess")
+    if plan.rough or (limit is not None and plan.total <= limit):
+        why = "which is a rough guess" if plan.rough else "and memory_limit_gib allows as much"
+        notice("memory_plan", f"{said}, {why}: it is tried")
         return
-    raise ConfigError(said, what_would_fit(config, model_config, rows, batches))
+    needed = f"{math.ceil(100 * plan.total / GIB) / 100:g}"
+    more = (
+        f"or raise memory_limit_gib to {needed}" if limited else f"memory_limit_gib: {needed} has it tried all the same"
+    )
+    raise ConfigError(said, f"{what_would_fit(config, model_config, rows, batches)}; {more}")
 
 
 def what_would_fit(config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches]) -> str:
@@ -58,9 +64,6 @@ def what_would_fit(config: RunConfig, model_config: Any, rows: int, batches: Cal
         if keys := first_that_fits([alone | each for each in steps], fits):
             return f"no single key is enough; set {_in_words(keys)}"
         alone |= steps[-1]
-    if config.memory_limit_gib is not None:
-        needed = estimate(config, model_config, batches=batches(config)).total
-        return f"set memory_limit_gib: {math.ceil(100 * needed / GIB) / 100:g}, if the device has as much"
     return "no key makes it fit: take a smaller model, or a device with more memory"
 
 

@@ -5,16 +5,19 @@ What may be a hub id is left to those that fetch it. Each check is the one that 
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from .. import hub
 from ..config import RunConfig, resolve
 from ..data.sources import files_of
-from ..errors import ConfigError
+from ..errors import ConfigError, HalfbyteError
 from ..models.find import look_over
-from ..reading import why
-from ..reading.tensors import read_adapter_config
+from ..reading import look, why
+from ..reading.model_config import CONFIG
+from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
 from ..words import brief
 
 LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
@@ -28,7 +31,12 @@ def look_over_inputs(config: RunConfig) -> None:
     """
     look_over(resolve(config).origin)
     if config.adapter_path:
-        read_adapter_config(Path(config.adapter_path))
+        with _named("adapter_path"):
+            read_adapter_config(Path(config.adapter_path))
+            read_header(Path(config.adapter_path) / ADAPTER, ADAPTER_AGAIN)
+    if config.chat_template_path is not None:
+        with _named("chat_template_path"):
+            _look_over_template(config.chat_template_path)
     look_over_datasets(config.dataset, config.eval_dataset)
 
 
@@ -43,6 +51,22 @@ def look_over_datasets(*names: str | list[str] | None) -> None:
             if files_of(name) is None:
                 hub.reach()
                 hub.say_silent()
+
+
+def _look_over_template(name: str) -> None:
+    fix = "give the path of a Jinja file"
+    kind = look(name, ConfigError, fix)
+    if kind != "file":
+        raise ConfigError(f"{name} is a folder" if kind else f"there is no file {name}", fix)
+
+
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+    """What is wrong inside is said of `key`."""
+    try:
+        yield
+    except HalfbyteError as error:
+        raise type(error)(f"{key}: {error.message}", error.fix) from error
 
 
 def look_over_output(output_dir: str) -> None:
@@ -68,6 +92,9 @@ def look_over_output(output_dir: str) -> None:
         raise ConfigError(f"output_dir: cannot write into {brief(output_dir)}: {reason}", fix) from error
     if what:
         raise ConfigError(f"output_dir: cannot write into {path}: {there} {what}", fix)
+    for name in (CONFIG, ADAPTER_CONFIG):
+        if (path / name).exists():
+            raise ConfigError(f"output_dir: {path} holds a model ({name})", "name a folder for the run alone")
 
 
 def _exists(path: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from halfbyte.errors import CheckpointError
 from halfbyte.files import write_json
-from halfbyte.reading import look, read_json
+from halfbyte.reading import look, open_bytes, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of checkpoints; those of before had none, and no manifest
@@ -73,5 +73,5 @@ def damage_by_manifest(folder: Path, manifest: dict[str, Any], contents: bool) -
 
 
 def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_bytes(path, CheckpointError) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto

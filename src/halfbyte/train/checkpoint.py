@@ -7,7 +7,6 @@ it is named, and the newest whole checkpoint is taken. A folder's name says noth
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from contextlib import AbstractContextManager
@@ -210,7 +209,7 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
     """
     output = config.output_path
     if not resume:
-        if held := _results_in(output):
+        if held := results_in(output):
             raise ConfigError(
                 f"output_dir: {output} already holds a run ({', '.join(held)})",
                 "continue it with --resume, or choose another output_dir",
@@ -260,7 +259,7 @@ def _newest_whole(output: Path, contents: bool) -> Path | None:
     return None
 
 
-def _results_in(output: Path) -> list[str]:
+def results_in(output: Path) -> list[str]:
     """What would be lost or mixed up by a second run in `output`."""
     held = [path.name for path in sorted(_named(output), key=_order)[-1:]]
     held += [name for name in WEIGHTS if (output / name).exists()]
@@ -276,7 +275,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
         ConfigError: naming each differing key with both values.
     """
     known = {key: field.default for key, field in RunConfig.model_fields.items()}  # of keys that came later
-    before, now = known | read_state(checkpoint)["config"], json.loads(json.dumps(config.model_dump()))
+    before, now = known | read_state(checkpoint)["config"], config.model_dump(mode="json")
     differing = [
         f"{key}: {before[key]!r} then, {now[key]!r} now"
         for key in now

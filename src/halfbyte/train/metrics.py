@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfbyte.errors import ConfigError
 from halfbyte.files import write_text, writing
+from halfbyte.reading import look, parse_json, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -94,9 +96,22 @@ class MetricsFile:
             listener(record)
 
     def records(self) -> list[dict[str, Any]]:
-        """All whole records, in order; a torn last line is left out."""
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """All whole records, in order; a torn last line is left out.
+
+        Raises:
+            ConfigError: it is not what a run wrote.
+        """
+        fix = "remove it, or choose another output_dir"
+        if not look(self.path, ConfigError, fix):
+            return []
+        *lines, _ = read_text(self.path, ConfigError, fix).split("\n")
+        where, found = str(self.path), []
+        for number, line in enumerate(lines, 1):
+            record = parse_json(line, where, ConfigError, fix, line=number)
+            if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+                raise ConfigError(f"{where}:{number} is no record of a run", fix)
+            found.append(record)
+        return found
 
     def keep_until(self, step: int) -> None:
         """Drop the records past `step`, atomically: the resumed run writes them again."""

@@ -26,7 +26,7 @@ from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
-from halfbyte.models.load import check_attention, load_tokenizer, resolve_dtype
+from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.parallel import ALONE, Mesh
 from halfbyte.plan.advice import check_fits
@@ -118,6 +118,7 @@ def prepare_run(
     checkpoint = checkpoints.starting_point(config, resume)
     print_header(console, machine.facts, config)
     files = find_model(sections.origin)
+    check_stored(files, sections.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from .metrics import MetricsFile
 from .prepare import PreparedRun
 
 MARK = "# Written by halfbyte: the keys that were given."
+SHORT = "run.yaml"
+FIRST = ("config.resolved.yaml", "data_report.json", "memory.json", "environment.json", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class OpenRun:
     metrics: MetricsFile
 
 
-def open_run(prepared: PreparedRun, resume: str | bool | None) -> OpenRun:
-    """Write config.resolved.yaml, run.yaml, data_report.json, memory.json and environment.json.
+@contextlib.contextmanager
+def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenRun]:
+    """Write the `FIRST` files; where the run ends before it has made a step, they go again.
 
     Args:
         resume: that `prepared` was prepared with.
@@ -49,20 +54,31 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> OpenRun:
     config, output = prepared.config, prepared.config.output_path
     run = OpenRun(prepared, output, MetricsFile(output / "metrics.jsonl"))
     if not prepared.mesh.is_main:
-        return run
+        yield run
+        return
     if checkpoints.starting_point(config, resume) != prepared.checkpoint:
         raise ConfigError(f"output_dir: another run has saved a checkpoint in {output} meanwhile", "start again")
+    try:
+        _write_first(run)
+        yield run
+    finally:
+        if not (prepared.checkpoint or checkpoints.results_in(output)):
+            for name in (*FIRST, *([SHORT] if _is_ours(output / SHORT) else [])):
+                (output / name).unlink(missing_ok=True)
+
+
+def _write_first(run: OpenRun) -> None:
+    output, checkpoint = run.output, run.prepared.checkpoint
     output.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers(output)
-    if prepared.checkpoint:
-        checkpoints.set_aside_newer(output, prepared.checkpoint)
-    run.metrics.keep_until(checkpoints.step_of(prepared.checkpoint) if prepared.checkpoint else -1)
-    write_text(output / "config.resolved.yaml", dump_config(config))
-    _write_short(output / "run.yaml", config)
-    write_json(output / "data_report.json", prepared.data.report)
+    if checkpoint:
+        checkpoints.set_aside_newer(output, checkpoint)
+    run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
+    write_text(output / "config.resolved.yaml", dump_config(run.prepared.config))
+    _write_short(output / SHORT, run.prepared.config)
+    write_json(output / "data_report.json", run.prepared.data.report)
     write_memory(run, {})
     write_environment(run)
-    return run
 
 
 def _write_short(file: Path, config: RunConfig) -> None:

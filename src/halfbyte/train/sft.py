@@ -88,12 +88,12 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     console = console if console is not None and mesh.is_main else Console(quiet=True)
     with contextlib.nullcontext() if mesh.is_main else silent():
         prepared = prepare_run(config, resume, console, mesh)
-        with run_lock(config.output_path):
-            return _open_and_run(prepared, resume, console)
+        with run_lock(config.output_path), open_run(prepared, resume) as run:
+            return _run_or_report(run, console)
 
 
-def _open_and_run(prepared: PreparedRun, resume: str | bool | None, console: Console) -> RunResult:
-    run = open_run(prepared, resume)
+def _run_or_report(run: OpenRun, console: Console) -> RunResult:
+    prepared = run.prepared
     try:
         with _settings(prepared):
             return _run(run, console)
@@ -283,7 +283,7 @@ def _report(job: OpenRun, console: Console) -> None:
 
 def _report_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
     """What the steps before it came to, where there were any; nothing where the disk is full, which the error says."""
-    if run.prepared.mesh.is_main and run.metrics.records():
+    if run.prepared.mesh.is_main and any(record["kind"] == "train" for record in run.metrics.records()):
         from halfbyte.report import write_report
 
         with contextlib.suppress(TrainingError):
