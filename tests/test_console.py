@@ -41,8 +41,8 @@ def test_every_encoding_takes_every_text(text, encoding):
 
 def test_stand_ins_and_escapes():
     assert printed("EOS ✓ · … 猫", encoding="ascii") == "EOS ok | ... \\u732b\n"
-    line = json.dumps({"answer": "猫 😀 \""}, ensure_ascii=False)
-    assert json.loads(line.encode("ascii", ENCODING_ERRORS)) == {"answer": "猫 😀 \""}
+    line = json.dumps({"answer": '猫 😀 "'}, ensure_ascii=False)
+    assert json.loads(line.encode("ascii", ENCODING_ERRORS)) == {"answer": '猫 😀 "'}
 
 
 def test_a_path_stays_within_its_line():
