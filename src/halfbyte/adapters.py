@@ -235,7 +235,7 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
     """
     said = read_adapter_config(folder)
     rank = max([said.get("r") or 0, *(said.get("rank_pattern") or {}).values()])
-    header = read_header(folder / ADAPTER, _fix(folder))
+    header = read_header(folder / ADAPTER, ADAPTER_AGAIN)
     shapes = (entry["shape"] for name, entry in header.items() if "lora" in name)
     if rank > max([COMMON_RANK, *(min(shape, default=0) for shape in shapes)]):  # memory for it would be asked for
         raise CheckpointError(
@@ -300,14 +300,8 @@ def check_adapter_files(folder: Path) -> None:
     _read_tensors(folder / ADAPTER)
 
 
-def _fix(folder: Path) -> str:
-    """What to do about weights that cannot be read."""
-    pickled = (folder / ADAPTER).with_suffix(".bin").exists() and not (folder / ADAPTER).exists()
-    return "load it with PEFT and save it again: pickles are not read" if pickled else ADAPTER_AGAIN
-
-
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    tensors = read_tensors(path, _fix(path.parent))
+    tensors = read_tensors(path, ADAPTER_AGAIN)
     if broken := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
         fix = "take an earlier checkpoint, or train with a lower learning rate"
         raise CheckpointError(f"{path}: {min(broken)} has NaN or Inf", fix)

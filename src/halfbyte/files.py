@@ -189,21 +189,30 @@ def _cause(error: BaseException, path: Path) -> OSError | None:
 
 
 @contextlib.contextmanager
+def new_folders(path: Path) -> Iterator[None]:
+    """Folders of `path` that were not there before, and in which nothing was written, go again."""
+    made = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # what was written is there to stay
+            for folder in made:
+                folder.rmdir()
+
+
+@contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A name beside `path`, in a folder that is there and cleared; what has that name, and new empty folders, go."""
     aside = aside_of(path)
-    made = [parent for parent in path.absolute().parents if not parent.exists()]
-    try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            clear_leftovers(path.parent)
-            yield aside
-    finally:
-        with contextlib.suppress(OSError):
-            remove(aside)
-        with contextlib.suppress(OSError):  # what was written is there to stay
-            for parent in made:
-                parent.rmdir()
+    with new_folders(path.parent):
+        try:
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                clear_leftovers(path.parent)
+                yield aside
+        finally:
+            with contextlib.suppress(OSError):
+                remove(aside)
 
 
 @contextlib.contextmanager
