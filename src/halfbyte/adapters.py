@@ -92,11 +92,12 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     names = {name for name, _ in model.named_modules() if name}
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
             _compiled(key, pattern)
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
-                raise ModelError(*_unknown(key, pattern, names))
+                raise ModelError(*_unknown(key, pattern, linears))
     return LoraConfig(
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
@@ -178,7 +179,8 @@ def _compiled(key: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{key}: {pattern!r} is not a regular expression ({error})") from error
+        fix = "correct it, or name modules as in a list"
+        raise ConfigError(f"{key}: {pattern!r} is not a regular expression ({error})", fix) from error
 
 
 def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
