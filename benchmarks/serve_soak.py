@@ -58,12 +58,13 @@ def tiny_model(folder: Path) -> None:
 def request_of(chance: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     """A path and a body; about one in twenty asks for what is refused."""
     body: dict[str, Any] = {"model": model, "max_tokens": chance.randint(1, 24), "stream": chance.random() < 0.3}
-    body["temperature"] = chance.choice([0, 1])
+    body |= {"temperature": chance.choice([0, 1]), "n": chance.choice([1, 1, 1, 2])}
     if chance.random() < 0.05:
         body["max_tokens"] = chance.choice([-5, 10**9, "many"])
     length = chance.randint(1, CONTEXT - 64)
     if chance.random() < 0.5:
-        return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": "x" * length}]}
+        messages = [{"role": "user", "content": "x" * length}]
+        return "/v1/chat/completions", body | {"messages": messages, "logprobs": chance.random() < 0.2}
     prompts = ["x" * chance.randint(1, length) for _ in range(chance.choice([1, 1, 1, 2, 5]))]
     return "/v1/completions", body | {"prompt": prompts}
 
@@ -128,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=50)
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="where to write the result")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"

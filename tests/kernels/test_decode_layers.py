@@ -44,6 +44,7 @@ def native():
     "given",
     [
         {"batch": 1},
+        {"batch": 6, "lora": True, "masked": True},
         {"batch": 2, "lora": True},
         {"batch": 3, "lora": True, "masked": True, "bias": True},
         {"batch": 4, "qk_norm": True, "window": 7, "nested": False},
@@ -64,7 +65,7 @@ def test_on_a_cpu(native, given, threads):
 def test_what_a_cpu_leaves_to_torch(native):
     hidden, made = decode_cases.stack(1, FP32)
     assert one_launch(hidden.bfloat16(), made) is None
-    assert one_launch(hidden.expand(5, -1), made) is None
+    assert one_launch(hidden.expand(17, -1), made) is None
     assert one_launch(hidden, dataclasses.replace(made, cos=made.cos.bfloat16())) is None
     assert one_launch(*decode_cases.stack(1, FP32, fp8=True)) is None
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
+from ..ops.low_rank import add_term
 from ..reading import parse_json
 
 Parts = Mapping[str, Tensor]
@@ -76,8 +77,7 @@ class Format(abc.ABC):
         self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None, term: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """`linear` and an adapter's u·Bᵀ, if given: u [M, r], B [N, r]. Formats override it that add it on the way."""
-        y = self.linear(x, parts, shape, bias)
-        return y if term is None else y.addmm_(term[0], term[1].t())
+        return add_term(self.linear(x, parts, shape, bias), term)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         """`dtype` [rows, width]: chosen rows of a two-dimensional table. Formats override it to decode only those."""

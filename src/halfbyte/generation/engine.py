@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -25,12 +26,20 @@ from ..ops.rope import qk_norm_rope, rope_
 from .linears import Linears, Unknown, adapter_names
 
 FP8 = torch.float8_e4m3fn
+# On a CPU prompts are padded to multiples of this many tokens, and a row attends over as many slots. Few shapes have
+# few compiled products; and a row's sums are the same whatever the rows beside it are.
+CLASS = 32
 
 
 def context_length(model: Any) -> int | None:
     """Positions that the model has; None where its config names no bound."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions if positions is not None and positions > 0 else None
+
+
+def prompt_slots(tokens: int, device: torch.device) -> int:
+    """Slots of the cache that a prompt of so many tokens takes."""
+    return -(-tokens // CLASS) * CLASS if device.type == "cpu" else tokens
 
 
 class Engine(Protocol):
@@ -125,6 +134,7 @@ class StaticEngine:
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.slots, self.steps, self.logits = slots, 0, torch.empty(0)
+        self.parts = [(slice(0, batch), 0)]  # rows that attend together, and the slot from which on
         self.graph: torch.cuda.CUDAGraph | None = None
         self.one_launch = self._one_launch(batch)
 
@@ -163,7 +173,11 @@ class StaticEngine:
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        length = tokens.shape[1]
+        length = prompt_slots(tokens.shape[1], self.device)
+        beside = length - tokens.shape[1]
+        tokens, padding = F.pad(tokens, (beside, 0)), padding + beside
+        if self.device.type == "cpu":
+            self.parts = _alike([each // CLASS * CLASS for each in padding.tolist()])
         slots = torch.arange(length, device=self.device)
         self.padding.copy_(padding)
         self.slot.fill_(length - 1)
@@ -233,7 +247,6 @@ class StaticEngine:
 
     def _attention(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, masks: Any) -> Tensor:
         q, k, v = layer.queries_keys_values(x)
-        window, scaling, softcap = layer.attention.window, layer.attention.scaling, layer.attention.softcap
         if layer.attention.norms is None:
             rope_(q, k, cos, sin, False)
         else:
@@ -242,11 +255,37 @@ class StaticEngine:
             q, k = qk_norm_rope(q, k, q_norm.weight, k_norm.weight, cos, sin, epsilon(q_norm), offset)
         store(layer.keys, slots, k)
         store(layer.values, slots, v)
-        if masks is None:
-            out = decode_attention(q, layer.keys, layer.values, self.padding, slots, scaling, window, softcap)
-        else:
-            out = _prompt_attention(q, k, v, masks[window], scaling, softcap)
+        attend = self._over_cache if masks is None else self._over_prompt
+        mask: Any = None if masks is None else masks[layer.attention.window]
+        end = prompt_slots(int(slots) + 1, self.device) if masks is None and self.device.type == "cpu" else None
+        outs = [attend(layer, q[rows], k, v, slots, mask, rows, slice(begin, end)) for rows, begin in self.parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return layer.out(out.transpose(1, 2).flatten(2))[0]
+
+    def _over_cache(
+        self, layer: Layer, q: Tensor, _: Tensor, __: Tensor, last: Tensor, mask: None, rows: slice, own: slice
+    ) -> Tensor:
+        """Some rows of one token, over their own slots of the cache."""
+        first = self.padding[rows]
+        if own.start:
+            first, last = first - own.start, last - own.start
+        scaling, window, softcap = layer.attention.scaling, layer.attention.window, layer.attention.softcap
+        cache = layer.keys[rows, :, own], layer.values[rows, :, own]
+        return decode_attention(q, *cache, first, last, scaling, window, softcap)
+
+    def _over_prompt(
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, _: Tensor, mask: Tensor, rows: slice, own: slice
+    ) -> Tensor:
+        """Some rows of a prompt, without the padding before their own slots."""
+        mask, k, v = mask[rows, :, own, own], k[rows, :, own], v[rows, :, own]
+        out = _prompt_attention(q[:, :, own], k, v, mask, layer.attention.scaling, layer.attention.softcap)
+        return F.pad(out, (0, 0, own.start, 0)) if own.start else out
+
+
+def _alike(values: Sequence[int]) -> list[tuple[slice, int]]:
+    """Runs of equal values: where each is, and its value."""
+    changes = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
+    return [(slice(begin, end), values[begin]) for begin, end in pairwise([0, *changes, len(values)])]
 
 
 def _prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelError
-from .engine import context_length
+from .engine import context_length, prompt_slots
 from .engine_cache import CACHES, engine_for
 from .linears import adapter_names
 from .sampling import Sampling
@@ -98,7 +98,7 @@ def stream(
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
     generator = sampling.generator(device)
-    with engine_for(model, adapters, longest + most, kv_cache) as engine:
+    with engine_for(model, adapters, prompt_slots(longest, device) + most, kv_cache) as engine:
         logits = engine.prefill(padded, padding)
         if bool(logits.isnan().any()):
             raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")

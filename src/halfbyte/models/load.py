@@ -19,7 +19,7 @@ from ..notices import notice
 from ..reading import read_text
 from ..reading.boundary import answered
 from .find import ModelFiles, find_model, place_of, trusted_only
-from .quiet import quiet
+from .quiet import no_loading_bars, quiet
 from .tiny import tiny_config
 from .whole import check_finite, check_loaded
 
@@ -186,7 +186,12 @@ def _quantized_by(config: Any, name: str, storage: Storage) -> dict[str, Any]:
 
 def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
     """transformers' loading, with what is missing, misshapen or broken named."""
-    with trusted_only(name_or_path), answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"), quiet():
+    with (
+        trusted_only(name_or_path),
+        answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
+        quiet(),
+        no_loading_bars(),
+    ):
         model, info = auto_class(config).from_pretrained(
             name_or_path,
             config=config,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from .blockwise4 import dequantize_blockwise4
+from .low_rank import add_term
 
 
 @op("cuda.gemv4_row", "cuda.gemm4", "cuda.gemv4", "triton.gemv4", "native.gemv4")
@@ -41,11 +42,6 @@ def linear_blockwise4(
         [M, N] in x's dtype.
     """
     return add_term(F.linear(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias), term)
-
-
-def add_term(y: Tensor, term: tuple[Tensor, Tensor] | None) -> Tensor:
-    """y + u·Bᵀ, in place."""
-    return y if term is None else y.addmm_(term[0], term[1].t())
 
 
 def dequantized(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from ...ops.codebooks import codebook4
 from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
 from .blockwise4 import CPU
-from .gemv4 import GEMV_ROWS, Weight, lib
+from .gemv4 import GEMV_ROWS, ROWS, Weight, lib
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 VECTOR = 16
+PARTS = "qkv", "out", "gate_up", "down"
 
 
 class _Projections(ctypes.Structure):
@@ -23,7 +25,7 @@ class _Projections(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *[(name, _Projections) for name in ("qkv", "out", "gate_up", "down")],
+        *[(name, _Projections) for name in PARTS],
         *[(name, _pointer) for name in ("norm", "post_norm", "q_norm", "k_norm", "keys", "values")],
         ("window", _int64),
     )
@@ -97,15 +99,40 @@ class _Pointers:
 
 
 def obstacle(hidden: Tensor, stack: Stack) -> str | None:
-    if not 1 <= hidden.shape[0] <= GEMV_ROWS or hidden.dtype is not torch.float32:
-        return "takes 1 to 4 rows in fp32"
+    if not 1 <= hidden.shape[0] <= ROWS or hidden.dtype is not torch.float32:
+        return "takes 1 to 16 rows in fp32"
     shapes = {(layer.keys.shape, layer.gate_up.weights[0].rows) for layer in stack.layers}
     alike = len(shapes) == 1 and not stack.layers[0].keys.shape[3] % VECTOR
     return None if alike else f"needs layers alike, and heads in multiples of {VECTOR}"
 
 
+def _some_rows(stack: Stack, rows: slice) -> Stack:
+    """The stack for a part of the batch."""
+
+    def projections(given: Projections) -> Projections:
+        return given if given.mask is None else replace(given, mask=given.mask[rows])
+
+    def layer(given: DecoderLayer) -> DecoderLayer:
+        parts: dict[str, Any] = {name: projections(getattr(given, name)) for name in PARTS}
+        return replace(given, **parts, keys=given.keys[rows], values=given.values[rows])
+
+    return replace(stack, layers=[layer(each) for each in stack.layers], padding=stack.padding[rows])
+
+
 @one_launch.kernel("cpu", unless=obstacle)
 def one_call(hidden: Tensor, stack: Stack) -> Run | None:
+    """A call for every few rows, one after the other."""
+    parts = [slice(at, at + GEMV_ROWS) for at in range(0, len(hidden), GEMV_ROWS)]
+    runs = [_few(hidden[rows], _some_rows(stack, rows)) for rows in parts]
+    known = [run for run in runs if run is not None]
+    if len(known) < len(runs):
+        return None
+    if len(known) == 1:
+        return known[0]
+    return lambda hidden: torch.cat([run(hidden[rows]) for run, rows in zip(known, parts, strict=True)])
+
+
+def _few(hidden: Tensor, stack: Stack) -> Run | None:
     batch, width = hidden.shape
     _, kv_heads, slots, size = stack.layers[0].keys.shape
     inner = stack.layers[0].gate_up.weights[0].rows
