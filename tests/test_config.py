@@ -179,6 +179,9 @@ class TestRefusing:
     def test_a_broken_override_is_said_in_one_line(self):
         error = "command line: target_modules='[q_proj': not valid YAML: expected ',' or ']', but got the end\n  fix: "
         assert problem(None, with_needed("target_modules=[q_proj")).startswith(error)
+        assert (
+            load_config(None, with_needed("output_dir=[bold]x[/nope]")).output_dir == "[bold]x[/nope]"
+        )  # a text's key
         assert r"the character \x1b cannot" in problem(None, with_needed("output_dir=a\x1b[31mb"))
 
     def test_more_problems_than_anybody_reads(self):

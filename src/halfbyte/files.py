@@ -132,6 +132,7 @@ FIXES = {
     **dict.fromkeys(FULL, "free some space on its disk, and run again"),
     errno.EFBIG: "raise the limit of a file's size (ulimit -f), or name a folder on another disk",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EISDIR: "remove it, or name another place",
     errno.EIO: "check the disk, and run again",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
@@ -189,21 +190,30 @@ def _cause(error: BaseException, path: Path) -> OSError | None:
 
 
 @contextlib.contextmanager
+def new_folders(path: Path) -> Iterator[None]:
+    """Folders of `path` that were not there before, and in which nothing was written, go again."""
+    made = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # what was written is there to stay
+            for folder in made:
+                folder.rmdir()
+
+
+@contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A name beside `path`, in a folder that is there and cleared; what has that name, and new empty folders, go."""
     aside = aside_of(path)
-    made = [parent for parent in path.absolute().parents if not parent.exists()]
-    try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            clear_leftovers(path.parent)
-            yield aside
-    finally:
-        with contextlib.suppress(OSError):
-            remove(aside)
-        with contextlib.suppress(OSError):  # what was written is there to stay
-            for parent in made:
-                parent.rmdir()
+    with new_folders(path.parent):
+        try:
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                clear_leftovers(path.parent)
+                yield aside
+        finally:
+            with contextlib.suppress(OSError):
+                remove(aside)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ MOVED = {
     "export.gguf.export": "export.gguf_model",
     "export.gguf.types": "gguf.types",
     "formats.choice": "models.choice",
+    "generation.kept": "generation.engine_cache",
     "layers_int8": "layers.int8",
     "layers_qat": "qat.layers",
     "memory.estimate": "plan.estimate",

@@ -105,9 +105,7 @@ def test_values_our_keys_do_not_take_are_to_be_decided(write):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("rl: dpo", "rl is not built yet"),
-        ("stage: dpo", "stage is not built yet"),
-        ("reward_model: true", "reward_model is not built yet"),
+        ("template: llama3", "a chat template by name"),
         ("optimizer: lomo", "optim must be one of"),
         ("learning_rate: fast", "learning_rate must be a number above 0"),
         ("lora_rank: {a: 1}", "r must be a whole number"),
@@ -127,13 +125,20 @@ def test_values_our_keys_do_not_take_are_to_be_decided(write):
     ],
 )
 def test_what_cannot_be_had_is_refused_until_somebody_decides(write, line, said):
-    """A file that asks for DPO does not become one that trains something else (64), whatever the value (63)."""
+    """Whatever the value is (63)."""
     imported = convert(write(f"base_model: m\ndataset: d\nload_in_4bit: true\n{line}\n"))
     assert "to be decided before it runs" in imported.explain()
     assert ": :" not in imported.explain()
     with pytest.raises(ConfigError) as caught:
         load_config(write(imported.as_yaml(), "ours.yaml"))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["rl: dpo", "stage: dpo", "stage: [a]", "reward_model: true"])
+def test_another_method_is_not_imported(write, line):
+    """A file that asks for DPO does not become one that trains something else (64)."""
+    with pytest.raises(ConfigError, match=rf"theirs.yaml:2: {line.split(':')[0]}: .* asks for another method"):
+        convert(write(f"base_model: m\n{line}\n"))
 
 
 def test_what_has_no_say_in_the_result_is_left_out(write):

@@ -121,7 +121,7 @@ HARMS = {
     "infinite": (tensors(lambda found, name: found[name][1, 1].fill_(-torch.inf)), rf"{NAME} has NaN or Inf"),
     "truncated": (truncated, rf"\S+{WEIGHTS} is truncated"),
     "removed": (lambda at: (at / WEIGHTS).unlink(), rf"no such file: \S+{WEIGHTS}"),
-    "a pickle": (pickled, rf"no such file: \S+{WEIGHTS}[\s\S]*pickles are not read"),
+    "a pickle": (pickled, r"adapter_model\.bin is a pickle"),
     "other names": (configured(target_modules=["nothing"]), r"nothing"),
     "a rank of words": (configured(r="much"), rf"{CONFIG}: r is to be .*'much'"),
     "a rank beyond memory": (configured(r=10**9), rf"{CONFIG}: r is to be .*1000000000"),

@@ -21,7 +21,7 @@ def renamed(path: Path) -> None:
 
 
 def stopped(name: str, files: dict, **more) -> Case:
-    return Case(name, RESUME, given=("stopped",), files=files, **{"seconds": 4.0} | more)
+    return Case(name, RESUME, given=("stopped",), files=files, **more)
 
 
 ROWS = [

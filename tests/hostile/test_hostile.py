@@ -21,11 +21,13 @@ def parameters() -> list:
     made = []
     for subject in SUBJECTS:
         for case in importlib.import_module(subject).ROWS:
-            for command in case.commands():
+            for at, command in enumerate(case.commands()):
                 name = f"{case.name} [{command[0] if command else ''}]" if isinstance(case.run, tuple) else case.name
                 name = f"{subject.removeprefix('rows_')}: {name}"
                 name = name.encode("unicode_escape").decode()
                 marks = [pytest.mark.xfail(reason="owed")] if name in OWED else []
+                if case.slow or (at and case.name.startswith("+")):  # `make test` runs the first of a case off the list
+                    marks.append(pytest.mark.slow)
                 made.append(pytest.param(case, command, id=name, marks=marks))
     return made
 

@@ -240,7 +240,11 @@ def test_a_torn_last_line_is_dropped(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [('{"kind": "tr\n', "malformed JSON"), ("[1]\n", "metrics.jsonl:1 is no record"), (None, "it is a folder")],
+    [
+        ('{"kind": "tr\n', "malformed JSON"),
+        ("[1]\n", "metrics.jsonl:1 is no record"),
+        (None, "metrics.jsonl is a folder"),
+    ],
 )
 def test_metrics_that_no_run_wrote_are_named(tmp_path, content, said):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
@@ -248,4 +252,4 @@ def test_metrics_that_no_run_wrote_are_named(tmp_path, content, said):
     with pytest.raises(ConfigError, match=said) as refused:
         metrics.records()
     assert "metrics.jsonl" in refused.value.message
-    assert refused.value.fix
+    assert refused.value.fix == "remove it, or choose another output_dir"

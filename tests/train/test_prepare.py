@@ -145,9 +145,10 @@ def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
 def test_trackers_are_there_or_named():
     assert not trackers([])
     assert not trackers(["none"])
-    for name in ("nonsense", "comet_ml"):
-        with pytest.raises(ConfigError, match=f"report_to: {name}: "):
-            trackers([name])
+    trackers(["all"])
+    for names, wrong in ((["nonsense"], "nonsense"), (["comet_ml"], "comet_ml"), (["none", "all"], "none")):
+        with pytest.raises(ConfigError, match=f"report_to: {wrong}: "):
+            trackers(names)
 
 
 def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
@@ -215,3 +216,15 @@ def test_rows_that_were_left_out_count_for_nothing():
     kept = [index for index in range(8) if lengths[index] < max(lengths)]
     assert longest_row(data.select(kept)) < max(lengths)
     assert largest_id(Dataset.from_dict({"input_ids": [[1, 99], [3]]}).select([1])) == 3
+
+
+def test_weights_that_are_nan_leave_no_file(place, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(place / "model", tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="NaN"):
+        run(place, tmp_path / "out", model_name_or_path=str(tmp_path / "model"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

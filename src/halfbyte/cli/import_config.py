@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import SECTIONS, TEXT_KEYS, RunConfig, explain
-from ..config.aliases import BESIDE_THE_RESULT
+from ..config.aliases import BESIDE_THE_RESULT, OTHER_METHODS
 from ..config.datasets import llamafactory_datasets
 from ..config.foreign import Ignored, Mapped, Refused, implied, overruled, translate, written_for
 from ..config.reading import key_of
@@ -77,7 +77,7 @@ def convert(file: Path) -> Imported:
     """Read `file` and sort its keys into ours, those left out, and those that a person must decide.
 
     Raises:
-        ConfigError: no such file, not YAML, or nothing in it is known.
+        ConfigError: no such file, not YAML, nothing in it is known, or it asks for another method.
     """
     written = read_mapping(file, TEXT_KEYS, fix="name another tool's training YAML")
     values = {key: setting.value for key, setting in written.items()}
@@ -90,6 +90,8 @@ def convert(file: Path) -> Imported:
         match translate(key, values):
             case Mapped(keys):
                 _take(imported, key, keys, value)
+            case Refused(why, fix) if key in OTHER_METHODS:
+                raise ConfigError(f"{written[key].where}: {key}: {brief(value)} asks for another method: {why}", fix)
             case Refused(why, fix) if key in BESIDE_THE_RESULT:
                 imported.left_out[key] = f"{why}; {fix}"
             case Refused(why, fix):

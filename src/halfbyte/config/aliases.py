@@ -179,6 +179,8 @@ NO_EQUIVALENT = {
     "lora_layers_to_transform": "name the layers in target_modules, one regular expression",
 }
 
+# Of those refused, the ones that ask for another method than supervised fine-tuning: such a file is not imported.
+OTHER_METHODS = frozenset({"rl", "stage", "reward_model", "pref_beta"})
 # Of those refused, the ones that have no say in what is trained: `import-config` leaves them out, and says so.
 BESIDE_THE_RESULT = frozenset(
     {

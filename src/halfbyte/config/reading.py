@@ -95,7 +95,13 @@ def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
                 raise UsageError(f"command line: {token} needs a value", f"write {token} VALUE, or {key}=VALUE")
             text = tokens.pop(0)
         key = key.replace("-", "_")
-        found[key] = Located(parse_scalar(text, f"command line: {key}={brief(text)}", key in TEXT_KEYS), "command line")
+        try:
+            value = parse_scalar(text, f"command line: {key}={brief(text)}", key in TEXT_KEYS)
+        except ConfigError:
+            if key not in TEXT_ALONE or not text.isprintable():
+                raise
+            value = text  # `output_dir=[a]b` is a folder's name
+        found[key] = Located(value, "command line")
     return found
 
 
@@ -208,9 +214,13 @@ def _choices(annotation: Any) -> list[str]:
     return [choice for argument in get_args(annotation) for choice in _choices(argument)]
 
 
-def _takes_text_only(annotation: Any) -> bool:
-    kinds = set(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else {annotation}
-    return str in kinds and not kinds & {bool, int, float}
+def _kinds(key: str) -> set[Any]:
+    annotation = RunConfig.model_fields[key].annotation
+    return set(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else {annotation}
 
 
-TEXT_KEYS = frozenset(key for key, field in RunConfig.model_fields.items() if _takes_text_only(field.annotation))
+# Keys whose value is text even when it looks like a number, and of those the ones that take nothing but one text.
+TEXT_KEYS = frozenset(
+    key for key in RunConfig.model_fields if str in _kinds(key) and not _kinds(key) & {bool, int, float}
+)
+TEXT_ALONE = frozenset(key for key in TEXT_KEYS if _kinds(key) <= {str, type(None)})

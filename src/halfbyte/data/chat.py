@@ -193,7 +193,7 @@ class ChatTemplate:
         return text, _with_limits(text, spans)[given:]
 
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
-        restart_clock()
+        restart_clock(_more(messages))
         # The renderer behind apply_chat_template(return_assistant_tokens_mask=True): it gives characters, which are
         # needed to look behind a block for the end-of-turn token.
         render: Any = render_jinja_template  # annotated to return one string, but gives texts and blocks
@@ -267,7 +267,7 @@ def prompt_text(
 
 def _render(tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
     """A conversation as one string. Not bounded: called by what is."""
-    restart_clock()
+    restart_clock(_more(messages))
     text = tokenizer.apply_chat_template(
         list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
     )
@@ -275,6 +275,12 @@ def _render(tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None
     if len(text) > LONGEST and len(text) > LONGEST + 16 * len(_json([messages, tools])):
         raise DataError(f"the chat template makes {len(text):,} characters of one conversation", ANOTHER)
     return text
+
+
+def _more(messages: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds that rendering so much may take beyond what every rendering may."""
+    characters = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
+    return len(messages) / 1_000 + characters / 200_000
 
 
 def _call(name: str) -> dict[str, Any]:

@@ -90,10 +90,14 @@ def recognise(
         mapped.setdefault("text", text_field)
     for part, column in mapped.items():
         if part not in PARTS:
-            raise DataError(f"column_mapping names an unknown part {part!r}{did_you_mean(part, PARTS)}")
-        if column not in present:
             raise DataError(
-                f"{source.path} has no column {column!r} (for {part}){did_you_mean(column, present)}",
+                f"column_mapping names an unknown part {brief(part)}{did_you_mean(part, PARTS)}",
+                f"its parts are: {', '.join(PARTS)}",
+            )
+        if column not in present:
+            key = "column_mapping" if part in (mapping or {}) else "dataset_text_field"
+            raise DataError(
+                f"{key}: {source.path} has no column {brief(column)} (for {part}){did_you_mean(column, present)}",
                 f"its columns are: {', '.join(present)}",
             )
     if format == "auto" and {"chosen", "rejected"} <= set(present):

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -94,7 +95,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
         ModelError: the tokenizer has no character offsets or no EOS token.
         ConfigError: eval_split_size leaves nothing to train on.
     """
-    template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+    template = _template(config, tokenizer)
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
     training, evaluated = _read(config, config.dataset, template, columns), None
     sources = training.sources
@@ -116,6 +117,23 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
         "held_out": held_out(evaluation.kept) if evaluation else [],
     }
     return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
+
+
+def _template(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+    """The tokenizer's chat template; errors name where it comes from."""
+    path = config.chat_template_path
+    if not tokenizer.chat_template:
+        if path is not None:
+            raise ConfigError(
+                f"chat_template_path: {path} is empty", "give the path of a Jinja file, or remove the key"
+            )
+        return None
+    file = Path(config.model_name_or_path, "chat_template.jinja")
+    try:
+        return ChatTemplate(tokenizer)
+    except DataError as error:
+        named = f"chat_template_path: {path}" if path else file if file.is_file() else config.model_name_or_path
+        raise DataError(f"{named}: {error.message}", error.fix) from None
 
 
 def _read(

@@ -1,6 +1,6 @@
 """Generating text: a static key-value cache, one token a step, adapters applied without merging."""
 
-from .kept import forget
+from .engine_cache import forget
 from .run import generate, stream
 from .sampling import Sampling
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, ModelError
 from .engine import context_length, prompt_slots
-from .kept import CACHES, engine_for
+from .engine_cache import CACHES, engine_for
 from .linears import adapter_names
 from .sampling import Sampling
 from .stops import eos_tokens

@@ -19,7 +19,7 @@ from ..notices import notice
 from ..reading import read_text
 from ..reading.boundary import answered
 from .find import ModelFiles, find_model, place_of, trusted_only
-from .quiet import quiet
+from .quiet import no_loading_bars, quiet
 from .tiny import tiny_config
 from .whole import check_finite, check_loaded
 
@@ -64,8 +64,7 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
     except (ImportError, ValueError) as error:  # transformers says which package is missing, or which names it knows
         raise ConfigError(f"attn_implementation: {name}: {str(error).splitlines()[0]}", fix) from error
     if name == FLEX and trains:
-        text = config.get_text_config()
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        size = _head_size(config)
         if device.type == "cpu":
             raise ConfigError(f"attn_implementation: {name} computes no gradients on a CPU", fix)
         if size < FLEX_HEAD:
@@ -79,11 +78,21 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
             raise ConfigError(f"attn_implementation: {name} does not train this model on {device}: {said}", fix)
 
 
+def _head_size(config: Any) -> int:
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def _step_with(config: Any, attention: str, device: torch.device) -> Exception | None:
-    """What a small model of `config` raises in a forward and backward with that attention."""
+    """What a small model of `config`, with heads of its size, raises in a forward and backward with that attention."""
     try:
         small = tiny_config(config)
         small.__dict__.pop("quantization_config", None)
+        text = small.get_text_config()
+        if getattr(text, "head_dim", None):
+            text.head_dim = _head_size(config)
+        else:
+            text.hidden_size = _head_size(config) * text.num_attention_heads
         dtype = compute_dtype(device).dtype
         model = auto_class(small).from_config(small, attn_implementation=attention, dtype=dtype).to(device).train()
         tokens = torch.arange(10, 20, device=device)[None]
@@ -177,7 +186,12 @@ def _quantized_by(config: Any, name: str, storage: Storage) -> dict[str, Any]:
 
 def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
     """transformers' loading, with what is missing, misshapen or broken named."""
-    with trusted_only(name_or_path), answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"), quiet():
+    with (
+        trusted_only(name_or_path),
+        answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
+        quiet(),
+        no_loading_bars(),
+    ):
         model, info = auto_class(config).from_pretrained(
             name_or_path,
             config=config,

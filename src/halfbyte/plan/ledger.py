@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..dispatch import Op
 
@@ -128,30 +130,56 @@ def kernels(ledger: Ledger, device_type: str) -> Iterator[None]:
 
 
 def _like_results(reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """New fake tensors for the results of `reference`, which runs on the meta device: tables that it keeps for later
-    must not be fake. What it returns of its arguments is those."""
+    """New fake tensors for the results of `reference`. What it returns of its arguments is those."""
     leaves, spec = tree_flatten((args, kwargs))
-    own: dict[int, Tensor] = {}
+    like = tuple(_Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    results, result_spec = _results(reference, like, spec)
+    return tree_unflatten(
+        [result.made(leaves) if isinstance(result, _Like) else result for result in results], result_spec
+    )
 
-    def as_meta(tensor: Tensor) -> Tensor:
-        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        own[meta.untyped_storage()._cdata] = tensor
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor without data: one of its own, or what lies so many elements into the argument of that index."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    argument: int | None = None
+    offset: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor, argument: int | None = None) -> _Like:
+        offset = 0 if argument is None else int(tensor.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, argument, offset)
+
+    def made(self, arguments: list[Any]) -> Tensor:
+        if self.argument is None:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+        tensor = arguments[self.argument]
+        if (tuple(tensor.shape), tensor.stride()) == (self.shape, self.strides):
+            return tensor
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+@functools.lru_cache(maxsize=1024)  # a step calls few ops with other shapes than before
+def _results(reference: Callable[..., Any], leaves: tuple[Any, ...], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
+    """What `reference` returns, which runs on the meta device: tables that it keeps for later must not be fake."""
+    arguments: dict[int, int] = {}  # by storage
+
+    def as_meta(index: int, leaf: Any) -> Any:
+        if not isinstance(leaf, _Like):
+            return leaf
+        meta = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="meta")
+        arguments[meta.untyped_storage()._cdata] = index
         return meta
 
     with _disable_current_modes():
-        given = [as_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        arguments, options = tree_unflatten(given, spec)
-        results, result_spec = tree_flatten(reference(*arguments, **options))
-    found = []
-    for result in results:
-        if not isinstance(result, Tensor):
-            found.append(result)
-            continue
-        argument = own.get(result.untyped_storage()._cdata)
-        shape, strides = tuple(result.shape), result.stride()
-        if argument is None:
-            argument = torch.empty_strided(shape, strides, dtype=result.dtype, device="cpu")
-        elif (tuple(argument.shape), argument.stride()) != (shape, strides):
-            argument = argument.as_strided(shape, strides, argument.storage_offset() + result.storage_offset())
-        found.append(argument)
-    return tree_unflatten(found, result_spec)
+        given = [as_meta(index, leaf) for index, leaf in enumerate(leaves)]
+        args, kwargs = tree_unflatten(given, spec)
+        results, result_spec = tree_flatten(reference(*args, **kwargs))
+    return [
+        _Like.of(result, arguments.get(result.untyped_storage()._cdata)) if isinstance(result, Tensor) else result
+        for result in results
+    ], result_spec

@@ -26,10 +26,10 @@ from ..errors import HalfbyteError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-SECONDS = 0.7  # CPU time between two calls of `restart_clock`
+SECONDS = 0.5  # CPU time between two calls of `restart_clock`
 MEMORY = 512 * 2**20
 IDLE = 10.0  # seconds without a call after which a child ends: it keeps the memory that this process had
-PATIENCE = 60.0  # seconds on the clock for an answer, where the machine is so busy that the child gets no CPU time
+PATIENCE = 600.0  # seconds on the clock for an answer: of a busy machine, or of many calls of `restart_clock`
 FORKS = sys.platform == "linux"  # elsewhere a fork of a process with threads is not safe, and nothing is limited
 
 
@@ -88,10 +88,14 @@ class Bounded(Generic[Item, Result]):
         return Bounded, (self.function,)
 
 
-def restart_clock() -> None:
-    """Begin the time limit anew: for what one function calls many times, each time with a right to the whole."""
+def restart_clock(more: float = 0.0) -> None:
+    """Begin the time limit anew: for what one function calls many times, each time with a right to the whole.
+
+    Args:
+        more: seconds beyond `SECONDS`, for what has much to do.
+    """
     if _in_child:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + more)
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> Any:
@@ -129,7 +133,7 @@ class _Child:
         try:
             return pickle.loads(_receive(self.connection, PATIENCE))
         except TimeoutError:
-            said = f"it takes more than {PATIENCE:g} s"
+            said = "it takes too long"
         except (EOFError, ConnectionResetError):
             said = ""
         except BaseException:  # Ctrl-C: the answers still to come are nobody's
@@ -138,7 +142,7 @@ class _Child:
         status = self.end()
         self.was_idle = os.WIFEXITED(status) and os.WEXITSTATUS(status) == _WAS_IDLE
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-            said = f"it takes more than {SECONDS} s"
+            said = "it takes too long"
         return Failure(said or "it ends the process that runs it")
 
     def end(self) -> int:

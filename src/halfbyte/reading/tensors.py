@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as PEFT saves them
+ADAPTER_PICKLED = "adapter_model.bin"
 LARGEST_HEAD = 32 * MEBIBYTE  # of JSON that lists tensors: 250,000 of them
 MOST_RANKS = 65_536
 AGAIN = "re-download this file"
@@ -105,6 +106,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     document = read_json(path, CheckpointError, ADAPTER_AGAIN)
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} holds a {type(document).__name__}, not an object", ADAPTER_AGAIN)
+    pickled = folder / ADAPTER_PICKLED
+    if pickled.exists() and not (folder / ADAPTER).exists():
+        fix = "where you trust it, load it with PEFT and save it again, as safetensors"
+        raise CheckpointError(f"{pickled} is a pickle, which could run code and is not read", fix)
     for keys, (sound, kind) in ADAPTER_KINDS.items():
         for key in keys:
             if document.get(key) is not None and not sound(document[key]):
@@ -184,7 +189,7 @@ def _offsets(file: Path, name: str, entry: Any, fix: str) -> tuple[int, int]:
 
 
 def _nbytes(file: Path, name: str, entry: dict[str, Any], fix: str) -> int:
-    if entry.get("dtype") not in BITS:
+    if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in BITS:
         raise CheckpointError(f"{file}: {name} has the dtype {entry.get('dtype')!r}, which is not known", fix)
     if not _counts(entry.get("shape")):
         raise CheckpointError(f"{file}: {name} has the shape {entry.get('shape')!r}", fix)

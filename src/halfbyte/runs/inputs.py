@@ -17,7 +17,7 @@ from ..errors import ConfigError, HalfbyteError
 from ..models.find import look_over
 from ..reading import look, why
 from ..reading.model_config import CONFIG
-from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
+from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
 from ..words import brief
 
 LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
@@ -33,6 +33,7 @@ def look_over_inputs(config: RunConfig) -> None:
     if config.adapter_path:
         with _named("adapter_path"):
             read_adapter_config(Path(config.adapter_path))
+            read_header(Path(config.adapter_path) / ADAPTER, ADAPTER_AGAIN)
     if config.chat_template_path is not None:
         with _named("chat_template_path"):
             _look_over_template(config.chat_template_path)

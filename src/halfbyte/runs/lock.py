@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halfbyte.errors import ConfigError
-from halfbyte.files import refusal
+from halfbyte.files import new_folders, refusal
 from halfbyte.notices import notice
 from halfbyte.processes import Process
 from halfbyte.reading import parse_json
@@ -43,25 +43,22 @@ def run_lock(output: Path) -> Iterator[None]:
     Raises:
         ConfigError: another run is writing into it, or it cannot be made or written.
     """
-    made = [path for path in (output, *output.parents) if not path.exists()]
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        descriptor = _open_locked(output / NAME)
-    except OSError as error:
-        message, fix = refusal(error.filename or output, error)
-        raise ConfigError(f"output_dir: {message}", fix) from error
-    place = output.resolve()
-    _ours.add(place)
-    try:
-        yield
-    finally:
-        _ours.discard(place)
-        with contextlib.suppress(OSError):
-            (output / NAME).unlink()
-        os.close(descriptor)
-        with contextlib.suppress(OSError):  # what was written is there to stay
-            for path in made:
-                path.rmdir()
+    with new_folders(output):
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            descriptor = _open_locked(output / NAME)
+        except OSError as error:
+            message, fix = refusal(error.filename or output, error)
+            raise ConfigError(f"output_dir: {message}", fix) from error
+        place = output.resolve()
+        _ours.add(place)
+        try:
+            yield
+        finally:
+            _ours.discard(place)
+            with contextlib.suppress(OSError):
+                (output / NAME).unlink()
+            os.close(descriptor)
 
 
 def check_free(output: Path) -> None:
@@ -93,11 +90,12 @@ def _open_locked(path: Path) -> int:
     """
     if path.parent.resolve() in _ours:
         raise ConfigError(*_refusal(path, _this_one()))
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor, ours = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
         locked, before = _lock(descriptor, path), _holder(descriptor)
         if before and not locked and before.process.runs is not False:
             raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
+        ours = True
         os.ftruncate(descriptor, 0)
         named = {"host": socket.gethostname(), **Process.this()._asdict()}
         os.pwrite(descriptor, json.dumps(named).encode(), 0)
@@ -107,6 +105,8 @@ def _open_locked(path: Path) -> int:
                 notice(f"lock {path}", f"{what}; this run takes over")
             return descriptor
     except BaseException:
+        if ours:
+            path.unlink(missing_ok=True)
         os.close(descriptor)
         raise
     os.close(descriptor)  # its holder removed it while it was opened here

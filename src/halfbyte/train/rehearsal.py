@@ -30,9 +30,10 @@ def trackers(names: list[str]) -> list[TrainerCallback]:
         ConfigError: there is no such tracker, or it is not installed.
     """
     made = []
-    for name in () if names == ["none"] else names:
+    for name in names:
+        asked = name if len(names) == 1 else [name]  # alone it may be "all" or "none"
         try:
-            made += [callback() for callback in get_reporting_integration_callbacks([name])]
+            made += [callback() for callback in get_reporting_integration_callbacks(asked)]
         except Exception as error:  # whatever a tracker's own library raises
             raise ConfigError(
                 f"report_to: {name}: {first_line(error)}", f"install what it needs, or leave {name} out of report_to"

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
 from ..data.chat import prompt_text
 from ..generation import forget, generate
 from ..generation.engine import context_length
-from ..generation.run import ACTIVE
 from ..hardware import free_cached_memory
 from ..ops import IGNORE_INDEX
-from ..qat.layers import QATLinear
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
 LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
@@ -82,21 +79,13 @@ def answer(
     """
     model.eval()
     answers = []
-    limit, adapter = context_length(model), None if _computes_nothing_yet(model) else ACTIVE
+    limit = context_length(model)
     try:
         for prompt in prompts:
             new = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids))
-            keys: dict[str, Any] = {"max_new_tokens": new, "stops": stops, "adapter": adapter}
-            answers.append(_text(tokenizer, generate(model, [prompt.ids], **keys)[0] if new > 0 else []))
+            tokens = generate(model, [prompt.ids], max_new_tokens=new, stops=stops)[0] if new > 0 else []
+            answers.append(_text(tokenizer, tokens))
     finally:
         forget(model)
         free_cached_memory(next(model.parameters()).device)  # the pools of graphs are nobody else's
     return answers
-
-
-def _computes_nothing_yet(model: Any) -> bool:
-    """Whether the answers are the base's, which take half the time: all that is trained but A is still zero."""
-    if not isinstance(model, PeftModel) or any(isinstance(module, QATLinear) for module in model.modules()):
-        return False
-    trained = {name: values for name, values in model.named_parameters() if values.requires_grad}
-    return not any(bool(values.any()) for name, values in trained.items() if ".lora_A." not in name)

@@ -19,17 +19,17 @@ KEPT = 4  # engines of a model; chat beside its base needs two
 CACHES = {"auto": None, "fp8": FP8}
 
 Key = tuple[tuple[str | None, ...], str]
-_kept: weakref.WeakKeyDictionary[Any, dict[Key, StaticEngine]] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[Any, dict[Key, StaticEngine]] = weakref.WeakKeyDictionary()
 
 
 def forget(model: Any) -> None:
     """Free what `generate` and `stream` keep for the next call with this model: key-value caches and graphs."""
-    _kept.pop(model, None)
+    _engines.pop(model, None)
 
 
 @contextmanager
 def engine_for(model: Any, adapters: Sequence[str | None], tokens: int, kv_cache: str) -> Iterator[Engine]:
-    """An engine for rows of so many tokens. Nobody else gets it meanwhile; it is kept unless an error ends its use."""
+    """An engine for rows of so many tokens, for one caller; it goes into the cache unless an error ends its use."""
     key = tuple(adapters), kv_cache
     try:
         engine = _static(model, key, tokens)
@@ -48,8 +48,8 @@ def engine_for(model: Any, adapters: Sequence[str | None], tokens: int, kv_cache
 
 
 def _static(model: Any, key: Key, tokens: int) -> StaticEngine:
-    """The one that is kept, or a new one; of twice the size if that one is too small, as in a chat that goes on."""
-    engine = _kept.get(model, {}).pop(key, None)
+    """The one in the cache, or a new one; of twice the size if that one is too small, as in a chat that goes on."""
+    engine = _engines.get(model, {}).pop(key, None)
     if engine is not None:
         if engine.slots >= tokens and engine.renew():
             return engine
@@ -61,7 +61,7 @@ def _static(model: Any, key: Key, tokens: int) -> StaticEngine:
 
 
 def _keep(model: Any, key: Key, engine: StaticEngine) -> None:
-    engines = _kept.setdefault(model, {})
+    engines = _engines.setdefault(model, {})
     engines[key] = engine
     while len(engines) > KEPT:
         del engines[next(iter(engines))]

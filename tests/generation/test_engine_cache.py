@@ -8,7 +8,7 @@ import torch
 from patch_models import tiny
 
 from halfbyte import generation, notices
-from halfbyte.generation import kept
+from halfbyte.generation import engine_cache
 from halfbyte.generation.engine import StaticEngine
 
 PROMPTS = [[5, 9, 17, 33], [7, 64]]
@@ -24,7 +24,7 @@ def built(monkeypatch):
             sizes.append(slots)
             super().__init__(model, adapters, slots, cache_dtype)
 
-    monkeypatch.setattr(kept, "StaticEngine", Counted)
+    monkeypatch.setattr(engine_cache, "StaticEngine", Counted)
     return sizes
 
 
@@ -121,7 +121,7 @@ def test_engines_go_with_their_model():
     model = tiny("Llama").eval()
     greedy(model)
     gone = weakref.ref(model)
-    assert model in kept._kept
+    assert model in engine_cache._engines
     del model
     gc.collect()
     assert gone() is None

@@ -1,0 +1,62 @@
+"""Texts that nobody wrote are taken or refused, quickly: a few hundred of each kind, 10,000 where time counts less."""
+
+import resource
+
+import fuzz
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+KINDS = {
+    "yaml": (fuzz.read_yaml, fuzz.yaml_text, 300),
+    "jsonl": (fuzz.read_jsonl, fuzz.jsonl_text, 300),
+    "import": (fuzz.read_import, fuzz.import_text, 300),
+    "template": (fuzz.read_template, fuzz.template_text, 60),
+}
+
+
+@pytest.fixture
+def place(request, tmp_path, monkeypatch):
+    """A folder to write into; for templates a tokenizer."""
+    monkeypatch.setattr("halfbyte.reading.bounded.SECONDS", 0.1)
+    if "template" not in request.node.callspec.id:
+        return tmp_path
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "<e>": 1}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+
+
+def check(kind: str, place, examples: int, quickly: bool) -> None:
+    """Templates get a fifth of the time that they may take, so that 10,000 take minutes."""
+    read, texts, _ = KINDS[kind]
+    taken = []
+    before = fuzz.peak(resource.RUSAGE_SELF)
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=quickly,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(text=texts)
+    def one(text):
+        taken.append(fuzz.answered(read, text, place))
+
+    one()
+    assert fuzz.peak(resource.RUSAGE_SELF) - before < fuzz.BYTES
+    assert fuzz.peak(resource.RUSAGE_CHILDREN) < before + fuzz.BYTES
+    print(f"{kind}: {len(taken)} texts, {sum(taken)} taken, no other exception")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_texts(kind, place):
+    check(kind, place, KINDS[kind][2], quickly=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand_texts(kind, place):
+    check(kind, place, 10_000, quickly=False)

@@ -1,0 +1,199 @@
+"""Files of weights: what a header, an index or a pickle may not be; each is named, with what to do."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from halfbyte.errors import CheckpointError
+from halfbyte.reading.model_config import read_config, read_generation_config
+from halfbyte.reading.tensors import (
+    check_checkpoint,
+    read_header,
+    read_state,
+    read_tensors,
+    safetensors_files,
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "empty": torch.ones(0)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+def header_of(file):
+    data = file.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def with_header(file, header):
+    data = file.read_bytes()
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + int.from_bytes(data[:8], "little") :])
+
+
+def test_a_sound_file(file):
+    assert read_header(file)["a"]["shape"] == [2, 3]
+    found = read_tensors(file)
+    assert torch.equal(found["a"], torch.arange(6.0).view(2, 3))
+    assert found.keys() == {"a", "b", "empty"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "Q9"}, "a has the dtype 'Q9'"),
+        ({"dtype": ["F32"]}, "a has the dtype"),
+        ({"shape": [-2, -3]}, "a has the shape"),
+        ({"shape": [2**62, 3]}, "the bytes of a"),
+        ({"shape": [2, 3.0]}, "a has the shape"),
+        ({"shape": [2, 4]}, "the bytes of a"),
+        ({"data_offsets": [0, 2**63]}, "the bytes of a"),
+        ({"data_offsets": [4, 28]}, "the bytes of"),
+        ({"data_offsets": [24]}, "a has no data_offsets"),
+        ({"data_offsets": None}, "a has no data_offsets"),
+    ],
+)
+def test_an_entry_that_cannot_be(file, changes, said):
+    header = header_of(file)
+    header["a"] |= changes
+    with_header(file, header)
+    with pytest.raises(CheckpointError, match=said):
+        read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b"[]", "its header is no object"),
+        (b'{"a": 5}', "a has no data_offsets"),
+        (b'{"__metadata__": {"x": 1}}', "__metadata__"),
+        (b'{"x": {}, "x": {}}', "'x' is given twice"),
+        (b"[" * 100_000, "nested"),
+        (b"\xff", "not UTF-8"),
+        (b"", "not a safetensors file"),
+    ],
+)
+def test_a_header_that_cannot_be(file, header, said):
+    with_header(file, header)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read_header(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [3, 2**40, 2**63, 2**64 - 1])
+def test_a_length_beyond_the_file(file, length):
+    file.write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match="is truncated: its header needs"):
+        read_header(file)
+
+
+def test_overlapping_tensors_are_refused(file):
+    header = header_of(file)
+    header["c"] = dict(header["a"])
+    with_header(file, header)
+    with pytest.raises(CheckpointError, match="the bytes of"):
+        read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"weight_map": {"a": "../model.safetensors"}}, r"'\.\./model\.safetensors' is no file of weights"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd' is no file"),
+        ({"weight_map": {"a": "sub\\one.safetensors"}}, "is no file of weights"),
+        ({"weight_map": {"a": ".."}}, "is no file of weights"),
+        ({"weight_map": {"a": "x\0.safetensors"}}, "no file's name has"),
+        ({"weight_map": {"a": "one.bin"}}, "'one.bin' is no file of weights"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors is missing"),
+        ({"weight_map": {"a": 5}}, "has no weight_map"),
+        ({"weight_map": {}}, "has no weight_map"),
+        ([1], "has no weight_map"),
+        ({"weight_map": {"a": "one.safetensors"}, "metadata": 5}, "has no metadata"),
+    ],
+)
+def test_an_index_stays_in_its_folder(file, index, said):
+    file.rename(file.with_name("one.safetensors"))
+    if isinstance(index, dict):
+        index = {"metadata": {}} | index
+    (file.parent / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=said):
+        safetensors_files(file.parent)
+
+
+def test_links_are_followed_as_the_hubs_cache_needs(file):
+    blob = file.rename(file.with_name("blob"))
+    file.symlink_to(blob)
+    assert safetensors_files(file.parent) == [file]
+    blob.unlink()
+    with pytest.raises(CheckpointError, match="which is not there"):
+        safetensors_files(file.parent)
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+    def __init__(self, path):
+        self.path = str(path)
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_pickle_is_not_run(tmp_path, write, device):
+    write({"a": Runs(tmp_path / "ran")}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"state\.pt is damaged, or holds more than tensors") as caught:
+        read_state(tmp_path / "state.pt", "do this", device)
+    assert caught.value.fix == "do this"
+    assert "weights_only" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 10, 200, -10])
+def test_a_truncated_state(tmp_path, keep):
+    torch.save({"a": torch.ones(100)}, tmp_path / "state.pt")
+    (tmp_path / "state.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"state\.pt is (truncated or )?damaged"):
+        read_state(tmp_path / "state.pt", "")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"hidden_size": "64"}, "hidden_size is to be a whole number, 1 or more, and it is '64'"),
+        ({"hidden_size": True}, "hidden_size is to be"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is to be at most"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"text_config": {"num_hidden_layers": -1}}, r"text_config\.num_hidden_layers"),
+        ({"text_config": 5}, "text_config is to be an object"),
+        ({"quantization_config": "nf4"}, "quantization_config is to be an object"),
+        ({"quantization_config": {"formats": {"int8": "all"}}}, r"quantization_config\.formats"),
+        ({"transformers_weights": "../x.safetensors"}, "transformers_weights"),
+        ({"model_type": 5}, "model_type is to be text"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id is to be a token's number"),
+        ([], "holds a list"),
+    ],
+)
+def test_a_config_that_cannot_be(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check_checkpoint(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_configs_that_are_meant_so(tmp_path):
+    config = {"num_key_value_heads": None, "intermediate_size": [64, 96], "pad_token_id": -1, "eos_token_id": [1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path) == config
+    assert read_generation_config(tmp_path) == {}
+    for key, value in (("eos_token_id", "x"), ("temperature", "hot"), ("top_k", [1])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key} is to be"):
+            check_checkpoint(tmp_path)
