@@ -37,6 +37,7 @@ from .reading.boundary import answered
 from .reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header, read_tensors
 
 COMMON_RANK = 1024
+MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
@@ -92,11 +93,12 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     names = {name for name, _ in model.named_modules() if name}
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
             _compiled(key, pattern)
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
-                raise ModelError(*_unknown(key, pattern, names))
+                raise ModelError(*_unknown(key, pattern, linears))
     return LoraConfig(
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
@@ -178,7 +180,8 @@ def _compiled(key: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{key}: {pattern!r} is not a regular expression ({error})") from error
+        fix = "correct it, or name modules as in a list"
+        raise ConfigError(f"{key}: {pattern!r} is not a regular expression ({error})", fix) from error
 
 
 def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
@@ -187,7 +190,7 @@ def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
     close = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=3, cutoff=0.5)
     return (
         f"{key}: no module of this model matches {wanted!r}",
-        f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:12])}",
+        f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}",
     )
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from .config import RunConfig
-
 
 @dataclass(frozen=True)
 class ComputeDtype:
@@ -131,13 +129,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
     told = isinstance(error, RuntimeError) and any(words in str(error) for words in said)
     return typed or told or is_out_of_memory(error.__cause__ or error.__context__)
-
-
-def planned_device(config: RunConfig) -> torch.device:
-    """Where a run will train; the device need not be here."""
-    import torch
-
-    return torch.device(config.device) if config.device else best_device()
 
 
 def compute_dtype(device: torch.device) -> ComputeDtype:

@@ -71,7 +71,7 @@ def init(
 
 @app.command(context_settings=_TAKES_OVERRIDES)
 def check(run: Words) -> None:
-    """Check keys, data and memory; load no weights."""
+    """Do all that train does before its first step."""
     from .check import check_run
 
     check_run(read_run("check", run)[0])
