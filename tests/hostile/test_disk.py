@@ -30,7 +30,7 @@ COMMANDS = {
 }
 OUTPUTS = {"train": "out", "merge": "m", "export": "x.gguf"}
 MEASURED = {"time", "seconds", "step_seconds", "tokens_per_second", "memory_bytes"}
-SAMPLE = 3
+SAMPLE = 1  # in `make test`
 # What shows that a command is somewhere in the middle of writing.
 SIGNS = {
     "train": "out/.lock out/metrics.jsonl out/.checkpoint-2* out/.checkpoint-2*/optimizer.pt out/checkpoint-2"

@@ -114,6 +114,14 @@ def test_save_total_limit_keeps_the_newest(uninterrupted):
     assert not list(output.glob(".checkpoint-*"))
 
 
+def test_a_run_killed_before_it_removed_an_older_checkpoint_does_so_when_resumed(tmp_path):
+    keys = {"max_steps": 4, "save_steps": 2, "save_total_limit": 2}
+    make_loop(run_config(tmp_path, **keys)).train()
+    config = run_config(tmp_path, **keys | {"save_total_limit": 1})
+    make_loop(config).train(checkpoints.starting_point(config, True))
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
 # --- failing saves ---------------------------------------------------------------------------------------------------
 
 
