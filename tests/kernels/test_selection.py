@@ -61,7 +61,7 @@ AMPERE = ADA | {"linear_float8": [REFERENCE] * 4, "cast_float8": [REFERENCE], "f
 BLACKWELL = HOPPER | {"linear_blockwise4": [ROW, ROW, *[SMALL] * 4, GEMM, GEMM, REFERENCE, ROW, GEMM, GEMV]}
 BLACKWELL.pop("linear_bitplane"), BLACKWELL.pop("linear_hqq")
 CPU = {
-    "linear_blockwise4": ["native.gemv4.gemv"] * 3 + [REFERENCE] * 6 + ["native.gemv4.gemv"] * 3,
+    "linear_blockwise4": ["native.gemv4.gemv"] * 6 + [REFERENCE] * 3 + ["native.gemv4.gemv"] * 3,
     "dequantize_blockwise4": ["native.blockwise4.dequantize"],
     "lora_glu": [REFERENCE] * 3,
     "rms_norm": [REFERENCE],
