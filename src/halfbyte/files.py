@@ -273,7 +273,7 @@ def _settle(path: Path, mode: int) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    with contextlib.suppress(PermissionError):  # one may write into a folder that one may not list
+    with contextlib.suppress(OSError):  # what was renamed is in place; and a folder need not be one's to list
         descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
