@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT, SETTLED, SAMPLE = 512, 500, 100
+LONGEST = 3600  # seconds that a request may take: on a busy machine nothing is given up
 JSON = {"content-type": "application/json"}
 
 
@@ -71,7 +72,7 @@ def request_of(chance: random.Random, model: str) -> tuple[str, dict[str, Any]]:
 
 def ask(port: int, path: str, body: dict[str, Any], leave: bool) -> int:
     """The status of an answer, which is read to its end, or to its beginning if the client is to `leave`."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST)
     with contextlib.closing(connection):
         connection.request("POST", path, json.dumps(body), JSON)
         if leave:
@@ -104,8 +105,9 @@ def soak(server: subprocess.Popen[str], port: int, model: str, requests: int, at
             status = ask(port, *asked, leave)
             with lock:
                 statuses[status] += 1
-                if sum(statuses.values()) % SAMPLE == 0:
+                if (done := sum(statuses.values())) % SAMPLE == 0:
                     memory.append(resident(server.pid))
+                    print(f"{done:6} requests, {memory[-1] / 2**20:7.1f} MiB", file=sys.stderr, flush=True)
 
     began = time.perf_counter()
     clients = [threading.Thread(target=client) for _ in range(at_once)]
@@ -134,7 +136,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
         tiny_model(model)
-        words = ["serve", str(model), "--port", "0", "--max-queue", str(given.at_once)]
+        words = ["serve", str(model), "--port", "0", "--max-queue", str(given.at_once), "--max-seconds", str(LONGEST)]
         server = subprocess.Popen([sys.executable, "-m", "halfbyte", *words], stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None

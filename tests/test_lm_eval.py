@@ -112,7 +112,16 @@ def test_a_task_runs_by_name_with_an_adapter(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"num_beams": 4}, "option num_beams is unknown"), ({"max_gen_toks": 128}, "128 new tokens leave no room")],
+    [
+        ({"num_beams": 4}, "option num_beams is unknown"),
+        ({"max_gen_toks": 128}, "128 new tokens leave no room"),
+        ({"max_gen_toks": "many"}, "max_gen_toks is 'many'"),
+        ({"max_gen_toks": 0}, "max_new_tokens is 0"),
+        ({"temperature": "hot", "do_sample": True}, "temperature is 'hot'"),
+        ({"top_p": None}, "top_p is None"),
+        ({"until": [1]}, r"until is \[1\]"),
+        ({"until": {"a": 1}}, "until is {'a': 1}"),
+    ],
 )
 def test_options_that_cannot_be_kept(ours, options, message):
     with pytest.raises(ConfigError, match=message):

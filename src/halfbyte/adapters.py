@@ -37,6 +37,7 @@ from .reading.boundary import answered
 from .reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header, read_tensors
 
 COMMON_RANK = 1024
+MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
@@ -189,7 +190,7 @@ def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
     close = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=3, cutoff=0.5)
     return (
         f"{key}: no module of this model matches {wanted!r}",
-        f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:12])}",
+        f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}",
     )
 
 

@@ -132,6 +132,7 @@ FIXES = {
     **dict.fromkeys(FULL, "free some space on its disk, and run again"),
     errno.EFBIG: "raise the limit of a file's size (ulimit -f), or name a folder on another disk",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EISDIR: "remove it, or name another place",
     errno.EIO: "check the disk, and run again",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }

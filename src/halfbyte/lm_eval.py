@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .generation.text import continue_texts
 from .models.head import token_log_probs
 from .ops import IGNORE_INDEX
 from .runs.saved import load_saved
+from .words import brief
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -35,6 +36,7 @@ except ImportError as missing:
 DEFAULT_CONTEXT = 2048  # where the model's config names none
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness takes all of them
 DEFAULT_LENGTH = 256
+Number = TypeVar("Number", int, float)
 Pair = tuple[list[int], list[int]]  # context, continuation
 Score = tuple[float, bool]  # log-probability in nats, whether greedy decoding gives the continuation
 
@@ -74,7 +76,9 @@ class HalfbyteLM(TemplateLM):
         self.tokenizer: Any = self.saved.tokenizer
         model: Any = self.saved.model
         self.model, self.batch_size = model, int(batch_size)
-        self.max_length = max_length or context_length(model) or DEFAULT_CONTEXT
+        if max_length is not None and _number(int, "max_length", max_length) < 2:
+            raise ConfigError(f"max_length is {max_length}", "use 2 or more, or leave it out")
+        self.max_length = int(max_length or context_length(model) or DEFAULT_CONTEXT)
         self._device = next(model.parameters()).device
 
     @property
@@ -83,9 +87,15 @@ class HalfbyteLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: BOS, where there is one."""
-        bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else bos
+        """What stands before a text without context: BOS, where there is one.
+
+        Raises:
+            ModelError: the tokenizer has no such token.
+        """
+        found = next((each for each in (self.tokenizer.bos_token_id, self.eot_token_id) if each is not None), None)
+        if found is None:
+            raise ModelError("the tokenizer has neither BOS nor EOS to begin a text with", "name one in its config")
+        return found
 
     @property
     def tokenizer_name(self) -> str:
@@ -179,12 +189,19 @@ class HalfbyteLM(TemplateLM):
             ConfigError: an option that generation does not have, or no room for a prompt.
         """
         until = options.pop("until", None) or []
-        lengths = [options.pop(name) for name in LENGTHS if name in options]
-        new = int(lengths[0]) if lengths else DEFAULT_LENGTH
+        until = [until] if isinstance(until, str) else until
+        if not isinstance(until, list) or not all(isinstance(stop, str) for stop in until):
+            raise ConfigError(f"generation option until is {brief(until)}", "give texts")
+        lengths = [_number(int, name, options.pop(name)) for name in LENGTHS if name in options]
+        new = lengths[0] if lengths else DEFAULT_LENGTH
         sampled = options.pop("do_sample", None)
         temperature = 0.0 if sampled is False else options.pop("temperature", 1.0 if sampled else 0.0)
         options.pop("temperature", None)
-        sampling = Sampling(float(temperature), int(options.pop("top_k", 0)), float(options.pop("top_p", 1.0)))
+        sampling = Sampling(
+            _number(float, "temperature", temperature),
+            _number(int, "top_k", options.pop("top_k", 0)),
+            _number(float, "top_p", options.pop("top_p", 1.0)),
+        )
         if options:
             raise ConfigError(f"generation option {next(iter(options))} is unknown", "leave it out of --gen_kwargs")
         if new >= self.max_length:
@@ -196,11 +213,23 @@ class HalfbyteLM(TemplateLM):
         for piece in continue_texts(
             self.model,
             self.tokenizer,
-            [self.tok_encode(context)[-(self.max_length - new) :] for context in contexts],
+            [self.tok_encode(context)[-(self.max_length - new) :] or [self.prefix_token_id] for context in contexts],
             max_new_tokens=new,
             sampling=sampling,
             ends=stop_tokens(self.tokenizer, self.model, turn_end(self.tokenizer) if template else []),
-            stops=[stop for stop in ([until] if isinstance(until, str) else until) if stop],
+            stops=[stop for stop in until if stop],
         ):
             answers[piece.row] += piece.text
         return answers
+
+
+def _number(kind: Callable[[Any], Number], name: str, value: Any) -> Number:
+    """The value of an option, which the harness may hand over as text.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} is {brief(value)}", "give a number") from error

@@ -158,4 +158,4 @@ def test_an_output_without_room_is_said():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", PRINTS, "-h"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: cannot write the output: No space left on device\n")
+    assert done.stderr.startswith("error: cannot write the output: the disk is full\n")

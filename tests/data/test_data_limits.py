@@ -61,9 +61,10 @@ def test_of_a_long_text_the_first_tokens_alone_are_made_and_are_the_same(real_to
         assert length == pytest.approx(len(whole["input_ids"]), rel=0.5)
 
 
-def test_a_very_long_row_is_quick_and_quiet(make_tokenizer, caplog):
+@pytest.mark.parametrize("word", ["a word ", "endless"])
+def test_a_very_long_row_is_quick_and_quiet(make_tokenizer, caplog, word):
     tokenizer = make_tokenizer(None)
-    rows = [json.dumps({"prompt": "a word " * 700_000, "completion": "b"})]
+    rows = [json.dumps({"prompt": word * 700_000, "completion": "b"})]
     found = Encoder(tokenizer, None, max_length=64)({"document": rows, "where": ["d:1"]})
     assert (len(found["input_ids"][0]), found["dropped"]) == (64, [CUT_AWAY])
     assert found["length"][0] == pytest.approx(4_900_000, rel=0.01)

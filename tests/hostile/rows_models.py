@@ -82,6 +82,7 @@ ROWS = [
         says="template",
         fix="chat_template_path",
         files=template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+        seconds=4,  # its limit is of the processor's time, in a process of its own
     ),
     Case(
         "31 a template of 10 GB",

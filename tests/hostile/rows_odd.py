@@ -181,8 +181,9 @@ MODELS = [
         3),
         ("head_dim", 0), ("rms_norm_eps", "small"), ("hidden_act", "nothing"), ("max_position_embeddings", -1),
         ("rope_parameters", {"rope_type": "spiral"}), ("rope_parameters", [1]), ("dtype", "float99"), (
-        "quantization_config", {}),
-        ("quantization_config", {"quant_method": "magic"}), ("tie_word_embeddings", "maybe"))],
+        "tie_word_embeddings", "maybe"))],
+    *[refused(f"+ stored as {value}", "stored as", files={CONFIG: edited(quantization_config=value)})
+      for value in ({}, {"quant_method": "magic"})],
     either("+ config.json with architectures of nothing", files={CONFIG: edited(architectures=["Nothing"])}),
     either("+ config.json with a BOM", files={CONFIG: lambda path: path.write_text("\ufeff" + path.read_text())}),
     refused("+ a model for classes", "model", files={CONFIG: '{"model_type": "bert"}'}),

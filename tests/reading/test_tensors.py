@@ -193,6 +193,7 @@ def test_configs_that_are_meant_so(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path) == config
     assert read_generation_config(tmp_path) == {}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
-        check_checkpoint(tmp_path)
+    for key, value in (("eos_token_id", "x"), ("temperature", "hot"), ("top_k", [1])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key} is to be"):
+            check_checkpoint(tmp_path)

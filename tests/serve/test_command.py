@@ -91,6 +91,14 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(base_folder):
 
 
 @pytest.mark.parametrize(
+    ("host", "cause"), [("nowhere.invalid", "[A-Z][a-z]"), ("x" * 70, "this is no host"), ("a\0b", "[A-Z][a-z]")]
+)
+def test_hosts_that_are_none(base_folder, host, cause):
+    with pytest.raises(ConfigError, match=f":0: {cause}.*\n  fix: choose another --host or --port"):
+        command.serve_model(str(base_folder), host, 0, [])
+
+
+@pytest.mark.parametrize(
     ("adapters", "message"),
     [(["poet"], "--adapter poet is not name=path"), (["=x"], "not name=path"), (["a=x", "a=y"], "given twice")],
 )

@@ -114,6 +114,14 @@ def test_save_total_limit_keeps_the_newest(uninterrupted):
     assert not list(output.glob(".checkpoint-*"))
 
 
+def test_a_run_killed_before_it_removed_an_older_checkpoint_does_so_when_resumed(tmp_path):
+    keys = {"max_steps": 4, "save_steps": 2, "save_total_limit": 2}
+    make_loop(run_config(tmp_path, **keys)).train()
+    config = run_config(tmp_path, **keys | {"save_total_limit": 1})
+    make_loop(config).train(checkpoints.starting_point(config, True))
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
 # --- failing saves ---------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +248,11 @@ def test_a_torn_last_line_is_dropped(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [('{"kind": "tr\n', "malformed JSON"), ("[1]\n", "metrics.jsonl:1 is no record"), (None, "it is a folder")],
+    [
+        ('{"kind": "tr\n', "malformed JSON"),
+        ("[1]\n", "metrics.jsonl:1 is no record"),
+        (None, "metrics.jsonl is a folder"),
+    ],
 )
 def test_metrics_that_no_run_wrote_are_named(tmp_path, content, said):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
@@ -248,4 +260,4 @@ def test_metrics_that_no_run_wrote_are_named(tmp_path, content, said):
     with pytest.raises(ConfigError, match=said) as refused:
         metrics.records()
     assert "metrics.jsonl" in refused.value.message
-    assert refused.value.fix
+    assert refused.value.fix == "remove it, or choose another output_dir"

@@ -73,10 +73,14 @@ def _answer(error: BaseException, meta: dict[str, Any]) -> int:
 
 
 def _known(error: BaseException) -> HalfbyteError | None:
-    """What is no bug, though nobody said it in halfbyte's words: no memory, and no room where the output goes."""
+    """What is no bug, though nobody said it in halfbyte's words: no memory, no room for the output, no folder here."""
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        from ..reading import why
+
         nobody_reads()
-        return HalfbyteError(f"cannot write the output: {error.strerror}", "send it to another place")
+        return HalfbyteError(f"cannot write the output: {why(error)}", "send it to another place")
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd's
+        return HalfbyteError("the folder that this command was started in is gone", "change to another one")
     if isinstance(error, MemoryError) or ("torch" in sys.modules and is_out_of_memory(error)):
         return HalfbyteError("out of memory", "end other programs, or take a machine with more")
     return None

@@ -23,7 +23,7 @@ from .formats import Document
 TOO_LONG = "longer than max_length"
 CUT_AWAY = "no trained tokens left after truncation"
 UNTRAINED = "no trained tokens"
-CHARACTERS_A_TOKEN, READ_BEYOND, WORDS_BEYOND = 16, 10_000, 8  # of a long text, see Encoder._tokenize
+CHARACTERS_A_TOKEN, READ_BEYOND, WORDS_BEYOND, VAST = 16, 10_000, 8, 2**20  # of a long text, see Encoder._tokenize
 # The instruction format of a tokenizer without chat template.
 INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
 
@@ -115,7 +115,8 @@ class Encoder:
 
         Of a text that is many times as long as a row, only a beginning is tokenized, and its length is estimated from
         that. The tokens kept are those of the whole text: words are tokenized one by one, and those at the end of the
-        beginning, which might go on, are not among them.
+        beginning, which might go on, are not among them. Only where one word goes on for ever (a million characters
+        without a space) they are those of its beginning, cut far behind them.
         """
         first = READ_BEYOND + self.max_length * CHARACTERS_A_TOKEN
         found: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * len(texts)
@@ -126,7 +127,8 @@ class Encoder:
                 ids = np.array(encoded["input_ids"][row], dtype=np.int64)
                 length, total = len(ids), len(texts[index].text)
                 if total > first:
-                    if not self._is_enough(encoded.word_ids(row)):
+                    far = total > VAST and length > 4 * self.max_length + READ_BEYOND
+                    if not (far or self._is_enough(encoded.word_ids(row))):
                         continue
                     length = round(length * total / first)
                 offsets = np.fromiter(chain.from_iterable(encoded["offset_mapping"][row]), dtype=np.int64)

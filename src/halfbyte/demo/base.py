@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelError
 from ..files import cache_folder, new_directory, write_json
 from ..notices import notice
+from ..reading import read_json
 from . import corpus
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def base_model(recipe: Recipe | None = None, *, seconds: float = 75.0, console: 
             tokenizer.save_pretrained(folder)
             described = {"steps_done": steps, "final_loss": loss, "parameters": model.num_parameters()}
             write_json(folder / "recipe.json", asdict(recipe) | described)
-    done = json.loads((path / "recipe.json").read_text(encoding="utf-8"))["steps_done"]
+    done = read_json(path / "recipe.json")["steps_done"]
     if done < recipe.steps:
         notice(
             "demo-base",

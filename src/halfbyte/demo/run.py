@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import load_config
 from ..errors import ConfigError
 from ..files import clear_leftovers, remove, write_text, writing
+from ..reading import read_json, read_text
 from ..words import one_line
 from .base import Recipe, base_model
 
@@ -84,7 +85,7 @@ def main(
     aims = ": pretrain a small base, store it in 4 bits, teach it answers; no downloads"
     console.print(Text.assemble(("halfbyte demo", "bold"), aims))
     base = base_model(recipe, seconds=seconds, console=console)
-    described = json.loads((base / "recipe.json").read_text(encoding="utf-8"))
+    described = read_json(base / "recipe.json")
     console.print(
         f"base: {base}, a Llama of {described['parameters'] / 1e6:.1f} M parameters, {described['steps_done']} steps "
         f"on Python's own texts, loss {described['final_loss']:.2f}"
@@ -102,7 +103,7 @@ def _make_room(output_dir: Path) -> None:
     clear_leftovers(output_dir.parent)
     run = output_dir / "run.yaml"
     if output_dir.is_dir() and any(output_dir.iterdir()):
-        if not (run.is_file() and run.read_text(encoding="utf-8").startswith(MARK)):
+        if not (run.is_file() and read_text(run).startswith(MARK)):
             raise ConfigError(f"output_dir: {output_dir} holds something that is not a demo", "name another folder")
         with writing(output_dir):
             remove(output_dir)
@@ -110,7 +111,7 @@ def _make_room(output_dir: Path) -> None:
 
 def write_run(output_dir: Path, base: Path, epochs: int) -> Path:
     """Write the demo's data and configuration, as files a reader can open and run again; returns the run.yaml."""
-    dataset = write_text(output_dir / "instructions.jsonl", INSTRUCTIONS.read_text(encoding="utf-8"))
+    dataset = write_text(output_dir / "instructions.jsonl", read_text(INSTRUCTIONS))
     paths = {"base": base, "dataset": dataset, "output_dir": output_dir}
     quoted = {name: json.dumps(str(path), ensure_ascii=False) for name, path in paths.items()}  # JSON strings are YAML
     return write_text(output_dir / "run.yaml", RUN.format(mark=MARK, epochs=epochs, **quoted))
@@ -126,12 +127,14 @@ def _show(output_dir: Path, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    from ..train.metrics import MetricsFile
+
+    records = MetricsFile(output_dir / "metrics.jsonl").records()
     losses = [record["loss"] for record in records if record["kind"] == "eval"]
     table = Table(title="Questions held out of training", title_justify="left", show_lines=True)
     for heading in ("question", "base", "after fine-tuning", "reference"):
         table.add_column(heading, ratio=1)
-    answers: list[dict[str, Any]] = json.loads((output_dir / "generations.json").read_text(encoding="utf-8"))
+    answers: list[dict[str, Any]] = read_json(output_dir / "generations.json")
     for answer in answers:
         cells = (question(answer["prompt"]), answer["before"], answer["after"], answer["reference"])
         table.add_row(*(Text(cell.strip()) for cell in cells))  # Text: brackets in answers are no markup

@@ -122,8 +122,8 @@ def export_gguf(
         "free some space, name a file on another disk (--out), or choose a smaller type",
     )
     weighed = _importances(importances, run_or_model, mix, path, source, files[0].planned, console)
-    errors = _write_files(files, source.device, weighed, console)
-    written = write_text(path.with_suffix(".Modelfile"), modelfile([file.path.name for file in files], source))
+    described = path.with_suffix(".Modelfile"), modelfile([file.path.name for file in files], source)
+    errors = _write_files(files, described, source.device, weighed, console)
     return ExportReport(
         path,
         mix,
@@ -132,7 +132,7 @@ def export_gguf(
         dict(Counter(type_.name for type_ in files[0].types.values()).most_common()),
         errors,
         source.merged,
-        written,
+        described[0],
         time.perf_counter() - started,
         files[1].path if source.vision else None,
     )
@@ -185,19 +185,30 @@ def _importances(
 
 
 def _write_files(
-    files: list[NewGguf], device: torch.device, importances: Mapping[str, Tensor], console: Console | None
+    files: list[NewGguf],
+    beside: tuple[Path, str],
+    device: torch.device,
+    importances: Mapping[str, Tensor],
+    console: Console | None,
 ) -> dict[str, float]:
-    """Write the language model and, where there is one, the vision part; both appear when both are checked.
+    """Write the language model, where there is one the vision part, and the text `beside`; they appear when all are
+    checked, the language model last, so that where it is, everything is.
 
     Returns:
         As `check_file`, of the language model.
     """
-    with _progress(console) as progress, ExitStack() as stack:
-        asides = [stack.enter_context(new_file(file.path)) for file in files]
-        errors = []
-        for file, aside in zip(files, asides, strict=True):
-            advance = partial(progress.advance, progress.add_task("writing", total=file.numel))
-            errors.append(write_gguf(file, aside, importances, device, advance))
+    errors, was_there = [], beside[0].exists()
+    try:
+        with _progress(console) as progress, ExitStack() as stack:
+            asides = [stack.enter_context(new_file(file.path)) for file in files]
+            for file, aside in zip(files, asides, strict=True):
+                advance = partial(progress.advance, progress.add_task("writing", total=file.numel))
+                errors.append(write_gguf(file, aside, importances, device, advance))
+            write_text(*beside)
+    except BaseException:
+        if not was_there:
+            beside[0].unlink(missing_ok=True)
+        raise
     return errors[0]
 
 

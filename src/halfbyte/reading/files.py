@@ -7,8 +7,9 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Literal, TextIO, cast
+from typing import Literal, TextIO, cast
 
 from ..errors import ConfigError, HalfbyteError
 
@@ -90,14 +91,14 @@ def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = 
 
 
 @contextlib.contextmanager
-def open_bytes(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "") -> Iterator[BinaryIO]:
+def open_bytes(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "") -> Iterator[BufferedReader]:
     """The file at `path`, open for reading; what the system raises while it is open is said of it.
 
     Raises:
         error: there is no such file, or it cannot be read.
     """
     with _open(path, error, fix, "rb") as file:
-        yield cast(BinaryIO, file)
+        yield cast(BufferedReader, file)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ LAYERS = ("num_hidden_layers", "n_layer")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what is read, whatever else may be named
 MAPPINGS = ("text_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters", "auto_map")
 TEXTS = ("model_type", "hidden_act", "transformers_version")
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_length", "max_new_tokens")
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -48,6 +49,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
         return {}
     config = _object(path)
     _check_ids(path, config)
+    for key in NUMBERS:
+        if config.get(key) is not None and type(config[key]) not in (int, float):
+            raise _wrong(path, key, "a number", config[key])
     return config
 
 

@@ -77,7 +77,7 @@ th, td {
   overflow-wrap: anywhere;
 }
 th { font-weight: 500; }
-thead th { color: var(--muted); vertical-align: bottom; }
+thead th { color: var(--muted); vertical-align: bottom; overflow-wrap: normal; }
 tbody th { min-width: 6em; }
 td b { font-weight: 600; }
 td.number { white-space: nowrap; }

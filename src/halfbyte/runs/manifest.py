@@ -74,4 +74,4 @@ def damage_by_manifest(folder: Path, manifest: dict[str, Any], contents: bool) -
 
 def _sha256(path: Path) -> str:
     with open_bytes(path, CheckpointError) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from ..config import RunConfig, load_config, resolve
 from ..errors import CheckpointError
 from ..files import clear_leftovers
 from ..models.find import find_model, look_over, trusted_only
+from ..reading import read_text
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import read_adapter_config
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESOLVED = "config.resolved.yaml"
+RESOLVED_AGAIN = "copy the run's file there again"
+WRITTEN = ("model_name_or_path", "load_in_4bit", "r", "max_length", "learning_rate", "seed")  # in order, by any version
 
 
 @dataclass
@@ -129,10 +133,23 @@ def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "no
     named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
     quantized = named or _is_quantized(place.base)
     defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": quantized}
+    if place.resolved:
+        _check_whole(place.resolved)
     config = load_config(place.resolved, overrides, defaults)
     if place.base and not place.adapter:
         config.model_name_or_path = place.base
     return config
+
+
+def _check_whole(resolved: Path) -> None:
+    """Whether a run's configuration has all that it was written with; what is cut off would be taken for a default.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    text = read_text(resolved, CheckpointError, RESOLVED_AGAIN)
+    if missing := [key for key in WRITTEN if not re.search(rf"^{key}:", text, re.MULTILINE)]:
+        raise CheckpointError(f"{resolved} is cut short: it lacks {', '.join(missing)}", RESOLVED_AGAIN)
 
 
 def _is_quantized(model: str) -> bool:

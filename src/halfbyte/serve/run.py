@@ -14,6 +14,7 @@ import uvicorn
 
 from ..errors import ConfigError
 from ..notices import notice
+from ..reading import why
 from ..words import visible
 from .app import Endpoints, application
 from .guard import LOOPBACK, Access, access_to
@@ -108,8 +109,9 @@ def _bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError for what is no host's name
         if listener is not None:
             listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}", "choose another --host or --port") from error
+        cause = why(error) if isinstance(error, OSError) else "this is no host"
+        raise ConfigError(f"cannot listen on {host}:{port}: {cause}", "choose another --host or --port") from error
     return listener

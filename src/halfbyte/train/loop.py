@@ -151,6 +151,8 @@ class TrainingLoop:
         steps = total_steps(self.config, len(self.rows))
         self._begin(checkpoint, steps)
         if self.state.global_step >= steps:
+            if self.mesh.is_main:  # a run that was killed between the last save and this
+                checkpoints.keep_newest(self.output, self.config.save_total_limit)
             return
         try:
             with noisy_embeddings(self.model, self.config.neftune_noise_alpha), as_requests(announce) as self.request:

@@ -102,7 +102,10 @@ class MetricsFile:
             ConfigError: it is not what a run wrote.
         """
         fix = "remove it, or choose another output_dir"
-        if not look(self.path, ConfigError, fix):
+        kind = look(self.path, ConfigError, fix)
+        if kind == "folder":
+            raise ConfigError(f"{self.path} is a folder", fix)
+        if not kind:
             return []
         *lines, _ = read_text(self.path, ConfigError, fix).split("\n")
         where, found = str(self.path), []
