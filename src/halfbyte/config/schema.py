@@ -29,6 +29,7 @@ Level = Literal[  # see memory.levels
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Scale = Annotated[float, Field(ge=1e-8)]  # with less no gradient reaches an adapter
 LARGEST = 2**31 - 1  # of any number but the seed: what counts beyond it cannot be meant, and libraries overflow
 
 
@@ -162,9 +163,7 @@ class AdapterSection(Section):
 
     use_peft: bool = Field(True, description="train a low-rank adapter; false: full fine-tuning")
     r: PositiveInt = Field(16, description="rank of the adapter")
-    lora_alpha: Annotated[float, Field(gt=0)] = Field(
-        16.0, description="scale: the adapter's output times lora_alpha/r"
-    )
+    lora_alpha: Scale = Field(16.0, description="scale: the adapter's output times lora_alpha/r")
     lora_dropout: Fraction = Field(0.0, description="dropout on the adapter's input")
     target_modules: str | list[str] = Field(
         "all-linear", description="all-linear, a list of module names, or one regular expression"
@@ -173,9 +172,7 @@ class AdapterSection(Section):
     use_rslora: bool = Field(False, description="scale by lora_alpha/sqrt(r)")
     use_dora: bool = Field(False, description="weight-decomposed adapters (DoRA)")
     rank_pattern: dict[str, PositiveInt] = Field(default_factory=dict, description="module pattern to rank")
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="module pattern to alpha"
-    )
+    alpha_pattern: dict[str, Scale] = Field(default_factory=dict, description="module pattern to alpha")
     init_lora_weights: bool | Literal["gaussian"] = Field(True, description="adapter initialisation, as in PEFT")
     adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of adapter weights")
     adapter_path: str | None = Field(None, description="continue from this saved adapter")
