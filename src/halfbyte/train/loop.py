@@ -18,6 +18,7 @@ optimizer moves, and the step's numbers are read and recorded when the next one 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
-from halfbyte.hardware import is_out_of_memory
+from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
@@ -342,11 +343,10 @@ class TrainingLoop:
         self.model.eval()
         size = self.args.per_device_eval_batch_size
         loader = batches(self.held_out, size, self.collate, pinned=self.device.type != "cpu")
-        for batch in self._unless_late(loader, random, evaluates=True):
-            counts = counts_of([batch])
-            with torch.no_grad():
-                sums = self._held_out_sums(self._on_device(batch))
-            found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
+        with self._beside_graphs(), torch.no_grad():
+            for batch in self._unless_late(loader, random, evaluates=True):
+                counts, sums = counts_of([batch]), self._held_out_sums(self._on_device(batch))
+                found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
         counts = {name: self.mesh.sum(count) for name, count in found.counts.items() if name != TOKENS}
         self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
         numbers = self.method.evaluation(found.means(self.method.numbers.trained), counts)
@@ -357,6 +357,18 @@ class TrainingLoop:
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
         return numbers
+
+    @contextlib.contextmanager
+    def _beside_graphs(self) -> Iterator[None]:
+        """Around what is launched while graphs are held: what the allocator caches is of one stream, theirs or the
+        current one, and no use to the other."""
+        if self.stepper.holds_graphs:
+            free_cached_memory(self.device)
+        try:
+            yield
+        finally:
+            if self.stepper.holds_graphs:
+                free_cached_memory(self.device)
 
     def _held_out_sums(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The sums of a batch; where there is no room beside CUDA graphs, the graphs go."""

@@ -75,11 +75,12 @@ def answer(
 ) -> list[str]:
     """Continue each prompt greedily, as far as the model's context has room; special tokens are left out of the text.
 
-    Nothing of it stays in memory.
+    Nothing of it stays in memory, and what other streams have left cached is given back first.
     """
     model.eval()
     answers = []
-    limit = context_length(model)
+    limit, device = context_length(model), next(model.parameters()).device
+    free_cached_memory(device)
     try:
         for prompt in prompts:
             new = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids))
@@ -87,5 +88,5 @@ def answer(
             answers.append(_text(tokenizer, tokens))
     finally:
         forget(model)
-        free_cached_memory(next(model.parameters()).device)  # the pools of graphs are nobody else's
+        free_cached_memory(device)  # the pools of graphs are nobody else's
     return answers
