@@ -34,7 +34,9 @@ from .errors import CheckpointError, ConfigError, ModelError
 from .notices import notice
 from .qat.model import round_merged
 from .reading.boundary import answered
+from .reading.bounded import Bounded, Failure
 from .reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header, read_tensors
+from .words import brief
 
 COMMON_RANK = 1024
 MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
@@ -96,8 +98,7 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
-            _compiled(key, pattern)
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            if not _matching(key, pattern, names, rf"(.*\.)?({pattern})"):
                 raise ModelError(*_unknown(key, pattern, linears))
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -139,13 +140,13 @@ def _check_targets(model: nn.Module, targets: str | list[str]) -> None:
     if isinstance(targets, list):
         _check_names("target_modules", targets, {name for name, _ in model.named_modules() if name}, suggest=linears)
     elif targets != ALL_LINEAR:
-        pattern = _compiled("target_modules", targets)
-        if not any(pattern.fullmatch(name) for name, _ in model.named_modules()):
+        matching = _matching("target_modules", targets, [name for name, _ in model.named_modules()])
+        if not matching:
             raise ModelError(*_unknown("target_modules", targets, linears))
     if targets == ALL_LINEAR:
         return
     for name, module in model.named_modules():
-        wanted = pattern.fullmatch(name) if isinstance(targets, str) else any(_names(name, each) for each in targets)
+        wanted = name in matching if isinstance(targets, str) else any(_names(name, each) for each in targets)
         if wanted and not is_linear(module):
             raise ModelError(
                 f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to",
@@ -176,12 +177,23 @@ def _check_whole_modules(model: nn.Module, wanted: Collection[str]) -> None:
                     )
 
 
-def _compiled(key: str, pattern: str) -> re.Pattern[str]:
+def _matching(key: str, pattern: str, names: Iterable[str], whole: str = "") -> set[str]:
+    """The names that a regular expression matches, or what PEFT makes `whole` of it.
+
+    Some take for ever, and PEFT would try them, too: so they are tried in a process that can be ended.
+    """
+    fix = "correct it, or name modules as in a list"
     try:
-        return re.compile(pattern)
+        re.compile(pattern)
+        compiled = re.compile(whole or pattern)
     except re.error as error:
-        fix = "correct it, or name modules as in a list"
         raise ConfigError(f"{key}: {pattern!r} is not a regular expression ({error})", fix) from error
+    matched: Bounded[list[str], set[str]] = Bounded(lambda given: {name for name in given if compiled.fullmatch(name)})
+    [found] = matched([list(names)])
+    if isinstance(found, Failure):
+        raise ConfigError(f"{key}: to match {brief(pattern)} against the names of modules, {found.said}", fix)
+    assert isinstance(found, set)
+    return found
 
 
 def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:

@@ -18,8 +18,7 @@ and with `given=("stopped",)` what a run that was killed left behind: train run.
            "link.jsonl": Link("nowhere"), "dir": None,     # a symbolic link; an empty folder
            "model/model.safetensors": gone}
 
-Several commands that must all answer alike: a tuple of them; each has a folder of its own. Tests that are named in
-`owed.txt` are not cured yet, and may fail.
+Several commands that must all answer alike: a tuple of them; each has a folder of its own.
 
 To run one:  python -m pytest tests/hostile -q -k "seed"    To see what it says:  HOSTILE_SHOW=1 ... -s -k "seed"
 """

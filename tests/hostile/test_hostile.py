@@ -13,7 +13,6 @@ from hostile import Case, judge, place, snapshot
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 
 HERE = Path(__file__).parent
-OWED = set((HERE / "owed.txt").read_text(encoding="utf-8").splitlines()) if (HERE / "owed.txt").exists() else set()
 SUBJECTS = sorted(path.stem for path in HERE.glob("rows_*.py"))
 
 
@@ -25,9 +24,8 @@ def parameters() -> list:
                 name = f"{case.name} [{command[0] if command else ''}]" if isinstance(case.run, tuple) else case.name
                 name = f"{subject.removeprefix('rows_')}: {name}"
                 name = name.encode("unicode_escape").decode()
-                marks = [pytest.mark.xfail(reason="owed")] if name in OWED else []
-                if case.slow or (at and case.name.startswith("+")):  # `make test` runs the first of a case off the list
-                    marks.append(pytest.mark.slow)
+                # `make test` runs the first of a case off the list
+                marks = [pytest.mark.slow] if case.slow or (at and case.name.startswith("+")) else []
                 made.append(pytest.param(case, command, id=name, marks=marks))
     return made
 
