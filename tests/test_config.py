@@ -399,7 +399,7 @@ class TestWriting:
 class TestNames:
     def test_every_key_says_what_it_allows(self):
         assert allowed("bnb_4bit_quant_type") == "nf4 or fp4"
-        assert allowed("lora_alpha") == "a number above 0"
+        assert allowed("lora_alpha") == "a number from 1e-08"
         assert allowed("rank_pattern") == "a mapping from text to a whole number above 0"
         assert all(allowed(key) for key in RunConfig.model_fields)
 

@@ -54,11 +54,17 @@ app(sys.argv[1:])
 """
 
 
+def _hears_hangups():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run after nohup
+
+
 def test_it_leaves_within_5_seconds_whatever_the_model_does(base_folder):
     """A long prompt on a CPU takes longer, and nothing interrupts it; a second request waits for its turn."""
     program = [sys.executable, "-c", STUCK, "serve", str(base_folder), "--port", "0"]
     with (
-        subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
+        subprocess.Popen(
+            program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hears_hangups
+        ) as server,
         ThreadPoolExecutor(2) as clients,
     ):
         try:

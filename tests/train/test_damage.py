@@ -156,7 +156,7 @@ def test_a_pickle_in_a_checkpoint_is_not_run_and_is_an_error_with_a_name(output,
     (output / "checkpoint-3" / manifest.MANIFEST).unlink()
     manifest.write_manifest(output / "checkpoint-3", 3)
     checkpoint = checkpoints.starting_point(config_in(output), True)
-    with pytest.raises(CheckpointError, match=r"cannot load the state in \S+checkpoint-3"):
+    with pytest.raises(CheckpointError, match=rf"checkpoint-3/{name} is damaged, or holds more than tensors"):
         make_loop(config_in(output, max_steps=5)).train(checkpoint)
     assert not (tmp_path / "PWNED").exists()
 

@@ -23,6 +23,16 @@ def loop_of(output):
     return make_loop(run_config(output, **KEYS), train=rows(20), held_out=rows(7, 9))
 
 
+@pytest.fixture(autouse=True)
+def _as_a_terminal_has_them():
+    """In the background of a shell, or after nohup, signals are ignored, and stay so."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     loop = loop_of(tmp_path_factory.mktemp("uninterrupted"))
@@ -141,9 +151,15 @@ def test_what_is_being_written_goes(tmp_path, number):
 
 
 def test_a_forked_worker_ends_as_ever(tmp_path):
+    reads, writes = os.pipe()
     with as_exceptions():
         child = os.fork()
         if not child:
+            os.write(writes, b"here")  # a signal that comes before Python is there is lost
             time.sleep(60)
+            os._exit(0)
+        os.read(reads, 4)
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
+    os.close(reads)
+    os.close(writes)
