@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ from halfbyte.hardware import GROWING, bound_cpu_primitives, compute_dtype, let_
 def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expected):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", dict(os.environ) | given)
-    let_segments_grow()
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
-    assert segments_grow() == (expected == GROWING)
+    with mock.patch.dict(os.environ, given):
+        let_segments_grow()
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+        assert segments_grow() == (expected == GROWING)
 
 
 def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
@@ -74,7 +75,7 @@ def test_products_of_many_lengths_do_not_pile_up():
     assert grown <= 32 * 2**20
 
 
-def test_what_the_user_set_stays(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"LRU_CACHE_CAPACITY": "7"})
-    bound_cpu_primitives()
-    assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+def test_what_the_user_set_stays():
+    with mock.patch.dict(os.environ, {"LRU_CACHE_CAPACITY": "7"}, clear=True):
+        bound_cpu_primitives()
+        assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}

@@ -389,7 +389,7 @@ def test_damaged_scales_are_named(exact, tmp_path, kind):
     message = rf"m\.gguf: blk\.1\.{kind}\.weight \({TYPES[kind].name}\): 1 of its \d+ scales"
     with pytest.raises(CheckpointError, match=message):
         load_model(str(path), quantization="keep", **OPTIONS)
-    assert not list((tmp_path / "cache/gguf").iterdir())
+    assert not list((tmp_path / "cache").rglob("*"))
 
 
 def test_other_checkpoints_have_nothing_to_keep(tiny_checkpoint):

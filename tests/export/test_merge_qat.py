@@ -170,10 +170,11 @@ def test_keys_that_contradict_it(place, tmp_path, keys, key, fix):
     assert fix in str(raised.value)
 
 
-def test_an_unknown_scheme_is_found_before_anything_is_read(tmp_path):
+def test_an_unknown_scheme_is_found_before_anything_is_written(place, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     keys = RunConfig(
-        model_name_or_path="nowhere", dataset="none.jsonl", output_dir=str(tmp_path / "out"), load_in_4bit=False,
-        qat_scheme="int5",
+        model_name_or_path=str(place / "model"), dataset=str(tmp_path / "rows.jsonl"),
+        output_dir=str(tmp_path / "out"), load_in_4bit=False, qat_scheme="int5",
     )  # fmt: skip
     with pytest.raises(ModelError, match="qat_scheme: there is no format 'int5'"):
         sft.train(keys)
