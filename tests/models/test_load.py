@@ -13,6 +13,7 @@ from halfbyte import notices
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import QuantizedLinear
+from halfbyte.models import load
 from halfbyte.models.find import load_model_config
 from halfbyte.models.load import check_attention, load_model, load_tokenizer
 from halfbyte.tensor import QuantizedTensor
@@ -30,6 +31,17 @@ def _unsaid():
 def damaged(tiny_checkpoint, tmp_path):
     """A copy of the tiny Llama that a test may break."""
     return shutil.copytree(tiny_checkpoint(), tmp_path / "tiny-llama")
+
+
+class Watching:
+    """transformers' class for loading; notes whether it may show bars while it does."""
+
+    def __init__(self, cls, seen):
+        self.cls, self.seen = cls, seen
+
+    def from_pretrained(self, *args, **keys):
+        self.seen.append(transformers.utils.logging.is_progress_bar_enabled())
+        return self.cls.from_pretrained(*args, **keys)
 
 
 def original(folder, dtype=torch.float32):
@@ -143,6 +155,15 @@ def test_an_architecture_without_linears_is_refused(tiny_checkpoint):
     folder = tiny_checkpoint("GPT2", n_embd=64, n_layer=2, n_head=4, n_positions=64)
     with pytest.raises(ModelError, match=r"no nn\.Linear"):
         load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(("longest", "shown"), [(2**31, False), (1, True)])
+def test_a_bar_is_shown_where_loading_takes_long(tiny_checkpoint, monkeypatch, longest, shown):
+    seen = []
+    monkeypatch.setattr(load, "LONG", longest)
+    monkeypatch.setattr(load, "auto_class", lambda config: Watching(transformers.AutoModelForCausalLM, seen))
+    load_model(str(tiny_checkpoint()), device="cpu")
+    assert seen == [shown]
 
 
 def test_one_file_checkpoint(tiny_checkpoint, tmp_path):

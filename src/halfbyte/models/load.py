@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from ..reading import read_text
 from ..reading.boundary import answered
+from ..reading.tensors import safetensors_files
 from .find import ModelFiles, find_model, place_of, trusted_only
 from .quiet import no_loading_bars, quiet
 from .tiny import tiny_config
@@ -25,6 +27,7 @@ from .whole import check_finite, check_loaded
 
 TOKENIZER_KINDS = {"chat_template": (str, dict, type(None)), "model_max_length": (int, float)}
 TEMPLATE = "give the path of a Jinja file as chat_template_path"
+LONG = 2**31  # bytes of weights that take seconds to load
 FLEX = "flex_attention"
 FLEX_HEAD = 16  # torch's kernels take no smaller head
 TORCHS_OWN = ("eager", "sdpa", FLEX)
@@ -190,7 +193,7 @@ def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
         trusted_only(name_or_path),
         answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
         quiet(),
-        no_loading_bars(),
+        no_loading_bars() if _is_small(name_or_path) else contextlib.nullcontext(),
     ):
         model, info = auto_class(config).from_pretrained(
             name_or_path,
@@ -202,6 +205,12 @@ def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
     check_loaded(info, name_or_path, config)
     check_finite(model, name_or_path)
     return model
+
+
+def _is_small(name_or_path: str) -> bool:
+    """Whether loading ends before a bar says anything; of a hub id that is not known."""
+    folder = Path(name_or_path)
+    return folder.is_dir() and sum(file.stat().st_size for file in safetensors_files(folder)) < LONG
 
 
 def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:

@@ -115,13 +115,11 @@ class _Child:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.owner, self.ended, self.was_idle = os.getpid(), False, False
         self.connection, theirs = socket.socketpair()
-        gc.freeze()  # so that collections in the child leave the pages alone that both share
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: the child only computes
             self.pid = os.fork()
         if not self.pid:
             _serve(function, theirs)
-        gc.unfreeze()
         theirs.close()
 
     def ask(self, items: Sequence[Any]) -> None:
@@ -189,6 +187,7 @@ def _serve(function: Callable[[Any], Any], connection: socket.socket) -> None:
     global _in_child
     try:
         _in_child = True
+        gc.freeze()  # collections leave the pages alone that both processes share
         _only(connection.fileno())
         space = _address_space()
         while True:
