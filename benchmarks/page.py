@@ -164,8 +164,8 @@ SECTIONS = (
     ),
     Section(
         "The loss of a frozen head", r"head_.*",
-        "Mean loss and dX, by turns; the two products are the whole matrices' alone. 'halfbyte' had a kernel in CUDA then, "
-        "which has gone since: 'halfbyte, Triton' is what runs now.",
+        "Mean loss and dX, by turns; the two products are the whole matrices' alone. 'halfbyte' had a kernel in CUDA "
+        "then, which has gone since: 'halfbyte, Triton' is what runs now.",
         {}, head_table,
         lambda name, result: "python -m benchmarks.head --shapes "
                              + ",".join("x".join(map(str, each["shape"])) for each in result["shapes"])
