@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import halfbyte
+from halfbyte.config import Parallel
 from halfbyte.errors import ConfigError
 from halfbyte.parallel import ALONE, present_mesh
 
@@ -23,11 +24,15 @@ def test_alone_every_verb_is_the_identity():
     assert (ALONE.rank, ALONE.size, ALONE.is_main) == (0, 1, True)
 
 
-def test_a_launcher_with_several_processes_is_refused(monkeypatch):
-    assert present_mesh() is ALONE
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one process"):
-        present_mesh()
+def test_one_process_is_a_mesh_of_one(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with present_mesh(None) as mesh:
+        assert mesh == ALONE
+    with (
+        pytest.raises(ConfigError, match=r"\{shard: 2\} takes 2 processes, and 1 were started"),
+        present_mesh(Parallel(shard=2)),
+    ):
+        pass
 
 
 def test_nothing_else_asks_for_rank_or_world_size():

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pydantic import ConfigDict
@@ -82,6 +83,34 @@ class Precision:
     recipe_options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Parallel:
+    """How many ways a run is divided; the product is the number of processes, one a device.
+
+    Attributes:
+        data: ways that rows are, each with all weights.
+        shard: ways that rows and the bytes of the frozen weights are.
+        tensor: ways that each product is.
+        pipeline: ways that the layers are.
+        context: ways that the tokens of each row are.
+    """
+
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    @property
+    def size(self) -> int:
+        return math.prod(getattr(self, each.name) for each in fields(self))
+
+    def __str__(self) -> str:
+        """As the key is written."""
+        ways = {each.name: getattr(self, each.name) for each in fields(self)}
+        return f"{{{', '.join(f'{name}: {n}' for name, n in ways.items() if n > 1) or 'data: 1'}}}"
+
+
 class Adapter(AdapterSection):
     """The low-rank adapter of a run, and the model under it."""
 
@@ -96,12 +125,14 @@ class Resolved:
 
     Attributes:
         adapter: None for full fine-tuning.
+        parallel: None: as the memory plan finds best for the processes there are.
     """
 
     origin: Origin
     storage: Storage
     precision: Precision
     adapter: Adapter | None
+    parallel: Parallel | None
 
 
 def resolve(config: RunConfig) -> Resolved:
@@ -110,7 +141,8 @@ def resolve(config: RunConfig) -> Resolved:
     revision = None if config.model_revision == "main" else config.model_revision
     origin = Origin(config.model_name_or_path, revision, config.trust_remote_code, storage.keep)
     adapter = Adapter(**_keys_of(AdapterSection, config), origin=origin) if config.use_peft else None
-    return Resolved(origin, storage, _precision(config), adapter)
+    parallel = None if config.parallel == "auto" else Parallel(**config.parallel)
+    return Resolved(origin, storage, _precision(config), adapter, parallel)
 
 
 def storage_of(storage: Storage | None = None, /, **keys: Any) -> Storage:

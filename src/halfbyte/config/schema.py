@@ -28,6 +28,7 @@ KEEP = "keep"  # the types of a GGUF file, where a format holds their values
 Level = Literal[  # see memory.levels
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
+Axis = Literal["data", "shard", "tensor", "pipeline", "context"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Scale = Annotated[float, Field(ge=1e-8)]  # with less no gradient reaches an adapter
 LARGEST = 2**31 - 1  # of any number but the seed: what counts beyond it cannot be meant, and libraries overflow
@@ -255,6 +256,17 @@ class TrainingSection(Section):
     )
 
 
+class ParallelSection(Section):
+    """Several GPUs"""
+
+    parallel: Literal["auto"] | dict[Axis, PositiveInt] = Field(
+        "auto",
+        description="how many ways the run is divided, as in {data: 2} or {data: 2, shard: 4}: rows (data), rows and the"
+        " bytes of frozen weights (shard), products (tensor), layers (pipeline), tokens of a row (context); auto: over"
+        " the GPUs there are, as the memory plan finds best",
+    )
+
+
 def _mixture_in(path: str) -> dict[str, str]:
     """The mixture of formats in a YAML file."""
     fix = "name a file of lines `pattern: format`, as `halfbyte mix` writes it"
@@ -274,7 +286,9 @@ def _contradiction(key: str, message: str, fix: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"key": key, "message": message, "fix": fix})
 
 
-SECTIONS = (ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection)
+SECTIONS = (
+    ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, ParallelSection,
+)  # fmt: skip
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -282,7 +296,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1)), "")
 
 
-class RunConfig(ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection):
+class RunConfig(
+    ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, ParallelSection
+):
     """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""
 
     @property

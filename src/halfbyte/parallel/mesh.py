@@ -1,60 +1,206 @@
-"""The processes that train together. Everything else asks these few verbs, and nothing else asks for ranks."""
+"""The processes that train together. Everything else asks these few verbs, and nothing else asks for ranks.
+
+A mesh of one is a mesh: its verbs are the identity, and need no process group.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import combinations
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..config import Parallel
 from ..errors import ConfigError
 
 T = TypeVar("T")
+AXES = ("pipeline", "data", "shard", "context", "tensor")  # neighbours on the last ones share the fastest links
+ROWS = ("data", "shard")  # along these, processes take different rows
+TOKENS = (*ROWS, "context")  # along these, different tokens
+PATIENCE = timedelta(minutes=10)  # for a process that does not come; what takes longer is loading, which keeps in touch
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One process, for which every verb is the identity.
+    """The processes of a run, one a device, and where this one stands among them.
 
     Attributes:
         rank: of this process, from 0.
-        size: how many there are.
+        layout: along which axes there are how many.
+        local: rank among the processes of this host, which is the number of its device.
+        devices: torch's view of the same, with `AXES` as names; None for a mesh of one.
+        groups: axes → the processes that differ from this one along those axes alone.
     """
 
     rank: int = 0
-    size: int = 1
+    layout: Parallel = Parallel()
+    local: int = 0
+    devices: DeviceMesh | None = None
+    groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.layout.size
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files, says notices and shows the run."""
         return self.rank == 0
 
-    def sum(self, value: T) -> T:
-        """The sum over all processes of a number or a tensor, on its device."""
-        return value
+    def ways(self, *axes: str) -> int:
+        """How many processes differ along `axes` alone."""
+        return Parallel(**{axis: getattr(self.layout, axis) for axis in axes}).size
+
+    def place(self, *axes: str) -> int:
+        """Which of those this process is, from 0."""
+        place, rank = 0, self.rank
+        coordinates = {}
+        for axis in reversed(AXES):
+            rank, coordinates[axis] = divmod(rank, getattr(self.layout, axis))
+        for axis in (axis for axis in AXES if axis in axes):
+            place = place * getattr(self.layout, axis) + coordinates[axis]
+        return place
+
+    def group(self, *axes: str) -> Any:
+        """The process group of those; None where this process is alone."""
+        return self.groups[_in_order(axes)] if self.ways(*axes) > 1 else None
+
+    def device(self, chosen: torch.device) -> torch.device:
+        """This process's own, of the kind that the run is to use."""
+        return torch.device(chosen.type, self.local) if self.size > 1 and chosen.type != "cpu" else chosen
+
+    def sum(self, value: T, axes: tuple[str, ...] = ROWS) -> T:
+        """The sum along `axes` of a number, or of a tensor (in place), on its device."""
+        return self._reduced(value, dist.ReduceOp.SUM, axes)
 
     def max(self, value: T) -> T:
-        """The largest of all processes' values."""
-        return value
+        """The largest of all processes' numbers."""
+        return self._reduced(value, dist.ReduceOp.MAX, AXES)
+
+    def _reduced(self, value: T, operation: Any, axes: tuple[str, ...]) -> T:
+        group = self.group(*axes)
+        if group is None:
+            return value
+        if isinstance(value, Tensor):
+            dist.all_reduce(value, operation, group=group)
+            return value
+        number = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(number, operation, group=group)
+        return type(value)(number.item())  # type: ignore[call-arg]
 
     def first(self, make: Callable[[], T]) -> T:
-        """What `make` gives, made by the main process before the others begin, so that they find what it has cached."""
-        return make()
+        """What `make` gives, made by each host's first process before its others begin, which find what is cached."""
+        if self.size == 1:
+            return make()
+        made: list[T] = []
+        try:
+            if self.local == 0:
+                made.append(make())
+        finally:  # what `make` raises, it raises in the others too: they need not wait
+            self.wait()
+        return made[0] if made else make()
 
     def equal(self, value: Any) -> bool:
-        """Whether all processes hold the same value."""
-        return True
+        """Whether all processes hold the same value, by its `repr`."""
+        if self.size == 1:
+            return True
+        digests: list[bytes | None] = [None] * self.size
+        dist.all_gather_object(digests, hashlib.sha256(repr(value).encode()).digest())
+        return len(set(digests)) == 1
+
+    def from_main(self, value: T) -> T:
+        """The main process's value, which can be pickled."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            self.max(0)
+
+    def laid_out(self, layout: Parallel) -> Mesh:
+        """The same processes along other axes; every process calls it with the same `layout`.
+
+        Raises:
+            ConfigError: it is of another number of processes.
+        """
+        if layout.size != self.size:
+            raise ConfigError(
+                f"parallel: {layout} takes {layout.size} processes, and {self.size} were started",
+                f"start {layout.size}, or change `parallel` so that its numbers multiply to {self.size}",
+            )
+        if self.devices is None:
+            return replace(self, layout=layout)
+        sizes = tuple(getattr(layout, axis) for axis in AXES)
+        devices = init_device_mesh(self.devices.device_type, sizes, mesh_dim_names=AXES)
+        return replace(self, layout=layout, devices=devices, groups=_groups(sizes))
 
 
 ALONE = Mesh()
 
 
-def present_mesh() -> Mesh:
-    """The processes that the launcher has started.
+def _in_order(axes: Iterable[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in AXES if axis in axes)
+
+
+def _groups(sizes: tuple[int, ...]) -> dict[tuple[str, ...], Any]:
+    """A process group for every set of axes along which there are several processes; sets that come to the same
+    processes share theirs."""
+    ranks = torch.arange(dist.get_world_size()).view(sizes)
+    wide = [i for i, size in enumerate(sizes) if size > 1]
+    made: dict[tuple[int, ...], Any] = {}
+    for count in range(1, len(wide) + 1):
+        for along in combinations(wide, count):
+            rest = [i for i in range(len(sizes)) if i not in along]
+            rows = ranks.permute(*rest, *along).reshape(-1, torch.Size(sizes[i] for i in along).numel())
+            if len(rows) == 1:
+                made[along] = dist.group.WORLD
+            else:
+                made[along] = dist.new_subgroups_by_enumeration(rows.tolist())[0]
+    every = [_in_order(axes) for count in range(1, len(AXES) + 1) for axes in combinations(AXES, count)]
+    return {axes: made.get(tuple(i for i in wide if AXES[i] in axes)) for axes in every}
+
+
+@contextlib.contextmanager
+def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterator[Mesh]:
+    """The processes that the launcher has started, for as long as a run takes.
+
+    Args:
+        parallel: how they divide the run; None: by rows.
+        kind: of the devices they compute on, "cpu" or "cuda".
 
     Raises:
-        ConfigError: more than one.
+        ConfigError: `parallel` is of another number of processes.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this version trains in one process, on one device", "start it without torchrun")
-    return ALONE
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ALONE.laid_out(parallel or Parallel())
+        return
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    bound: dict[str, Any] = {}
+    if kind == "cuda":
+        torch.cuda.set_device(local)
+        bound["device_id"] = torch.device(kind, local)
+    joined_before = dist.is_initialized()
+    if not joined_before:
+        dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE, **bound)
+    try:
+        world = init_device_mesh(kind, (1, size, 1, 1, 1), mesh_dim_names=AXES)
+        mesh = Mesh(dist.get_rank(), Parallel(data=size), local, world, _groups((1, size, 1, 1, 1)))
+        yield mesh.laid_out(parallel) if parallel else mesh
+    finally:
+        if not joined_before:
+            dist.destroy_process_group()

@@ -112,7 +112,7 @@ def prepare_run(
     look_over_run(config, resume)
     bound_cpu_primitives()
     sections, method = resolve(config), method_of(config)
-    machine = _machine(config, sections, method)
+    machine = _machine(config, sections, method, mesh)
     trackers(config.report_to)
     optimizer = try_optimizer(config, machine.device)
     checkpoint = checkpoints.starting_point(config, resume)
@@ -158,8 +158,8 @@ def lengths_differ(run: PreparedRun) -> bool:
     return len(widths) > 1 and run.total_steps < STEPS_A_LENGTH * len(widths)
 
 
-def _machine(config: RunConfig, sections: Resolved, method: Method) -> Machine:
-    device = chosen_device(config.device)
+def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) -> Machine:
+    device = mesh.device(chosen_device(config.device))
     check_recipe(configured_recipe(sections.precision), device)
     if sections.storage.qat_scheme is not None:
         qat_format(sections.storage.qat_scheme)

@@ -18,13 +18,13 @@ import torch
 from transformers import set_seed
 
 from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
-from halfbyte.config import RunConfig, load_config
+from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
-from halfbyte.hardware import free_cached_memory, is_out_of_memory
+from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
 from halfbyte.methods.base import Collate
@@ -83,13 +83,17 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     Raises:
         HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
     """
-    mesh = present_mesh()
     resume = config.resume_from_checkpoint if resume is None else resume
-    console = console if console is not None and mesh.is_main else Console(quiet=True)
-    with contextlib.nullcontext() if mesh.is_main else silent():
-        prepared = prepare_run(config, resume, console, mesh)
-        with run_lock(config.output_path), open_run(prepared, resume) as run:
-            return _run_or_report(run, console)
+    with present_mesh(resolve(config).parallel, chosen_device(config.device).type) as mesh:
+        console = console if console is not None and mesh.is_main else Console(quiet=True)
+        with contextlib.nullcontext() if mesh.is_main else silent():
+            prepared = prepare_run(config, resume, console, mesh)
+            with _locked(prepared), open_run(prepared, resume) as run:
+                return _run_or_report(run, console)
+
+
+def _locked(run: PreparedRun) -> contextlib.AbstractContextManager[Any]:
+    return run_lock(run.config.output_path) if run.mesh.is_main else contextlib.nullcontext()
 
 
 def _run_or_report(run: OpenRun, console: Console) -> RunResult:

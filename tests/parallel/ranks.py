@@ -1,0 +1,110 @@
+"""Gloo ranks that stay for a whole test session: importing torch and transformers is most of what a rank costs.
+
+    def case(mesh, more):          # in a test module, at its top: every rank calls it
+        return mesh.sum(more)
+
+    def test_sums(two):            # fixtures `two` and `four` (conftest.py)
+        assert two.run(case, 3) == [6, 6]
+
+`run` gives what each rank returned, by rank; it must be picklable (tensors on the CPU are). What a rank raises is raised
+here with its rank and traceback, and the ranks are started anew for the next case, since others may still wait for it.
+"""
+
+import contextlib
+import importlib.util
+import os
+import socket
+import sys
+import traceback
+from multiprocessing import get_context
+
+from halfbyte.config import Parallel
+
+SECONDS = 120  # that a case may take
+
+
+class Ranks:
+    """`size` processes, started when the first case comes."""
+
+    def __init__(self, size):
+        self.size, self._pipes, self._processes = size, [], []
+
+    def run(self, case, *args, layout=None):
+        """Call `case(mesh, *args)` on every rank.
+
+        Args:
+            layout: keyword numbers of `Parallel`, such as {"shard": 2}; default: all ranks along data.
+        """
+        if not self._processes:
+            self._start()
+        layout = Parallel(**(layout or {"data": self.size}))
+        module = sys.modules[case.__module__]
+        for pipe in self._pipes:
+            pipe.send((module.__file__, case.__name__, args, layout))
+        answers, failed = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                ok, answer = pipe.recv() if pipe.poll(5 if failed else SECONDS) else (False, "no answer in time")
+            except EOFError:
+                ok, answer = False, "the process is gone"
+            answers.append(answer)
+            if not ok:
+                failed.append(f"rank {rank}: {answer}")
+        if failed:
+            self.close()
+            raise AssertionError("\n".join(failed))
+        return answers
+
+    def _start(self):
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers", "peft", "halfbyte.train.sft"])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(rank, self.size, port, theirs, sys.path), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def close(self):
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(2)
+            process.kill()
+        self._pipes, self._processes = [], []
+
+
+def _rank(rank, size, port, pipe, path):
+    sys.path[:] = path
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "HF_HUB_OFFLINE": "1"}
+    import torch
+
+    from halfbyte.parallel import present_mesh
+
+    torch.set_num_threads(1)
+    modules = {}
+    with present_mesh() as mesh:
+        while (task := pipe.recv()) is not None:
+            file, name, args, layout = task
+            torch.manual_seed(0)
+            try:
+                if file not in modules:
+                    modules[file] = _module(file)
+                answer = True, getattr(modules[file], name)(mesh.laid_out(layout), *args)
+            except BaseException:
+                answer = False, traceback.format_exc()
+            pipe.send(answer)
+        os._exit(0)  # threads of torch's meshes may outlive the interpreter, which then aborts
+
+
+def _module(file):
+    spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

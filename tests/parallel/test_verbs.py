@@ -1,0 +1,77 @@
+"""The verbs of a mesh of several processes."""
+
+import pytest
+import torch
+
+from halfbyte.config import Parallel
+from halfbyte.parallel import AXES, TOKENS
+
+pytestmark = pytest.mark.dist
+
+
+def verbs(mesh):
+    counted = torch.tensor([1.0, mesh.rank])
+    return {
+        "sum": mesh.sum(mesh.rank + 1),
+        "float": mesh.sum(0.5),
+        "tensor": mesh.sum(counted),
+        "in place": counted,
+        "max": mesh.max(mesh.rank),
+        "same": mesh.equal({"rows": 3}),
+        "other": mesh.equal(mesh.rank),
+        "main": mesh.from_main(f"of {mesh.rank}"),
+        "first": mesh.first(lambda: mesh.rank),
+    }
+
+
+def test_verbs(two):
+    for rank, found in enumerate(two.run(verbs)):
+        assert (found["sum"], found["float"], found["max"]) == (3, 1.0, 1)
+        assert type(found["sum"]) is int
+        assert found["tensor"].tolist() == found["in place"].tolist() == [2.0, 1.0]
+        assert found["same"] and not found["other"]
+        assert found["main"] == "of 0"
+        assert found["first"] == rank
+
+
+def places(mesh):
+    along = {axis: mesh.sum(1 << mesh.rank, (axis,)) for axis in AXES}
+    names = mesh.devices.mesh_dim_names
+    return {
+        **along,
+        "tokens": mesh.sum(1 << mesh.rank, TOKENS),
+        "place": [mesh.place(axis) for axis in AXES],
+        "torch": [mesh.devices.get_local_rank(name) for name in names],
+        "both": (mesh.place("data", "tensor"), mesh.ways("data", "tensor")),
+    }
+
+
+def test_axes_of_a_mesh(four):
+    """Ranks are bits: tensor parallel neighbours are 0 and 1, 2 and 3."""
+    found = four.run(places, layout={"data": 2, "tensor": 2})
+    assert [each["tensor"] for each in found] == [0b0011, 0b0011, 0b1100, 0b1100]
+    assert [each["data"] for each in found] == [0b0101, 0b1010, 0b0101, 0b1010]
+    assert [each["tokens"] for each in found] == [each["data"] for each in found]
+    assert [each["context"] for each in found] == [1, 2, 4, 8]
+    assert [each["both"] for each in found] == [(rank, 4) for rank in range(4)]
+    for each in found:
+        assert each["place"] == each["torch"]
+
+
+def one_raises(mesh):
+    mesh.first(lambda: 1 / 0)
+
+
+def test_what_the_first_raises_the_others_raise(two):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0.*ZeroDivisionError.*rank 1.*ZeroDivisionError"):
+        two.run(one_raises)
+    assert two.run(verbs)[0]["sum"] == 3  # the next case has ranks again
+
+
+def wrong_layout(mesh):
+    mesh.laid_out(Parallel(shard=3))
+
+
+def test_a_layout_of_another_number_of_processes(two):
+    with pytest.raises(AssertionError, match=r"parallel: \{shard: 3\} takes 3 processes, and 2 were started"):
+        two.run(wrong_layout)
