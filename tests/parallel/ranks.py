@@ -6,8 +6,8 @@
     def test_sums(two):            # fixtures `two` and `four` (conftest.py)
         assert two.run(case, 3) == [6, 6]
 
-`run` gives what each rank returned, by rank; it must be picklable (tensors on the CPU are). What a rank raises is raised
-here with its rank and traceback, and the ranks are started anew for the next case, since others may still wait for it.
+`run` gives what each rank returned, by rank; it must be picklable (tensors on the CPU are). What a rank raises is
+raised here with its rank and traceback, and the ranks are started anew for the next case: others may wait for it yet.
 """
 
 import contextlib

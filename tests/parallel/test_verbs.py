@@ -29,7 +29,7 @@ def test_verbs(two):
         assert (found["sum"], found["float"], found["max"]) == (3, 1.0, 1)
         assert type(found["sum"]) is int
         assert found["tensor"].tolist() == found["in place"].tolist() == [2.0, 1.0]
-        assert found["same"] and not found["other"]
+        assert (found["same"], found["other"]) == (True, False)
         assert found["main"] == "of 0"
         assert found["first"] == rank
 

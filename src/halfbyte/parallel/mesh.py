@@ -23,6 +23,7 @@ from ..config import Parallel
 from ..errors import ConfigError
 
 T = TypeVar("T")
+ONE = Parallel()
 AXES = ("pipeline", "data", "shard", "context", "tensor")  # neighbours on the last ones share the fastest links
 ROWS = ("data", "shard")  # along these, processes take different rows
 TOKENS = (*ROWS, "context")  # along these, different tokens
@@ -42,7 +43,7 @@ class Mesh:
     """
 
     rank: int = 0
-    layout: Parallel = Parallel()
+    layout: Parallel = ONE
     local: int = 0
     devices: DeviceMesh | None = None
     groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
@@ -187,7 +188,7 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield ALONE.laid_out(parallel or Parallel())
+        yield ALONE.laid_out(parallel or ONE)
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
     bound: dict[str, Any] = {}
