@@ -263,7 +263,7 @@ class ParallelSection(Section):
         "auto",
         description="how many ways the run is divided, as in {data: 2} or {data: 2, shard: 4}: rows (data), rows and"
         " the bytes of frozen weights (shard), products (tensor), layers (pipeline), tokens of a row (context); auto: over"
-        " the GPUs there are, as the memory plan finds best",
+        " over the GPUs there are, as the memory plan finds best",
     )
 
 
