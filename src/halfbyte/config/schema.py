@@ -262,8 +262,8 @@ class ParallelSection(Section):
     parallel: Literal["auto"] | dict[Axis, PositiveInt] = Field(
         "auto",
         description="how many ways the run is divided, as in {data: 2} or {data: 2, shard: 4}: rows (data), rows and"
-        " the bytes of frozen weights (shard), products (tensor), layers (pipeline), tokens of a row (context); auto: over"
-        " over the GPUs there are, as the memory plan finds best",
+        " the bytes of frozen weights (shard), products (tensor), layers (pipeline), tokens of a row (context);"
+        " auto: over the GPUs there are, as the memory plan finds best",
     )
 
 
