@@ -196,13 +196,11 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
         yield ALONE.laid_out(parallel or ONE)
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    bound: dict[str, Any] = {}
     if kind == "cuda":
         torch.cuda.set_device(local)
-        bound["device_id"] = torch.device(kind, local)
     joined_before = dist.is_initialized()
-    if not joined_before:
-        dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE, **bound)
+    if not joined_before:  # without `device_id`: with it every group would take its share of the GPU, used or not
+        dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
     try:
         world = init_device_mesh(kind, (1, size, 1, 1, 1), mesh_dim_names=AXES)
         mesh = Mesh(dist.get_rank(), Parallel(data=size), local, world, _groups((1, size, 1, 1, 1)))

@@ -46,11 +46,12 @@ def sum_gradients(mesh: Mesh, parameters: Sequence[Tensor], sums: Tensor) -> Ten
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype that come to `BUCKET` bytes, or one that is larger."""
-    waiting: dict[torch.dtype, list[Tensor]] = {}
+    waiting: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        bucket = waiting.setdefault(tensor.dtype, [])
-        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > BUCKET:
+        bucket, size = waiting.get(tensor.dtype, ([], 0))
+        if bucket and size + tensor.nbytes > BUCKET:
             yield bucket
-            bucket = waiting[tensor.dtype] = []
+            bucket, size = [], 0
         bucket.append(tensor)
-    yield from filter(None, waiting.values())
+        waiting[tensor.dtype] = bucket, size + tensor.nbytes
+    yield from (bucket for bucket, _ in waiting.values())
