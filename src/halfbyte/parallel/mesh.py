@@ -72,6 +72,10 @@ class Mesh:
             place = place * getattr(self.layout, axis) + coordinates[axis]
         return place
 
+    def wide(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of `axes` along which there are several processes, in order."""
+        return tuple(axis for axis in _in_order(axes) if getattr(self.layout, axis) > 1)
+
     def group(self, *axes: str) -> Any:
         """The process group of those; None where this process is alone."""
         return self.groups[_in_order(axes)] if self.ways(*axes) > 1 else None
@@ -84,9 +88,9 @@ class Mesh:
         """The sum along `axes` of a number, of each number of a mapping, or of a tensor (in place), on its device."""
         return self._reduced(value, dist.ReduceOp.SUM, axes)
 
-    def max(self, value: T) -> T:
-        """The largest of all processes' numbers; of tensors (in place), element by element."""
-        return self._reduced(value, dist.ReduceOp.MAX, AXES)
+    def max(self, value: T, axes: tuple[str, ...] = AXES) -> T:
+        """The largest along `axes` of numbers; of tensors (in place), element by element."""
+        return self._reduced(value, dist.ReduceOp.MAX, axes)
 
     def _reduced(self, value: T, operation: Any, axes: tuple[str, ...]) -> T:
         group = self.group(*axes)
