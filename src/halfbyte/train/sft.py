@@ -148,19 +148,20 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         results |= _save(job, model, ids)
     found = results["reproducible"] = verdict(run.config, device, report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
+    ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})
-    _write_results(job, measured, results, list(zip(run.prompts, before, after, strict=True)))
+    _write_results(job, ranks, results, list(zip(run.prompts, before, after, strict=True)))
     print_memory(console, run.plan, measured)
     _report(job, console)
     return RunResult(job.output, _summary(job, measured))
 
 
 def _write_results(
-    job: OpenRun, measured: dict[str, int], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
+    job: OpenRun, ranks: list[dict[str, int]], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
 ) -> None:
-    """The files of a finished run beside its adapter and report."""
-    write_memory(job, measured)
+    """The files of a finished run beside its adapter and report; `ranks`: what each process measured."""
+    write_memory(job, ranks[0], ranks)
     write_json(job.output / "checks.json", results)
     write_json(
         job.output / "generations.json",
