@@ -18,6 +18,7 @@ from ..hardware import capture_stream
 from ..layers.plain import hooked
 from ..models.head import configured_head
 from ..models.layer import Half, LayerView, epsilon, layer_view
+from ..models.sharding import sharded
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
@@ -304,6 +305,8 @@ def _views(causal: Any) -> list[LayerView]:
     Raises:
         Unknown: it is of no family, or computes something that this forward does not.
     """
+    if sharded(causal) is not None:
+        raise Unknown("each process has a slice of its layers")
     backbone = getattr(causal, "model", None)
     found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
     views = [view for view in found if isinstance(view, LayerView)]
