@@ -7,9 +7,10 @@ import torch
 from patch_models import batch, quantize, tiny
 
 import halfbyte
+from halfbyte.memory.levels import LEVELS
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.sharding import shard_model, sharded
-from halfbyte.tensor import QuantizedShard, QuantizedTensor
+from halfbyte.tensor import QuantizedShard, QuantizedTensor, slices
 
 pytestmark = pytest.mark.dist
 
@@ -87,7 +88,10 @@ def case_trains(mesh, levels, stays, family="Llama", lora=None, on_host=False, p
     if patched == "after":
         halfbyte.patch(model, levels)
     share = sharded(model)
-    windows, record, gathered = micro_batches(3, 2 * mesh.size), [], []
+    windows, record = micro_batches(3, 2 * mesh.size), []
+    with torch.no_grad():
+        causal_lm_loss(model, windows[0][0])
+    gathered = [share.gathers.nbytes]
     for window in windows:
         record += train(model, [window], mesh)
         gathered.append(share.gathers.nbytes)
@@ -110,8 +114,78 @@ def check(results, reference):
         assert all(torch.equal(after[name], value) for name, value in bytes_of_layers.items())
 
 
-@pytest.mark.parametrize("stays", ["call", "backward", "always", ("always", "call", "always", "backward")])
+def gathered_as_due(results, stays, micro_batches=2, steps=3):
+    """Bytes after the first loss, which takes two forwards without a backward, and after each step of the training."""
+    layer = packed_bytes(model_of()) / LAYERS
+    for _, bytes_after, _ in results:
+        for step, found in enumerate(bytes_after):
+            backwards = step * micro_batches
+            times = {"call": 2 + 2 * backwards, "backward": max(1, backwards), "always": 1}
+            due = sum(times[stay] for stay in stays) * layer
+            assert due <= found <= 1.01 * due
+
+
+@pytest.mark.parametrize(
+    "stays", [["call"] * 4, ["backward"] * 4, ["always"] * 4, ["always", "call", "always", "backward"]]
+)
 def test_three_steps(two, stays):
     results = two.run(case_trains, "keep", stays, layout={"shard": 2})
     check(results, expected("keep"))
-    each = {"call": 2, "backward": 1, "always": 0}
+    gathered_as_due(results, stays)
+
+
+@pytest.mark.parametrize("levels", [*(level for level in LEVELS if level != "keep"), None])
+def test_every_activation_level(two, levels):
+    """Backward recomputes with the weights that its block has gathered; None: transformers' own layers."""
+    results = two.run(case_trains, levels, "call", layout={"shard": 2})
+    check(results, expected(levels))
+    gathered_as_due(results, ["call"] * LAYERS)
+
+
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])
+def test_four_ranks(four, layout):
+    results = four.run(case_trains, "recompute", ["call", "always"] * 2, layout=layout)
+    check(results, expected("recompute", ranks=4))
+    gathered_as_due(results, ["call", "always"] * 2)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
+def test_families(two, family):
+    check(two.run(case_trains, "checkpoint", "call", family, layout={"shard": 2}), expected("checkpoint", family))
+
+
+def test_patched_before_or_after(two):
+    results = two.run(case_trains, "recompute_mlp", "call", "Llama", None, False, "after", layout={"shard": 2})
+    check(results, expected("recompute_mlp"))
+
+
+def test_dora_and_trained_modules_are_no_part_of_a_unit(two):
+    """DoRA reads its weight inside the layer; a norm that is trained stays whole."""
+    lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"]}
+    check(two.run(case_trains, None, "always", "Llama", lora, layout={"shard": 2}), expected(None, **lora))
+
+
+def test_slices_on_the_host(two):
+    check(two.run(case_trains, "keep", "call", "Llama", None, True, layout={"shard": 2}), expected("keep"))
+
+
+def case_sliced(mesh):
+    """Quantized weights come as the slices that loading makes; no rank has a whole one."""
+    model, ranks = model_of(), mesh.ways("shard")
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and isinstance(weight.data, QuantizedTensor):
+            rows = weight.data.to_bytes(slices(len(weight), ranks))
+            raw = rows[mesh.place("shard")] if mesh.place("shard") < len(rows) else torch.zeros_like(rows[0])
+            shard = QuantizedShard.standing_for(raw.clone(), weight.data.format, weight.shape, weight.dtype)
+            module.weight = torch.nn.Parameter(shard, requires_grad=False)
+    shard_model(model, mesh)
+    with sharded(model).whole():
+        return frozen(model)
+
+
+def test_slices_instead_of_whole_weights(four):
+    reference = frozen(model_of())
+    for after in four.run(case_sliced, layout={"shard": 4}):
+        assert after.keys() == reference.keys()
+        assert all(torch.equal(after[name], value) for name, value in reference.items())

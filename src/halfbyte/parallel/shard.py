@@ -134,4 +134,5 @@ def _prefetch(root: Any, sharded: Sharded) -> None:
         after = [other for other, stay in zip(blocks[at + 1 :], stays[at + 1 :], strict=True) if stay != "always"]
         before = [other for other, stay in zip(blocks[:at], stays[:at], strict=True) if stay == "call"]
         block.set_modules_to_forward_prefetch(after[:1])
-        block.set_modules_to_backward_prefetch(before[-1:])
+        # none: itself, which is whole; where nothing is named, FSDP2 would take the last block of a forward before
+        block.set_modules_to_backward_prefetch(before[-1:] or [block])
