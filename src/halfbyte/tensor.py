@@ -140,8 +140,7 @@ class QuantizedShard(Tensor):
     """One rank's share of a QuantizedTensor under FSDP2: an equal slice of its bytes.
 
     Slices ignore the boundaries of rows and blocks: the frozen parts are only ever gathered whole, so a shard needs no
-    values of its own, nested scales included. `rows` of its shape is what FSDP2 believes it holds: all of them where it
-    stands in for the tensor that was never whole here (`standing_for`), which FSDP2 then splits.
+    values of its own, nested scales included. `rows` of its shape is what FSDP2 believes it holds.
     """
 
     def __new__(cls, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
@@ -150,15 +149,6 @@ class QuantizedShard(Tensor):
 
     def __init__(self, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
         self.raw, self.spec, self.full_shape, self.rows = raw, spec, tuple(full_shape), rows
-
-    @classmethod
-    def standing_for(cls, raw: Tensor, format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedShard:
-        """In the place of a tensor of `shape`, of which this rank has row `rank` of `to_bytes(slices(rows, ranks))`.
-
-        Args:
-            raw: uint8 [length]; of a rank for which there is no slice, zeros.
-        """
-        return cls(raw, format.spec, shape, shape[0], dtype)
 
     def __tensor_flatten__(self):
         return ["raw"], (self.spec, self.full_shape, self.rows, self.dtype)
@@ -181,11 +171,6 @@ class QuantizedShard(Tensor):
         # FSDP2 views, narrows and pads shards by rows; equal byte slices need none of it.
         if function in _STRUCTURAL:
             return shard._with(shard.raw)
-        if function is aten.split.Tensor:  # of one that stands for the whole: every slice that FSDP2 takes is this one
-            own = QuantizedShard(shard.raw, shard.spec, shard.full_shape, args[1], shard.dtype)
-            return [own] * slices(shard.rows, -(-shard.rows // args[1]))
-        if function is aten.new_zeros.default:
-            return QuantizedShard(torch.zeros_like(shard.raw), shard.spec, shard.full_shape, args[1][0], shard.dtype)
         if function is aten.clone.default:
             return shard._with(shard.raw.clone())
         if function is aten.new_empty.default:  # for a rank that no rows are left for: as many bytes, never read
@@ -206,11 +191,6 @@ class QuantizedShard(Tensor):
             return None
         spec, full_shape, dtype = metadata
         return QuantizedTensor.from_bytes(outputs[0].view(-1), from_spec(spec), full_shape, dtype), outputs
-
-
-def slices(rows: int, ranks: int) -> int:
-    """How many slices FSDP2 makes of as many rows: fewer than there are ranks where rows do not suffice."""
-    return -(-rows // -(-rows // ranks))
 
 
 def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int], int]:
@@ -246,8 +226,8 @@ def _to_copy(function, tensor: QuantizedTensor, *, dtype=None, device=None, non_
 def _split(function, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedShard]:
     if dim != 0:
         raise ModelError("a quantized weight is sharded by its first dimension only", "use FSDP2's default placement")
-    rows = tensor.to_bytes(-(-tensor.shape[0] // size))
-    return [QuantizedShard(raw, tensor.format.spec, tuple(tensor.shape), size, tensor.dtype) for raw in rows]
+    slices = tensor.to_bytes(-(-tensor.shape[0] // size))
+    return [QuantizedShard(raw, tensor.format.spec, tuple(tensor.shape), size, tensor.dtype) for raw in slices]
 
 
 def _new_shard(function, tensor: QuantizedTensor, size, **kwargs) -> QuantizedShard:

@@ -10,7 +10,7 @@ import halfbyte
 from halfbyte.memory.levels import LEVELS
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.sharding import shard_model, sharded
-from halfbyte.tensor import QuantizedShard, QuantizedTensor, slices
+from halfbyte.tensor import QuantizedTensor
 
 pytestmark = pytest.mark.dist
 
@@ -167,25 +167,3 @@ def test_dora_and_trained_modules_are_no_part_of_a_unit(two):
 
 def test_slices_on_the_host(two):
     check(two.run(case_trains, "keep", "call", "Llama", None, True, layout={"shard": 2}), expected("keep"))
-
-
-def case_sliced(mesh):
-    """Quantized weights come as the slices that loading makes; no rank has a whole one."""
-    model, ranks = model_of(), mesh.ways("shard")
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and isinstance(weight.data, QuantizedTensor):
-            rows = weight.data.to_bytes(slices(len(weight), ranks))
-            raw = rows[mesh.place("shard")] if mesh.place("shard") < len(rows) else torch.zeros_like(rows[0])
-            shard = QuantizedShard.standing_for(raw.clone(), weight.data.format, weight.shape, weight.dtype)
-            module.weight = torch.nn.Parameter(shard, requires_grad=False)
-    shard_model(model, mesh)
-    with sharded(model).whole():
-        return frozen(model)
-
-
-def test_slices_instead_of_whole_weights(four):
-    reference = frozen(model_of())
-    for after in four.run(case_sliced, layout={"shard": 4}):
-        assert after.keys() == reference.keys()
-        assert all(torch.equal(after[name], value) for name, value in reference.items())

@@ -6,7 +6,7 @@ head are read beside the layers, and stay whole here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 

@@ -97,8 +97,7 @@ def shard_blocks(
 
     Args:
         root: the module that calls the blocks; all of its calls go through `root.__call__`.
-        blocks: of `root`, in its order. Frozen parameters that are quantized may be slices already
-            (`QuantizedShard.standing_for`).
+        blocks: of `root`, in its order.
         mesh: slices are as many as its axis "shard" is long.
         stays: how long each block stays whole.
         on_host: keep the slices in (pinned) memory of the host, and copy them to the device for each gather.
