@@ -334,7 +334,7 @@ class StockEngine:
                 f"{type(model).__name__}: several adapters in one batch need a family that halfbyte knows",
                 "generate for each adapter in a call of its own",
             )
-        self.model, self.adapter = model, adapters[0]
+        self.model, self.adapter, self.sharded = model, adapters[0], sharded(model)
         self.cache: Any = None
         self.tokens = self.mask = torch.empty(0)
 
@@ -356,7 +356,8 @@ class StockEngine:
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=1, **keys)
         self.cache = getattr(result, "past_key_values", None)
-        return result.logits[:, -1].float()
+        logits = result.logits[:, -1].float()
+        return logits if self.sharded is None else self.sharded.agreed(logits.contiguous())
 
     @contextlib.contextmanager
     def _adapter(self):

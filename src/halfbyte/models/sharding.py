@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
 
-def shard_model(model: nn.Module, mesh: Mesh, stays: Stay | Sequence[Stay] = "call", *, on_host: bool = False) -> None:
-    """Leave of the frozen weights of `model`'s decoder layers this process's slice; nothing where the mesh has no shards.
+def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = None, *, on_host: bool = False) -> None:
+    """Leave of the frozen weights of `model`'s decoder layers this process's slice; all where the mesh has no shards.
 
     Args:
         model: a causal LM of transformers, quantized or not, or a `peft.PeftModel` around one.
-        stays: how long layers stay whole (`parallel.shard.Stay`), one for all or one each.
+        stays: how long each layer stays whole; default: `stays_of` none.
         on_host: as in `shard_blocks`.
 
     Raises:
@@ -38,12 +38,21 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Stay | Sequence[Stay] = "ca
     from ..parallel.shard import shard_blocks  # half a second of torch
 
     name, layers = decoder_layers(model)
-    each: list[Stay] = [stays] * len(layers) if isinstance(stays, str) else list(stays)
-    if len(each) != len(layers):
-        raise ModelError(f"{len(each)} stays for {len(layers)} layers", "give one, or one a layer")
+    stays = stays_of(len(layers)) if stays is None else stays
+    if len(stays) != len(layers):
+        raise ModelError(f"{len(stays)} stays for {len(layers)} layers", "give one a layer")
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
-    _sharded[causal_lm] = shard_blocks(root, list(layers), mesh, each, on_host=on_host)
+    _sharded[causal_lm] = shard_blocks(root, list(layers), mesh, stays, on_host=on_host)
+
+
+def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:
+    """How long as many layers stay whole, where those numbered `kept` stay for good: the others for a call, but for the
+    last, of which backward asks first."""
+    each: list[Stay] = ["always" if at in kept else "call" for at in range(layers)]
+    if each[-1] == "call":
+        each[-1] = "backward"
+    return each
 
 
 def sharded(model: nn.Module) -> Sharded | None:

@@ -65,12 +65,26 @@ class Sharded:
     Attributes:
         blocks: in the order in which forward calls them.
         stays: how long each stays whole.
+        group: the processes that have the other slices.
         gathers: what was gathered so far.
     """
 
     blocks: list[Any]
     stays: list[Stay]
+    group: Any
     gathers: Gathers = field(default_factory=Gathers)
+
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """`tensor`, in place, as the first process of the group has it: who decides by it must decide alike, since all
+        gather together, and kernels may round differently."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
+    def let_go(self) -> None:
+        """Leave slices of all blocks, of those that stay too; called by all processes, or none of them would gather
+        with the others again."""
+        for block in self.blocks:
+            block.reshard()
 
     @contextlib.contextmanager
     def whole(self, *blocks: nn.Module) -> Iterator[None]:
@@ -105,7 +119,7 @@ def shard_blocks(
     assert mesh.devices is not None
     options: dict[str, Any] = {"mesh": mesh.devices["shard"]}
     options["offload_policy"] = CPUOffloadPolicy(mesh.devices.device_type != "cpu") if on_host else OffloadPolicy()
-    sharded = Sharded(list(blocks), list(stays))
+    sharded = Sharded(list(blocks), list(stays), mesh.group("shard"))
     for block, stay in zip(blocks, stays, strict=True):
         frozen = {parameter for parameter in block.parameters() if _is_divisible(parameter)}
         rest = set(block.parameters()) - frozen

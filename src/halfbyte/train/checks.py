@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from halfbyte.adapters import compute, quiet_peft
 from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
+from halfbyte.models.sharding import sharded
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
 
@@ -80,6 +81,7 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     with quiet_peft():
         reloaded = PeftModel.from_pretrained(model.unload(), str(folder))
     round_merged(reloaded)
+    _let_go(reloaded)
     again = logits(reloaded, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}
@@ -89,6 +91,19 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
             "the last checkpoint holds the trained weights; please report this",
         )
     return result
+
+
+def beside_reload(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> None:
+    """What `adapter_reload` runs, for a process that only has slices of the model's layers for the one that checks."""
+    logits(model, ids, dtype)
+    _let_go(model)
+    logits(model, ids, dtype)
+
+
+def _let_go(model: nn.Module) -> None:
+    """Loading one process's adapter makes FSDP2 drop what it has gathered there: so all drop it."""
+    if (share := sharded(model)) is not None:
+        share.let_go()
 
 
 def model_reload(model: PreTrainedModel, folder: Path) -> dict[str, Any]:

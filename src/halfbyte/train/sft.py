@@ -33,6 +33,7 @@ from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
+from halfbyte.models.sharding import shard_model, sharded
 from halfbyte.notices import forget, silent
 from halfbyte.parallel import present_mesh
 from halfbyte.plan.estimate import GIB
@@ -145,6 +146,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         unpatch(model)
         if run.mesh.is_main:
             results |= _save(job, model, ids)
+        elif sharded(model):
+            checks.beside_reload(model, ids, run.machine.compute_dtype)
     found = results["reproducible"] = verdict(run.config, device, report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
     if not run.mesh.is_main:
@@ -210,7 +213,9 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    return add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    model = add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    shard_model(model, run.mesh)
+    return model
 
 
 def _recompute_activations(model: Any) -> None:
