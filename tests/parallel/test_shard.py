@@ -41,7 +41,9 @@ def train(model, windows, mesh=None):
     record = []
     for window in windows:
         count = sum(int((each["labels"][:, 1:] != -100).sum()) for each in window)
-        blank = {key: value if key != "labels" else value.fill_(-100) for key, value in copy.deepcopy(window[0]).items()}
+        blank = {
+            key: value if key != "labels" else value.fill_(-100) for key, value in copy.deepcopy(window[0]).items()
+        }
         filled = window + [blank] * (-len(window) % ways)
         total = torch.zeros(())
         for each in filled[place::ways]:
