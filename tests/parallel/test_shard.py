@@ -15,6 +15,7 @@ from halfbyte.tensor import QuantizedTensor
 pytestmark = pytest.mark.dist
 
 LAYERS = 4
+CALL = ["call"] * LAYERS
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "head_dim": 16}
 
 
@@ -139,9 +140,9 @@ def test_three_steps(two, stays):
 @pytest.mark.parametrize("levels", [*(level for level in LEVELS if level != "keep"), None])
 def test_every_activation_level(two, levels):
     """Backward recomputes with the weights that its block has gathered; None: transformers' own layers."""
-    results = two.run(case_trains, levels, "call", layout={"shard": 2})
+    results = two.run(case_trains, levels, CALL, layout={"shard": 2})
     check(results, expected(levels))
-    gathered_as_due(results, ["call"] * LAYERS)
+    gathered_as_due(results, CALL)
 
 
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])
@@ -153,19 +154,19 @@ def test_four_ranks(four, layout):
 
 @pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
 def test_families(two, family):
-    check(two.run(case_trains, "checkpoint", "call", family, layout={"shard": 2}), expected("checkpoint", family))
+    check(two.run(case_trains, "checkpoint", CALL, family, layout={"shard": 2}), expected("checkpoint", family))
 
 
 def test_patched_before_or_after(two):
-    results = two.run(case_trains, "recompute_mlp", "call", "Llama", None, False, "after", layout={"shard": 2})
+    results = two.run(case_trains, "recompute_mlp", CALL, "Llama", None, False, "after", layout={"shard": 2})
     check(results, expected("recompute_mlp"))
 
 
 def test_dora_and_trained_modules_are_no_part_of_a_unit(two):
     """DoRA reads its weight inside the layer; a norm that is trained stays whole."""
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"]}
-    check(two.run(case_trains, None, "always", "Llama", lora, layout={"shard": 2}), expected(None, **lora))
+    check(two.run(case_trains, None, ["always"] * LAYERS, "Llama", lora, layout={"shard": 2}), expected(None, **lora))
 
 
 def test_slices_on_the_host(two):
-    check(two.run(case_trains, "keep", "call", "Llama", None, True, layout={"shard": 2}), expected("keep"))
+    check(two.run(case_trains, "keep", CALL, "Llama", None, True, layout={"shard": 2}), expected("keep"))

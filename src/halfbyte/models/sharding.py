@@ -1,7 +1,7 @@
-"""A model's frozen layers, of which each process keeps a slice: `parallel.shard` for the layers of transformers' models.
+"""A model's frozen layers, of which each process keeps a slice: `parallel.shard` for decoder layers of transformers.
 
-Its place is after quantizing, adapters and activation levels; `patch` may come before or after. Embedding, final norm and
-head are read beside the layers, and stay whole here.
+Its place is after quantizing and adapters; activation levels and `patch` may come before or after. Embedding and head,
+which are read beside the layers, are never gathered: each process has its rows of the vocabulary (`divide_vocabulary`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..errors import ModelError
+from ..notices import notice
 from ..parallel import Mesh
+from .head import divide_vocabulary, undivided
 from .layer import causal_lm_of, decoder_layers
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
         on_host: as in `shard_blocks`.
 
     Raises:
-        ModelError: it has no list of decoder layers, or `stays` is not of as many.
+        ModelError: it has no list of decoder layers, or nothing frozen in them, or `stays` is not of as many.
     """
     if mesh.ways("shard") == 1:
         return
@@ -41,9 +43,15 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
     stays = stays_of(len(layers)) if stays is None else stays
     if len(stays) != len(layers):
         raise ModelError(f"{len(stays)} stays for {len(layers)} layers", "give one a layer")
+    if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
+        raise ModelError("parallel: shard slices frozen weights, and all are trained", "use parallel: {data: N}")
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
     _sharded[causal_lm] = shard_blocks(root, list(layers), mesh, stays, on_host=on_host)
+    if why := undivided(model):
+        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
+    else:
+        divide_vocabulary(model, mesh, ("shard",))
 
 
 def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:

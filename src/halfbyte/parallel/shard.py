@@ -2,15 +2,18 @@
 
 **Who reads a weight owns its gather.** Fused forwards read the weights of projections past their modules' hooks, and
 recomputation reads them in backward. So neither a linear nor a function gathers: a block (a decoder layer) does, as one
-unit, whoever calls it. FSDP2 has hooks on the block's call and on its gradients: within the call and within its backward,
-recomputation included, all frozen weights of the block are whole. Training, evaluation, checks and answers call blocks,
-and need to know no more. What reads weights elsewhere enters `whole` around it, on all processes of the shard.
+unit, whoever calls it. FSDP2 has hooks on a block's call and on the gradient of its output: within the call, and within
+its backward with all that it computes again, every frozen weight of the block is whole. Training, evaluation, checks
+and answers call blocks, and need to know no more. What reads weights elsewhere enters `whole` around it, in all
+processes.
+
+All processes gather together, so all call the same blocks in the same order. `state_dict()` and `load_state_dict()` are
+calls of that kind: FSDP2 leaves slices of everything then.
 
 What is gathered are bytes, of packed weights (`tensor.QuantizedShard`) and of norms and biases beside them: one
-collective of uint8 a block, bit by bit what was sliced. Parameters that are trained are in no unit. A kept unit is never
-gathered anew, so that trained numbers in it would go stale without an error; and gathered together, they would be as
-many bytes again. Nothing of a unit has a gradient, so nothing is reduced here, and with several shards (`data`) nothing
-of the bytes leaves one.
+collective of uint8 a block, bit by bit what was sliced. Parameters that are trained are in no unit: one that stays
+whole is not gathered again, and trained numbers in it would go stale without an error. Nothing of a unit has a
+gradient, so nothing is reduced here; and of several shards (`data`) each gathers for itself.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); torch's `fully_shard`, 2.11 to 2.13.
 """
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from .mesh import Mesh
+from .placement import fill, templates
 
 # How long a block stays whole: while it computes; from its forward until after its backward; from the first time on.
 Stay = Literal["call", "backward", "always"]
@@ -80,12 +84,6 @@ class Sharded:
         dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
-    def let_go(self) -> None:
-        """Leave slices of all blocks, of those that stay too; called by all processes, or none of them would gather
-        with the others again."""
-        for block in self.blocks:
-            block.reshard()
-
     @contextlib.contextmanager
     def whole(self, *blocks: nn.Module) -> Iterator[None]:
         """Inside, the weights of these blocks, or of all, may be read by whoever wants to."""
@@ -111,7 +109,7 @@ def shard_blocks(
 
     Args:
         root: the module that calls the blocks; all of its calls go through `root.__call__`.
-        blocks: of `root`, in its order.
+        blocks: of `root`, in its order; whole, or with the pieces that loading made (`placement`).
         mesh: slices are as many as its axis "shard" is long.
         stays: how long each block stays whole.
         on_host: keep the slices in (pinned) memory of the host, and copy them to the device for each gather.
@@ -120,12 +118,14 @@ def shard_blocks(
     options: dict[str, Any] = {"mesh": mesh.devices["shard"]}
     options["offload_policy"] = CPUOffloadPolicy(mesh.devices.device_type != "cpu") if on_host else OffloadPolicy()
     sharded = Sharded(list(blocks), list(stays), mesh.group("shard"))
+    pieces = templates(root)
     for block, stay in zip(blocks, stays, strict=True):
         frozen = {parameter for parameter in block.parameters() if _is_divisible(parameter)}
         rest = set(block.parameters()) - frozen
         fully_shard(block, reshard_after_forward=stay == "call", ignored_params=rest, **options)
     # torch lets the blocks' streams and order be shared by what lies under one root
     fully_shard(root, ignored_params=set(root.parameters()), **options)
+    fill(pieces)
     _prefetch(root, sharded)
     for block, stay in zip(sharded.blocks, stays, strict=True):
         block.set_custom_all_gather(sharded.gathers)

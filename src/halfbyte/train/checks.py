@@ -88,7 +88,6 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         for parameter in trained_parameters(model).values():
             parameter.detach().zero_()
         load_adapter_weights(model, folder)
-        _let_go(model)
     again = logits(model, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}
@@ -98,19 +97,6 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
             "the last checkpoint holds the trained weights; please report this",
         )
     return result
-
-
-def beside_reload(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> None:
-    """What `adapter_reload` runs, for a process that only has slices of the model's layers for the one that checks."""
-    logits(model, ids, dtype)
-    _let_go(model)
-    logits(model, ids, dtype)
-
-
-def _let_go(model: nn.Module) -> None:
-    """Where weights are loaded, FSDP2 drops what it has gathered: so it is dropped in all processes."""
-    if (share := sharded(model)) is not None:
-        share.let_go()
 
 
 def model_reload(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
