@@ -33,7 +33,7 @@ from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
-from halfbyte.models.sharding import shard_model
+from halfbyte.models.sharding import shard_model, sharded
 from halfbyte.notices import forget, silent
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
 from halfbyte.plan.estimate import GIB
@@ -186,7 +186,8 @@ def _make_ready(
     isolation = isolate_run(model, run.config, plain, run.data.train, dtype)
     if isolation is not None:
         results["isolation"] = isolation.document()
-    if run.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+    by_position = isolation is None or isolation.way == "positions"  # other ways look at the batch
+    if run.plan.use_graphs and by_position and sharded(model) is None:
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
