@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks import step_model
 from benchmarks.common import event_us
 from benchmarks.several_gpus import Results, Training, used_bytes
-from benchmarks.step_model import build, empty_model, fill, random_batch, run_config, timed
+from benchmarks.step_model import empty_model, fill, random_batch, run_config, timed
 from halfbyte.config import Parallel
 from halfbyte.models.sharding import shard_model, sharded
 from halfbyte.parallel import ALONE, Mesh, present_mesh
@@ -166,7 +166,7 @@ def graphs(mesh: Mesh, results: Results) -> None:
 # --- seventy ---------------------------------------------------------------------------------------------------------
 
 
-def build_sliced(name: str, mesh: Mesh, storage: str = "nf4") -> Any:
+def build_sliced(name: str, mesh: Mesh, storage: str = "nf4", device: str = "cuda") -> Any:
     """What `step_model.build` makes, in pieces as loading makes them."""
     from halfbyte.adapters import add_adapter
     from halfbyte.formats import named
@@ -190,7 +190,7 @@ def build_sliced(name: str, mesh: Mesh, storage: str = "nf4") -> Any:
         stored.weight = parameter
         return stored
 
-    fill(model, "cuda", piece)
+    fill(model, device, piece)
     return add_adapter(model, run_config(name)).train()
 
 
