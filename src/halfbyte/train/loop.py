@@ -40,7 +40,8 @@ from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, sum_gradients
+from halfbyte.parallel import ALONE, AXES, ROWS, Mesh
+from halfbyte.parallel.trained import trained_units
 from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
@@ -115,6 +116,7 @@ class TrainingLoop:
         self.request = Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
         self.optimizer: Any = None
+        self.units: Any = None
         self.schedule: Any = None
         self.stops = Stops(config, self.loss_count)
         scaled = self.scaler is not None
@@ -175,10 +177,13 @@ class TrainingLoop:
             state = checkpoints.read_state(checkpoint)
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
+        elementwise = self.row.elementwise and self.scaler is None
+        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise)
+        self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler)
+            load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, self.units.own_state)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / checkpoints.TRAINER_STATE
@@ -196,7 +201,7 @@ class TrainingLoop:
     def _run(self, checkpoint: Path | None) -> None:
         """Epoch after epoch until a callback says stop, as the first one does at the last step."""
         began, first = time.time(), self.state.global_step
-        self._drop_gradients()
+        self.units.drop_gradients()
         self.model.train()
         self.callbacks("on_train_begin")
         epoch, done = divmod(first, self._steps_per_epoch)
@@ -270,7 +275,7 @@ class TrainingLoop:
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
         before = random_states() if len(taken) > 1 else None
-        sums = sum_gradients(self.mesh, self.trained, self.stepper(self._unless_late(taken, before), count))
+        sums = self.units.reduce(self.stepper(self._unless_late(taken, before), count))
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
@@ -288,7 +293,7 @@ class TrainingLoop:
         """The norm of the gradients, before they are clipped to `max_grad_norm`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        return clip_gradients(self.mesh, self.trained, self.config.max_grad_norm or math.inf)
+        return self.units.clip(self.config.max_grad_norm or math.inf)
 
     def _move(self) -> float:
         """The optimizer's step, and the schedule's; the learning rate that it was made with."""
@@ -302,12 +307,8 @@ class TrainingLoop:
         # a step that the scaler leaves out is none of the schedule's; a fused optimizer leaves it out itself
         if self.scaler is None or math.isfinite(self.records.norm) or self.row.guarded:
             self.schedule.step()
-        self._drop_gradients()
+        self.units.stepped()
         return rate
-
-    def _drop_gradients(self) -> None:
-        for parameter in self.trained:  # nn.Module.zero_grad walks every frozen module: milliseconds a step
-            parameter.grad = None
 
     def _finish_step(self, rate: float, epoch: float) -> None:
         """The end of a step: what it says is recorded once its numbers are there, then evaluate and save."""
@@ -398,13 +399,13 @@ class TrainingLoop:
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
-        states = self.mesh.gather(random or random_states())
+        states, optimizer = self.mesh.gather(random or random_states()), self.units.whole_state(self.optimizer)
         if not self.mesh.is_main:
             return
         try:
             with new_directory(self._place()) as aside:
                 save_weights(self.model, aside)
-                save_optimizer(aside, self.optimizer, self.schedule, self.scaler)
+                save_optimizer(aside, optimizer, self.schedule, self.scaler)
                 save_random(aside, states)
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)

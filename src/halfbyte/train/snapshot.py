@@ -7,7 +7,7 @@ turn bfloat16 adapters into float32).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,9 @@ def load_weights(model: Any, folder: Path) -> None:
             own[name].copy_(tensor)
 
 
-def save_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
-    _save(optimizer.state_dict(), folder / OPTIMIZER)
+def save_optimizer(folder: Path, state: dict[str, Any], schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
+    """The optimizer's `state`, schedule and scale."""
+    _save(state, folder / OPTIMIZER)
     _save(schedule.state_dict(), folder / SCHEDULE)
     if scaler is not None:
         _save(scaler.state_dict(), folder / SCALER)
@@ -62,14 +63,20 @@ def _save(state: Any, path: Path) -> None:
         torch.save(state, file)
 
 
-def load_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
-    """What `save_optimizer` wrote.
+def load_optimizer(
+    folder: Path,
+    optimizer: Any,
+    schedule: Any,
+    scaler: torch.amp.GradScaler | None,
+    own: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    """What `save_optimizer` wrote; `own` gives of the optimizer's state what this process's steps.
 
     Raises:
         CheckpointError: it cannot be read, or is of another model.
     """
     with checkpoints.reading(folder):
-        optimizer.load_state_dict(read_state(folder / OPTIMIZER, checkpoints.EARLIER))
+        optimizer.load_state_dict(own(read_state(folder / OPTIMIZER, checkpoints.EARLIER)))
         schedule.load_state_dict(read_state(folder / SCHEDULE, checkpoints.EARLIER))
         if scaler is not None and (folder / SCALER).is_file():
             scaler.load_state_dict(read_state(folder / SCALER, checkpoints.EARLIER))
