@@ -183,10 +183,11 @@ def _make_ready(
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, dtype, loss)
     plain = make_collator(run.config, run.tokenizer, device)
-    isolation = isolate_run(model, run.config, plain, run.data.train, dtype)
+    isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
-    if run.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+    by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
+    if run.plan.use_graphs and by_positions and not run.mesh.computes_together:
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
@@ -287,7 +288,7 @@ def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:
             (save_adapter if run.config.use_peft else type(model).save_pretrained)(model, aside)
             run.tokenizer.save_pretrained(aside)
     run.mesh.wait()
-    if not run.mesh.is_main and run.mesh.size == run.mesh.ways("data"):
+    if not run.mesh.is_main and not run.mesh.computes_together:
         return {}
     if run.config.use_peft:
         return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}
