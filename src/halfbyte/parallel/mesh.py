@@ -151,7 +151,7 @@ class Mesh:
         if layout.size != self.size:
             raise ConfigError(
                 f"parallel: {layout} takes {layout.size} processes, and {self.size} were started",
-                f"start {layout.size}, or change `parallel` so that its numbers multiply to {self.size}",
+                f"start {layout.size} (`halfbyte train` does, or torchrun), or let `parallel` multiply to {self.size}",
             )
         if self.devices is None:
             return replace(self, layout=layout)
