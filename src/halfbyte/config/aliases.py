@@ -215,7 +215,6 @@ HINTS = {
     "output": "output_dir",
     "gpus": "parallel",
     "num_gpus": "parallel",
-    "num_processes": "parallel",
     "nproc_per_node": "parallel",
 }
 
