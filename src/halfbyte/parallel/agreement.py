@@ -14,6 +14,7 @@ import torch
 from .. import __version__
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..words import cut
 from .mesh import Mesh
 
 OWN = frozenset(["device", "dataset_num_proc"])  # keys that may differ between hosts
@@ -40,10 +41,8 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
         for rank, theirs in enumerate(told):
             if differing := _difference(told[0][what], theirs[what]):
                 name, first, other = differing
-                said = (
-                    f"the processes of this run differ: {name} is {first} in process 0, and {other} in process {rank}"
-                )
-                raise ConfigError(said, fix)
+                said = f"{name} is {cut(first, 80)} in process 0, and {cut(other, 80)} in process {rank}"
+                raise ConfigError(f"the processes of this run differ: {said}", fix)
     gpus = [each["gpu"] for each in told]
     for rank, gpu in enumerate(gpus):
         if gpu and gpus.index(gpu) < rank:

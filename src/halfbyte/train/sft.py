@@ -36,6 +36,7 @@ from halfbyte.models.recipes import configured_recipe
 from halfbyte.models.sharding import shard_model
 from halfbyte.notices import forget, silent
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
+from halfbyte.parallel.launch import say_idle
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
@@ -88,6 +89,8 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     with present_mesh(resolve(config).parallel, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
+            if mesh.size == 1:
+                say_idle(config)
             check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
             with _locked(prepared), open_run(prepared, resume) as run:
