@@ -11,10 +11,10 @@ from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models.head import causal_lm_loss, divide_vocabulary
 from halfbyte.models.patch import patch
-from halfbyte.models.sliced import divide_products, undivided_products
+from halfbyte.models.products import check_products, divide_products
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
 from halfbyte.parallel.reduce import cut_along
-from halfbyte.parallel.tensor import whole
+from halfbyte.parallel.tensor import part_of, whole_inside
 
 pytestmark = pytest.mark.dist
 
@@ -64,11 +64,12 @@ def trained(mesh, family, spec, fused, level=None):
         optimizer.zero_grad()
     model.eval()
     answer = generate(model, batch()["input_ids"][:2, :5].tolist(), max_new_tokens=4, stops=[])
-    return found, {name: _whole(p, p.detach()) for name, p in factors.items()}, answer
+    with whole_inside(factors.values()):
+        return found, {name: p.detach().clone() for name, p in factors.items()}, answer
 
 
-def _whole(parameter, like):
-    return whole(parameter, like).clone()
+def _whole(parameter, part):
+    return part.clone() if part_of(parameter) is None else part_of(parameter).whole(part)
 
 
 def assert_close(name, found, expected, error):
@@ -155,14 +156,15 @@ def test_each_holds_its_part(two):
     ],
 )
 def test_models_that_are_not_divided(family, shape, ways, said):
-    assert said in undivided_products(tiny(family, adapter=False, shape=shape), ways)
+    with pytest.raises(ModelError, match=f"parallel: {{tensor: {ways}}}: {said}"):
+        check_products(tiny(family, adapter=False, shape=shape), ways)
 
 
-class Two:
-    """A mesh that is only asked how many there are."""
-
-    def ways(self, *axes):
-        return 2
+def test_a_format_whose_blocks_do_not_divide():
+    model = stored(tiny("Llama", shape=SHAPE | {"intermediate_size": 160}), "kbit:4:bnf")
+    with pytest.raises(ModelError, match=r"parallel: {tensor: 2}: down_proj: kbit:4:bnf: .*\(64, 160\).*by columns"):
+        check_products(model, 2)
+    check_products(stored(tiny("Llama", shape=SHAPE), "kbit:4:bnf"), 2)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,5 @@ class Two:
 )
 def test_adapters_that_are_not_divided(lora, said):
     model = tiny("Llama", **lora)
-    before = {name: p.shape for name, p in model.named_parameters()}
     with pytest.raises(ModelError, match=said):
-        divide_products(model, Two())
-    assert {name: p.shape for name, p in model.named_parameters()} == before
+        check_products(model, 2)

@@ -23,6 +23,8 @@ Hooks stand on the blocks, not on linears, which fused functions would pass by. 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +37,11 @@ from .mesh import Mesh
 from .reduce import CUT
 
 AXIS = "tensor"
-SLICE = "slice_of_whole"  # on a parameter that is cut: which part of it this process has
+PART = "part_of_whole"  # on a parameter that is cut: which part of it this process has
 
 
 @dataclass(frozen=True)
-class Slice:
+class Part:
     """One of equal parts of a tensor along a dimension, one a process."""
 
     dim: int
@@ -58,25 +60,46 @@ class Slice:
         return gathered(part.movedim(self.dim, 0), self.group).movedim(0, self.dim).contiguous()
 
 
-def slice_of(parameter: Tensor) -> Slice | None:
+def part_of(parameter: Tensor) -> Part | None:
     """Which part of a whole this process has in `parameter`; None: all of it."""
-    return getattr(parameter, SLICE, None)
+    return getattr(parameter, PART, None)
 
 
-def whole(parameter: Tensor, like: Tensor | None = None) -> Tensor:
-    """A parameter, or what an optimizer keeps for it in a tensor `like` it, as if it were not cut; all call it."""
-    value = parameter.detach() if like is None else like
-    cut = slice_of(parameter)
-    return value if cut is None or value.shape != parameter.shape else cut.whole(value)
+@contextlib.contextmanager
+def whole_inside(parameters: Iterable[nn.Parameter], optimizer: Any = None) -> Iterator[None]:
+    """Inside, cut parameters are whole in each process, and what `optimizer` keeps of their shape with them; all
+    processes enter. Afterwards each has its part of what they are then: what was loaded into them, say.
+
+    A parameter's part stays in its place in memory, which CUDA graphs know.
+    """
+    cuts = [(parameter, mine, parameter.data) for parameter in parameters if (mine := part_of(parameter)) is not None]
+    for parameter, mine, part in cuts:
+        _map_state(optimizer, parameter, part.shape, mine.whole)
+        parameter.data = mine.whole(part)
+    try:
+        yield
+    finally:
+        for parameter, mine, part in cuts:
+            _map_state(optimizer, parameter, parameter.shape, mine.of)
+            part.copy_(mine.of(parameter.data))
+            parameter.data = part
+
+
+def _map_state(optimizer: Any, parameter: Tensor, shape: torch.Size, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace what an optimizer keeps for a parameter in tensors of `shape`."""
+    state = {} if optimizer is None else optimizer.state.get(parameter, {})
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shape:
+            state[name] = function(value)
 
 
 def cut(module: nn.Module, name: str, dim: int, mesh: Mesh) -> None:
     """Leave this process its part of a module's parameter, along "tensor"."""
     parameter = getattr(module, name)
-    mine = Slice(dim, mesh.ways(AXIS), mesh.place(AXIS), mesh.group(AXIS))
+    mine = Part(dim, mesh.ways(AXIS), mesh.place(AXIS), mesh.group(AXIS))
     part = nn.Parameter(mine.of(parameter.detach()), requires_grad=parameter.requires_grad)
     setattr(part, CUT, (AXIS,))
-    setattr(part, SLICE, mine)
+    setattr(part, PART, mine)
     setattr(module, name, part)
 
 

@@ -11,6 +11,7 @@ from ..errors import ModelError
 from ..layers.plain import read_linear
 from ..parallel import Mesh
 from ..parallel.tensor import AXIS, cut, cut_columns, cut_rows, sum_around
+from ..tensor import QuantizedTensor
 from .layer import Block, LayerView, decoder_layers, layer_view
 
 FIX = "use parallel: {data: N} or {shard: N}"
@@ -27,9 +28,7 @@ def divide_products(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         ModelError: what cannot be divided, by name.
     """
-    ways = mesh.ways(AXIS)
-    if obstacle := undivided_products(model, ways) or _odd_adapter(model):
-        raise ModelError(f"parallel: {{tensor: {ways}}}: {obstacle}", FIX)
+    check_products(model, mesh.ways(AXIS))
     for view in _views(model):
         for half, block in _blocks(view):
             for linear in block.inputs:
@@ -38,8 +37,33 @@ def divide_products(model: nn.Module, mesh: Mesh) -> None:
             sum_around(half, mesh)
 
 
-def undivided_products(model: nn.Module, ways: int) -> str | None:
-    """Why the products of `model`, which may be on the meta device, are not divided so many ways; None: they are."""
+def check_products(model: nn.Module, ways: int) -> None:
+    """Whether the products of `model`, with its adapters, are divided so many ways; it may be on the meta device.
+
+    Raises:
+        ModelError: what cannot be divided, by name.
+    """
+    obstacle = _odd_layer(model, ways) or _odd_adapter(model)
+    if obstacle:
+        raise ModelError(f"parallel: {{tensor: {ways}}}: {obstacle}", FIX)
+    for view in _views(model):
+        for _, block in _blocks(view):
+            for name, linear in block.linears.items():
+                weight, dim = _base(linear).weight.data, int(linear is block.output)
+                if isinstance(weight, QuantizedTensor):
+                    _check_split(weight, dim, ways, name)
+
+
+def _check_split(weight: QuantizedTensor, dim: int, ways: int, name: str) -> None:
+    parts = {name: part.to("meta") for name, part in weight.parts.items()}
+    try:
+        weight.format.split(parts, tuple(weight.shape), dim, ways)
+    except ModelError as error:
+        raise ModelError(f"parallel: {{tensor: {ways}}}: {name}: {error.message}", error.fix) from error
+
+
+def _odd_layer(model: nn.Module, ways: int) -> str | None:
+    """What of the decoder layers is not divided so many ways."""
     for layer in decoder_layers(model)[1]:
         view = layer_view(layer)
         if isinstance(view, str):
