@@ -9,25 +9,28 @@ from torch import nn
 
 from ..errors import ModelError
 from ..layers.plain import read_linear
+from ..notices import notice
 from ..parallel import Mesh
 from ..parallel.tensor import AXIS, cut, cut_columns, cut_rows, sum_around
 from ..tensor import QuantizedTensor
+from .head import divide_vocabulary, undivided
 from .layer import Block, LayerView, decoder_layers, layer_view
 
 FIX = "use parallel: {data: N} or {shard: N}"
 
 
 def divide_products(model: nn.Module, mesh: Mesh) -> None:
-    """Leave this process its heads and channels of every decoder layer; nothing is changed where one cannot be divided.
-
-    Head and embedding are not looked at (`head.divide_vocabulary`).
+    """Leave this process its heads and channels of every decoder layer, and its rows of the vocabulary; all where the
+    mesh does not divide products. Nothing is changed where a layer cannot be divided.
 
     Args:
-        model: with its adapters, not patched yet.
+        model: with its adapters, not sharded or patched yet; `shard_model` divides the vocabulary of one that will be.
 
     Raises:
         ModelError: what cannot be divided, by name.
     """
+    if mesh.ways(AXIS) == 1:
+        return
     check_products(model, mesh.ways(AXIS))
     for view in _views(model):
         for half, block in _blocks(view):
@@ -35,6 +38,12 @@ def divide_products(model: nn.Module, mesh: Mesh) -> None:
                 _cut(linear, 0, mesh)
             _cut(block.output, 1, mesh)
             sum_around(half, mesh)
+    if mesh.ways("shard") > 1:
+        return
+    if why := undivided(model):
+        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
+    else:
+        divide_vocabulary(model, mesh, (AXIS,))
 
 
 def check_products(model: nn.Module, ways: int) -> None:

@@ -65,6 +65,11 @@ def part_of(parameter: Tensor) -> Part | None:
     return getattr(parameter, PART, None)
 
 
+def are_whole(parameters: Iterable[Tensor]) -> bool:
+    """Whether none of them is cut."""
+    return all(part_of(parameter) is None for parameter in parameters)
+
+
 @contextlib.contextmanager
 def whole_inside(parameters: Iterable[nn.Parameter], optimizer: Any = None) -> Iterator[None]:
     """Inside, cut parameters are whole in each process, and what `optimizer` keeps of their shape with them; all
