@@ -17,6 +17,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.sharding import sharded
 from halfbyte.optim import trained_parameters
+from halfbyte.parallel.tensor import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
 
@@ -80,14 +81,16 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         TrainingError: the saved adapter computes something else.
     """
     trained = logits(model, ids, dtype)
-    if sharded(model) is None:
+    if sharded(model) is None and are_whole(model.parameters()):
         with quiet_peft():
             model = PeftModel.from_pretrained(model.unload(), str(folder))
         round_merged(model)
     else:
-        for parameter in trained_parameters(model).values():
-            parameter.detach().zero_()
-        load_adapter_weights(model, folder)
+        parameters = trained_parameters(model).values()
+        with whole_inside(parameters):
+            for parameter in parameters:
+                parameter.detach().zero_()
+            load_adapter_weights(model, folder)
     again = logits(model, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}

@@ -41,6 +41,7 @@ from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, sum_gradients
+from halfbyte.parallel.tensor import whole_inside
 from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
@@ -169,7 +170,8 @@ class TrainingLoop:
     def _begin(self, checkpoint: Path | None, steps: int) -> None:
         """Weights, optimizer, schedule and state, new or as `checkpoint` has them."""
         if checkpoint is not None:
-            load_weights(self.model, checkpoint)
+            with whole_inside(self.trained):
+                load_weights(self.model, checkpoint)
             if self.scaling is not None:
                 checkpoints.load_scaling(checkpoint, self.scaling)
             state = checkpoints.read_state(checkpoint)
@@ -178,7 +180,8 @@ class TrainingLoop:
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler)
+            with whole_inside(self.trained, self.optimizer):
+                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / checkpoints.TRAINER_STATE
@@ -399,13 +402,17 @@ class TrainingLoop:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
         states = self.mesh.gather(random or random_states())
-        if not self.mesh.is_main:
-            return
+        with whole_inside(self.trained, self.optimizer):
+            if self.mesh.is_main:
+                self._write(states, owes_evaluation)
+
+    def _write(self, random: list[dict[str, Any]], owes_evaluation: bool) -> None:
+        """The files of a checkpoint; `random`: states of every process."""
         try:
             with new_directory(self._place()) as aside:
                 save_weights(self.model, aside)
                 save_optimizer(aside, self.optimizer, self.schedule, self.scaler)
-                save_random(aside, states)
+                save_random(aside, random)
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))

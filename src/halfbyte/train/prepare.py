@@ -20,14 +20,16 @@ from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
-from halfbyte.errors import CheckpointError, DataError
+from halfbyte.errors import CheckpointError, ConfigError, DataError
 from halfbyte.files import check_space
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
+from halfbyte.models.products import check_products
 from halfbyte.models.recipes import check_recipe, configured_recipe
+from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.estimate import MemoryPlan, estimate
@@ -133,6 +135,7 @@ def prepare_run(
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
+    _check_products(sections, shapes, mesh)
     if not mesh.equal(size_of(data)):
         raise DataError("the processes of this run read different data", "give each the same files")
     if checkpoint is not None:
@@ -177,6 +180,21 @@ def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) 
     check_dtype(config, device, compute)
     facts = {**environment(str(device)), "numbers": method.numbers.document(), "started": time.time()}
     return Machine(device, compute, weights, facts)
+
+
+def _check_products(sections: Resolved, shapes: ModelShapes, mesh: Mesh) -> None:
+    """Whether this model is trained with its products divided, if they are."""
+    if (ways := mesh.ways("tensor")) == 1:
+        return
+    check_products(shapes.model, ways)
+    key, recipe = f"parallel: {{tensor: {ways}}}", sections.precision.recipe
+    if recipe != "bf16":
+        raise ConfigError(f"{key}: recipe {recipe} would scale each process's part by itself", "set recipe: bf16")
+    if not OPTIMIZERS[shapes.config.optim].elementwise:
+        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        raise ConfigError(
+            f"{key}: optim {shapes.config.optim} cannot step slices of a parameter", f"use one of {known}"
+        )
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:

@@ -32,11 +32,14 @@ from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
+from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.models.sharding import shard_model
 from halfbyte.notices import forget, silent
+from halfbyte.optim import trained_parameters
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
 from halfbyte.parallel.launch import say_idle
+from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
@@ -212,13 +215,15 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
-    how["along"] = ("shard",) if run.sections.adapter else ()  # what is trained whole is whole
+    # what is trained whole is whole, and what products are divided of is cut before it is sharded
+    how["along"] = ("shard",) if run.sections.adapter and run.mesh.ways("tensor") == 1 else ()
     model = load_model(run.files, run.sections.storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
     model = add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    divide_products(model, run.mesh)
     shard_model(model, run.mesh)
     return model
 
@@ -286,10 +291,11 @@ def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:
     if not run.config.use_peft and run.sections.storage.qat_scheme is None:
         # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
         model.to(run.files.config.dtype or torch.float32)
-    if run.mesh.is_main:
-        with new_directory(folder) as aside:
-            (save_adapter if run.config.use_peft else type(model).save_pretrained)(model, aside)
-            run.tokenizer.save_pretrained(aside)
+    with whole_inside(trained_parameters(model).values()):
+        if run.mesh.is_main:
+            with new_directory(folder) as aside:
+                (save_adapter if run.config.use_peft else type(model).save_pretrained)(model, aside)
+                run.tokenizer.save_pretrained(aside)
     run.mesh.wait()
     if not run.mesh.is_main and not run.mesh.computes_together:
         return {}
