@@ -1,6 +1,7 @@
 """Who takes part in a run."""
 
+from .context import Context, slice_of
 from .mesh import ALONE, AXES, ROWS, TOKENS, Mesh, present_mesh
 from .reduce import sum_gradients
 
-__all__ = ["ALONE", "AXES", "ROWS", "TOKENS", "Mesh", "present_mesh", "sum_gradients"]
+__all__ = ["ALONE", "AXES", "ROWS", "TOKENS", "Context", "Mesh", "present_mesh", "slice_of", "sum_gradients"]
