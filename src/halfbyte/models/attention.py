@@ -20,6 +20,7 @@ lengths 3.8 ms, SDPA with a dense mask 50 ms (docs/design.md).
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Iterator, Mapping
@@ -85,9 +86,9 @@ def implementation(
     eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
     obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
     if not obstacle and not padded:
-        if _is_capped(config) and causal.flash3() is None:
+        if is_capped(config) and causal.flash3() is None:
             return Implementation("tiles of queries", False, False, tiles=True)
-        if packed or window or _is_capped(config):
+        if packed or window or is_capped(config):
             return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
         return Implementation("cuDNN", False, False)
     obstacle = obstacle or "rows are padded"
@@ -104,7 +105,7 @@ def _name_of(config: Any) -> str:
     return {NAME: "sdpa", CAPPED: "eager"}.get(name, name)
 
 
-def _is_capped(config: Any) -> bool:
+def is_capped(config: Any) -> bool:
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 
@@ -116,7 +117,7 @@ def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _unbound(config: Any, device: torch.device) -> str:
     """Why a model keeps transformers' attention altogether; "" where it does not."""
-    capped, chosen = _is_capped(config), _name_of(config)
+    capped, chosen = is_capped(config), _name_of(config)
     if device.type != "cuda":
         return f"on {device.type}"
     if getattr(config, "use_bidirectional_attention", False):
@@ -132,7 +133,7 @@ def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: b
         return "attention_dropout is set"
     if dtype not in causal.DTYPES:
         return f"it is computed in {dtype}"
-    if (causal.capability(device) or causal.AMPERE) < causal.AMPERE and not _is_capped(config):
+    if (causal.capability(device) or causal.AMPERE) < causal.AMPERE and not is_capped(config):
         return "FlashAttention needs a GPU of compute capability 8.0 (Ampere) or later"
     return ""
 
@@ -151,7 +152,7 @@ def bind_attention(backbone: Any) -> str:
         return f"transformers' {config._attn_implementation}: {obstacle}"
     register()
     record(backbone).implementation = config._attn_implementation
-    config._attn_implementation = CAPPED if _is_capped(config) else NAME
+    config._attn_implementation = CAPPED if is_capped(config) else NAME
     if causal.flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
@@ -159,8 +160,9 @@ def bind_attention(backbone: Any) -> str:
 
 def register() -> None:
     """Make the names known to transformers, each with the mask that its fallback reads."""
-    masks = {NAME: sdpa_mask, DIVIDED: sdpa_mask, CAPPED: eager_mask, DIVIDED_CAPPED: eager_mask}
-    for name, mask in masks.items():
+    for name, mask in (
+        (NAME, sdpa_mask), (DIVIDED, sdpa_mask), (CAPPED, eager_mask), (DIVIDED_CAPPED, eager_mask)
+    ):  # fmt: skip
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, mask)
 
@@ -308,11 +310,13 @@ def attend(
         [B, T, Hq, D], and None (no weights).
     """
     if context is not None:
-        places = {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q, "document_spans": document_spans}
-        how = dropout, scaling, sliding_window, softcap
-        whole = context.to_heads(query, key, value)
-        out, _ = attend(module, *whole, attention_mask, *how, **places, **kwargs)
-        return context.to_tokens(out, query.shape[1]), None
+        heads = query.shape[1]
+        query, key, value = context.to_heads(query, key, value)
+        out, _ = attend(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap,
+            cu_seq_lens_q, max_length_q, document_spans, **kwargs,
+        )  # fmt: skip
+        return context.to_tokens(out, heads), None
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         options = kwargs | {"dropout": dropout, "scaling": scaling}
         return _transformers(module, query, key, value, attention_mask, softcap, options)
@@ -338,6 +342,10 @@ def _transformers(
 ) -> tuple[Tensor, None]:
     """What the model was loaded with."""
     causal.may_differ(query, "transformers' attention")
+    groups = query.shape[1] // key.shape[1]
+    if getattr(module, "num_key_value_groups", groups) != groups:  # of rows that are cut, see `parallel.context`
+        module = copy.copy(module)
+        module.num_key_value_groups = groups
     if softcap is not None:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, mask, softcap=softcap, **options)

@@ -22,14 +22,15 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..parallel import Mesh, slice_of
 from ..parallel.context import CONTEXT, OF_ATTENTION, WHOLE, Context
-from .attention import CAPPED, DIVIDED, DIVIDED_CAPPED, NAME, metadata, register
+from .attention import CAPPED, DIVIDED, DIVIDED_CAPPED, NAME, is_capped, metadata, register
 from .head import backbone_inputs
 from .layer import causal_lm_of
 from .tiny import tiny_model
-from .unpacking import own_forward, unwrap, wrap
+from .unpacking import is_wrapped, own_forward, unwrap, wrap
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of the layer_types of transformers' configs
-PROBE = 24  # tokens a process of the probe's rows, above a tiny model's windows
+PROBE = 12  # tokens a process of the probe's rows, above a tiny model's windows
+TOKENS = 200  # of a tiny model's vocabulary
 FAR = 1e-3  # relative to its norm, so far from the undivided one no rounding brings a hidden state in float32
 CUT = "leave context out of `parallel`"
 
@@ -49,8 +50,17 @@ def obstacle(model_config: Any, ways: int) -> tuple[str, str] | None:
         fit = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
         return f"parallel: context: {ways}: the model has {heads} attention heads", f"one of {fit}" if fit else CUT
     if getattr(config, "output_router_logits", False):
-        return f"parallel: context: {ways}: the router's loss is one of whole rows", f"{CUT}, or no output_router_logits"
+        return (
+            f"parallel: context: {ways}: the router's loss is one of whole rows",
+            f"{CUT}, or no output_router_logits",
+        )
     return None
+
+
+def unknown_documents(ways: int) -> tuple[str, str]:
+    """What is wrong, and the fix, where a model's packed documents are kept apart by other forwards."""
+    wrong = f"parallel: context: {ways}: packed documents of this model are not kept apart by positions alone"
+    return wrong, f"set packing: false and padding_free: false, or {CUT}"
 
 
 @contextlib.contextmanager
@@ -69,9 +79,11 @@ def divided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     causal_lm = causal_lm_of(model)
     if wrong := obstacle(causal_lm.config, mesh.ways(CONTEXT)):
         raise ConfigError(*wrong)
+    if is_wrapped(causal_lm.base_model):
+        raise ConfigError(*unknown_documents(mesh.ways(CONTEXT)))
     config = causal_lm.config.get_text_config()
     before = config._attn_implementation
-    config._attn_implementation = _divided_name(config)
+    config._attn_implementation = _divided_name(causal_lm, config)
     register()
     wrap(causal_lm.base_model, divided_forward)
     try:
@@ -81,14 +93,15 @@ def divided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _divided_name(config: Any) -> str:
+def _divided_name(causal_lm: Any, config: Any) -> str:
     """Of an attention that knows of slices, and that computes what the model's does."""
-    capped, name = getattr(config, "attn_logit_softcapping", None), config._attn_implementation
+    capped, name = is_capped(config), config._attn_implementation
     if name in (NAME, CAPPED):
         return name
     if name != ("eager" if capped else "sdpa"):
         wrong = f"attn_implementation: {name} does not see whole rows where context cuts them"
-        raise ConfigError(wrong, f"leave attn_implementation out, or {CUT}")
+        known = "eager" if capped else "sdpa" if causal_lm._supports_sdpa else None
+        raise ConfigError(wrong, f"set attn_implementation: {known}, or {CUT}" if known else CUT)
     return DIVIDED_CAPPED if capped else DIVIDED
 
 
@@ -130,33 +143,52 @@ def _masks(backbone: Any, rows: int, length: int, device: torch.device, whole: M
     return next(iter(masks.values())) if isinstance(masks, dict) and len(masks) == 1 else masks
 
 
-@torch.no_grad()
-def check_divided_like(model_config: Any, mesh: Mesh, *, trust_remote_code: bool = False) -> None:
-    """Run a few small layers of the kinds that a model has whole and divided; every process calls it.
+def check_divided_like(
+    model_config: Any, mesh: Mesh, *, attention: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Whether the rows of a model of `model_config` can be cut: a few small layers of the kinds that it has are run
+    whole and divided, by every process of `mesh`.
+
+    Args:
+        attention: `attn_implementation`; None: as models are loaded.
 
     Raises:
-        ConfigError: hidden states differ, and where.
-        Exception: whatever the model's own code says to sizes that were not made for it.
+        ConfigError: they cannot be.
     """
     ways = mesh.ways(CONTEXT)
-    if ways == 1:
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = tiny_model(model_config, trust_remote_code=trust_remote_code)
-        rows = torch.randint(10, model.get_input_embeddings().weight.shape[0], (2, ways * PROBE))
+    if wrong := obstacle(model_config, ways):
+        raise ConfigError(*wrong)
+    rows = torch.arange(10, 10 + 2 * ways * PROBE).view(2, -1)
     documents = torch.cat([torch.arange(n) for n in (PROBE + 5, ways * PROBE - PROBE - 5)])
-    for more in ({}, {"position_ids": documents.repeat(2, 1)}):
-        batch = {"input_ids": rows, "labels": rows, **more}
-        expected = _hidden_states(model, batch)
+    plain = {"input_ids": rows % TOKENS, "labels": rows}
+    batches = [plain, {**plain, "position_ids": documents.repeat(2, 1)}]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = tiny_model(model_config, trust_remote_code=trust_remote_code)
+        if attention or is_capped(model.config.get_text_config()):
+            model.set_attn_implementation(attention or "eager")  # transformers 5.17 would leave out the cap
+        whole = [_hidden_states(model, batch) for batch in batches]
+    except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
+        return
+    refused = f"parallel: context: {ways}: rows of {model_config.model_type} cannot be cut: "
+    try:
         with divided(model, mesh):
-            found = _hidden_states(model, slice_of(batch, mesh))
-        own = slice(mesh.place(CONTEXT) * PROBE, (mesh.place(CONTEXT) + 1) * PROBE)
-        far = max(map(float, ((found - expected[:, own]).norm(dim=-1) / expected[:, own].norm(dim=-1)).flatten()))
-        if not mesh.max(far) <= FAR:
-            why = "its layers see other tokens otherwise than by attention"
-            raise ConfigError(f"parallel: context: {ways}: rows of {model_config.model_type} cannot be cut: {why}", CUT)
+            slices = [_hidden_states(model, slice_of(batch, mesh)) for batch in batches]
+    except (TypeError, AttributeError) as error:  # a forward that hands its layers no keyword arguments
+        raise ConfigError(f"{refused}{error}", CUT) from error
+    own = slice(mesh.place(CONTEXT) * PROBE, (mesh.place(CONTEXT) + 1) * PROBE)
+    far = max(_distance(found, expected[:, own]) for found, expected in zip(slices, whole, strict=True))
+    if not mesh.max(far) <= FAR:
+        raise ConfigError(f"{refused}its layers see other tokens otherwise than by attention", CUT)
 
 
+@torch.no_grad()
 def _hidden_states(model: Any, batch: Mapping[str, Any]) -> Tensor:
     return model.base_model(**backbone_inputs(model, batch), use_cache=False).last_hidden_state
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Of hidden states [B, T, H], the largest of a token, relative to its norm."""
+    far = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(far.nan_to_num(torch.inf).max())

@@ -35,11 +35,15 @@ def wrap(module: nn.Module, forward: Forward) -> None:
 
 def unwrap(module: nn.Module) -> None:
     """Undo `wrap`; harmless on a module that is not wrapped."""
-    if OWN in module.__dict__:
+    if is_wrapped(module):
         before = module.__dict__.pop(OWN)
         del module.__dict__["forward"]
         if before is not None:
             module.forward = before
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    return OWN in module.__dict__
 
 
 def with_bounds(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,10 +20,11 @@ from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
-from halfbyte.errors import CheckpointError, DataError
+from halfbyte.errors import CheckpointError, ConfigError, DataError
 from halfbyte.files import check_space
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
+from halfbyte.models.divided import check_divided_like, unknown_documents
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
@@ -129,6 +130,7 @@ def prepare_run(
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
+    _check_divided(shapes, mesh)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
@@ -175,6 +177,17 @@ def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) 
     check_dtype(config, device, compute)
     facts = {**environment(str(device)), "numbers": method.numbers.document(), "started": time.time()}
     return Machine(device, compute, weights, facts)
+
+
+def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
+    """Whether the rows of the model can be cut along their tokens, where they are to be."""
+    ways = mesh.ways("context")
+    if ways == 1:
+        return
+    if shapes.packed_way != "positions":
+        raise ConfigError(*unknown_documents(ways))
+    attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
+    check_divided_like(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:

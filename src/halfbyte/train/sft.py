@@ -29,6 +29,7 @@ from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
+from halfbyte.models.divided import divided
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
@@ -138,7 +139,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     with no_input_casts(model, run.machine.compute_dtype):
         results, report = _make_ready(run, model, loop, ids, console)
         before = _answers(run, model)
-        _train(job, loop, console)
+        with divided(model, run.mesh):
+            _train(job, loop, console)
         after = _answers(run, model)
         measured |= _peaks(device, loop, measured["base_bytes"])
         release(model)
@@ -183,6 +185,10 @@ def _make_ready(
     isolation = isolate_run(model, run.config, plain, run.data.train, dtype)
     if isolation is not None:
         results["isolation"] = isolation.document()
+    if run.mesh.ways("context") > 1:
+        loss = results.get("fused", results["first_step"])["loss"]
+        with divided(model, run.mesh):
+            results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     if run.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
