@@ -15,10 +15,10 @@ from halfbyte.config import Parallel
 from halfbyte.data.collate import PackedCollator
 from halfbyte.errors import ConfigError
 from halfbyte.models import attention
-from halfbyte.models.divided import check_divided_like, divided
 from halfbyte.models.head import backbone_inputs, causal_lm_loss
 from halfbyte.models.layer import causal_lm_of
 from halfbyte.models.patch import patch
+from halfbyte.models.slices import check_divided_like, divided
 from halfbyte.parallel import ROWS, Mesh, slice_of, sum_gradients
 from halfbyte.train.callbacks import noisy_embeddings
 
@@ -238,7 +238,7 @@ def refusal(mesh, kind, keys, attention_name=None, known=()):
     """What is said of a model of the default config of its kind; `known`: types of layers taken to be attention."""
     config = getattr(transformers, f"{kind}Config")(**keys)
     try:
-        with mock.patch.object(models.divided, "ATTENTION", {*models.divided.ATTENTION, *known}):
+        with mock.patch.object(models.slices, "ATTENTION", {*models.slices.ATTENTION, *known}):
             check_divided_like(config, mesh, attention=attention_name)
     except ConfigError as error:
         return f"{error.message} -> {error.fix}"

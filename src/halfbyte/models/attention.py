@@ -46,7 +46,7 @@ from .patched import patched, record
 
 NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
-DIVIDED = "halfbyte_divided"  # transformers' own in forwards whose rows are cut (`models.divided`), as NAME and CAPPED
+DIVIDED = "halfbyte_divided"  # transformers' own in forwards whose rows are cut (`models.slices`), as NAME and CAPPED
 DIVIDED_CAPPED = "halfbyte_divided_capped"
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
 

@@ -29,11 +29,11 @@ from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
-from halfbyte.models.divided import divided
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
+from halfbyte.models.slices import divided
 from halfbyte.notices import forget, silent
 from halfbyte.parallel import present_mesh
 from halfbyte.plan.estimate import GIB
