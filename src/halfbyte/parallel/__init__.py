@@ -2,6 +2,17 @@
 
 from .context import Context, slice_of
 from .mesh import ALONE, AXES, ROWS, TOKENS, Mesh, present_mesh
-from .reduce import sum_gradients
+from .reduce import clip_gradients, sum_gradients
 
-__all__ = ["ALONE", "AXES", "ROWS", "TOKENS", "Context", "Mesh", "present_mesh", "slice_of", "sum_gradients"]
+__all__ = [
+    "ALONE",
+    "AXES",
+    "ROWS",
+    "TOKENS",
+    "Context",
+    "Mesh",
+    "clip_gradients",
+    "present_mesh",
+    "slice_of",
+    "sum_gradients",
+]
