@@ -246,7 +246,7 @@ def refusal(mesh, kind, keys, attention_name=None, known=()):
 
 
 REFUSED = {
-    "heads": ("Llama", {"num_attention_heads": 1}, None, r"the model has 1 attention heads"),
+    "heads": ("Llama", {"num_attention_heads": 1}, None, r"a process has 1 attention heads"),
     "states": ("Qwen3Next", {}, None, r"layers of type linear_attention see tokens before their slice"),
     "no heads": ("Mamba", {}, None, r"mamba"),
     "router": ("Mixtral", {"output_router_logits": True}, None, r"the router's loss is one of whole rows"),

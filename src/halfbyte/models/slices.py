@@ -35,9 +35,13 @@ FAR = 1e-3  # relative to its norm, so far from the undivided one no rounding br
 CUT = "leave context out of `parallel`"
 
 
-def obstacle(model_config: Any, ways: int) -> tuple[str, str] | None:
+def obstacle(model_config: Any, ways: int, tensor: int = 1) -> tuple[str, str] | None:
     """Why no model of a transformers config can have its rows cut so many ways, as far as the config says: what is
-    wrong, and the fix."""
+    wrong, and the fix.
+
+    Args:
+        tensor: ways that its heads are divided beside that.
+    """
     config = model_config.get_text_config()
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if others:
@@ -46,14 +50,12 @@ def obstacle(model_config: Any, ways: int) -> tuple[str, str] | None:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return f"parallel: context: {ways}: {model_config.model_type} says no number of attention heads", CUT
-    if ways > heads:
-        fit = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
-        return f"parallel: context: {ways}: the model has {heads} attention heads", f"one of {fit}" if fit else CUT
+    if ways * tensor > heads:
+        fit = ", ".join(str(n) for n in range(2, heads // tensor + 1) if heads % (n * tensor) == 0)
+        wrong = f"parallel: context: {ways}: a process has {heads // tensor} attention heads"
+        return wrong, f"set context to one of {fit}" if fit else CUT
     if getattr(config, "output_router_logits", False):
-        return (
-            f"parallel: context: {ways}: the router's loss is one of whole rows",
-            f"{CUT}, or no output_router_logits",
-        )
+        return f"parallel: context: {ways}: the router's loss is one of whole rows", CUT
     return None
 
 
@@ -77,7 +79,7 @@ def divided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
         yield
         return
     causal_lm = causal_lm_of(model)
-    if wrong := obstacle(causal_lm.config, mesh.ways(CONTEXT)):
+    if wrong := obstacle(causal_lm.config, mesh.ways(CONTEXT), mesh.ways("tensor")):
         raise ConfigError(*wrong)
     if is_wrapped(causal_lm.base_model):
         raise ConfigError(*unknown_documents(mesh.ways(CONTEXT)))
@@ -156,7 +158,7 @@ def check_divided_like(
         ConfigError: they cannot be.
     """
     ways = mesh.ways(CONTEXT)
-    if wrong := obstacle(model_config, ways):
+    if wrong := obstacle(model_config, ways, mesh.ways("tensor")):
         raise ConfigError(*wrong)
     rows = torch.arange(10, 10 + 2 * ways * PROBE).view(2, -1)
     documents = torch.cat([torch.arange(n) for n in (PROBE + 5, ways * PROBE - PROBE - 5)])

@@ -5,14 +5,5 @@ from .mesh import ALONE, AXES, ROWS, TOKENS, Mesh, present_mesh
 from .reduce import clip_gradients, sum_gradients
 
 __all__ = [
-    "ALONE",
-    "AXES",
-    "ROWS",
-    "TOKENS",
-    "Context",
-    "Mesh",
-    "clip_gradients",
-    "present_mesh",
-    "slice_of",
-    "sum_gradients",
-]
+    "ALONE", "AXES", "ROWS", "TOKENS", "Context", "Mesh", "clip_gradients", "present_mesh", "slice_of", "sum_gradients",
+]  # fmt: skip
