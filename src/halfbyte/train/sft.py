@@ -35,7 +35,7 @@ from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.models.slices import divided
 from halfbyte.notices import forget, silent
-from halfbyte.parallel import present_mesh
+from halfbyte.parallel import check_agreement, check_shared, present_mesh
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
@@ -88,8 +88,10 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     with present_mesh(resolve(config).parallel, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
+            check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
             with _locked(prepared), open_run(prepared, resume) as run:
+                check_shared(mesh, run.output)
                 return _run_or_report(run, console)
 
 
@@ -148,19 +150,20 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         results |= _save(job, model, ids)
     found = results["reproducible"] = verdict(run.config, device, report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
+    ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})
-    _write_results(job, measured, results, list(zip(run.prompts, before, after, strict=True)))
+    _write_results(job, ranks, results, list(zip(run.prompts, before, after, strict=True)))
     print_memory(console, run.plan, measured)
     _report(job, console)
     return RunResult(job.output, _summary(job, measured))
 
 
 def _write_results(
-    job: OpenRun, measured: dict[str, int], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
+    job: OpenRun, ranks: list[dict[str, int]], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
 ) -> None:
-    """The files of a finished run beside its adapter and report."""
-    write_memory(job, measured)
+    """The files of a finished run beside its adapter and report; `ranks`: what each process measured."""
+    write_memory(job, ranks[0], ranks)
     write_json(job.output / "checks.json", results)
     write_json(
         job.output / "generations.json",
