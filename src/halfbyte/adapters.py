@@ -334,9 +334,11 @@ def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, tor
 def save_adapter(model: PeftModel, folder: Path) -> None:
     """Write the adapter as plain PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped.
+    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. Base
+    weights are not asked for their state, which FSDP2 would take for a reason to drop what it has gathered.
     """
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    model.save_pretrained(str(folder), state_dict=own, save_embedding_layers=False)
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
+from halfbyte.models.sharding import shard_model
 from halfbyte.models.slices import divided
 from halfbyte.notices import forget, silent
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
@@ -213,12 +214,15 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
+    how["along"] = ("shard",) if run.sections.adapter else ()  # what is trained whole is whole
     model = load_model(run.files, run.sections.storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    return add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    model = add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    shard_model(model, run.mesh)
+    return model
 
 
 def _recompute_activations(model: Any) -> None:
