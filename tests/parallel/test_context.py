@@ -311,3 +311,10 @@ def noise(mesh, alpha):
 def test_noise_is_that_of_whole_rows(two):
     for found, numbers in two.run(noise, 5.0, layout={"context": 2}):
         assert found == pytest.approx(5 / numbers**0.5, rel=1e-2)
+
+
+def test_weights_are_sharded_too(place, four, tmp_path):
+    """Two rows at a time on pairs of ranks, each with half of every row and of the frozen bytes."""
+    alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, packing=True, max_length=40)
+    keys = {"gradient_accumulation_steps": 1, "packing": True, "max_length": 40}
+    run(four, place, tmp_path / "out", parallel={"shard": 2, "context": 2}, **keys).same_as(alone)
