@@ -17,6 +17,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.sharding import sharded
 from halfbyte.optim import trained_parameters
+from halfbyte.parallel import Mesh, slice_of
 from halfbyte.parallel.tensor import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
@@ -67,6 +68,26 @@ def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, referen
         raise TrainingError(
             f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
             "set use_kernels: false, and please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
+
+
+@torch.no_grad()
+def divided_check(
+    model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float, mesh: Mesh
+) -> dict[str, Any]:
+    """The loss of a row cut along its tokens, inside `divided`, against `reference`, that of the whole row.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute(model, dtype):
+        loss_sum, _ = causal_lm_loss(model, slice_of({"input_ids": ids, "labels": ids}, mesh))
+    loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
+    if not abs(loss - reference) <= ROUNDING * abs(reference):
+        raise TrainingError(
+            f"with its row cut {mesh.ways('context')} ways the loss is {loss:.6g}, of the whole row {reference:.6g}",
+            "leave context out of `parallel`, and please report the model",
         )
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
 

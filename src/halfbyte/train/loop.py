@@ -40,7 +40,7 @@ from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, sum_gradients
+from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, slice_of, sum_gradients
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.signals import Request, Stopped, as_requests
 
@@ -159,7 +159,10 @@ class TrainingLoop:
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
             return
         try:
-            with noisy_embeddings(self.model, self.config.neftune_noise_alpha), as_requests(announce) as self.request:
+            with (
+                noisy_embeddings(self.model, self.config.neftune_noise_alpha, self.mesh),
+                as_requests(announce) as self.request,
+            ):
                 self._run(checkpoint)
         except BaseException:
             self.records.read_all()
@@ -257,11 +260,12 @@ class TrainingLoop:
         return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Without waiting for the copy."""
-        return {
+        """What this process computes of `batch`, without waiting for the copy."""
+        batch = {
             key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for key, value in batch.items()
         }
+        return slice_of(batch, self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""

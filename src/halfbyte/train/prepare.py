@@ -29,6 +29,7 @@ from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.products import check_products
 from halfbyte.models.recipes import check_recipe, configured_recipe
+from halfbyte.models.slices import check_divided_like, unknown_documents
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
@@ -131,6 +132,7 @@ def prepare_run(
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
+    _check_divided(shapes, mesh)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
@@ -195,6 +197,17 @@ def _check_products(sections: Resolved, shapes: ModelShapes, mesh: Mesh) -> None
         raise ConfigError(
             f"{key}: optim {shapes.config.optim} cannot step slices of a parameter", f"use one of {known}"
         )
+
+
+def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
+    """Whether the rows of the model can be cut along their tokens, where they are to be."""
+    ways = mesh.ways("context")
+    if ways == 1:
+        return
+    if shapes.packed_way != "positions":
+        raise ConfigError(*unknown_documents(ways))
+    attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
+    check_divided_like(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:

@@ -35,6 +35,7 @@ from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.models.sharding import shard_model
+from halfbyte.models.slices import divided
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
@@ -147,7 +148,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     with no_input_casts(model, run.machine.compute_dtype):
         results, report = _make_ready(run, model, loop, ids, console)
         before = _answers(run, model)
-        _train(job, loop, console)
+        with divided(model, run.mesh):
+            _train(job, loop, console)
         after = _answers(run, model)
         measured |= _peaks(device, loop, measured["base_bytes"])
         release(model)
@@ -192,6 +194,10 @@ def _make_ready(
     isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
+    if run.mesh.ways("context") > 1:
+        loss = results.get("fused", results["first_step"])["loss"]
+        with divided(model, run.mesh):
+            results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
     if run.plan.use_graphs and by_positions and not run.mesh.computes_together:
         loop.use_graphs()
