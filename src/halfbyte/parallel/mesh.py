@@ -81,11 +81,11 @@ class Mesh:
         return torch.device(chosen.type, self.local) if self.size > 1 and chosen.type != "cpu" else chosen
 
     def sum(self, value: T, axes: tuple[str, ...] = ROWS) -> T:
-        """The sum along `axes` of a number, or of a tensor (in place), on its device."""
+        """The sum along `axes` of a number, of each number of a mapping, or of a tensor (in place), on its device."""
         return self._reduced(value, dist.ReduceOp.SUM, axes)
 
     def max(self, value: T) -> T:
-        """The largest of all processes' numbers."""
+        """The largest of all processes' numbers; of tensors (in place), element by element."""
         return self._reduced(value, dist.ReduceOp.MAX, AXES)
 
     def _reduced(self, value: T, operation: Any, axes: tuple[str, ...]) -> T:
@@ -95,9 +95,11 @@ class Mesh:
         if isinstance(value, Tensor):
             dist.all_reduce(value, operation, group=group)
             return value
-        number = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(number, operation, group=group)
-        return type(value)(number.item())  # type: ignore[call-arg]
+        named = value if isinstance(value, dict) else {"": value}
+        numbers = torch.tensor([*named.values()], dtype=torch.float64)
+        dist.all_reduce(numbers, operation, group=group)
+        found = {name: type(own)(number) for (name, own), number in zip(named.items(), numbers.tolist(), strict=True)}
+        return found if isinstance(value, dict) else found[""]  # type: ignore[return-value]
 
     def first(self, make: Callable[[], T]) -> T:
         """What `make` gives, made by each host's first process before its others begin, which find what is cached."""
@@ -113,11 +115,14 @@ class Mesh:
 
     def equal(self, value: Any) -> bool:
         """Whether all processes hold the same value, by its `repr`."""
-        if self.size == 1:
-            return True
-        digests: list[bytes | None] = [None] * self.size
-        dist.all_gather_object(digests, hashlib.sha256(repr(value).encode()).digest())
-        return len(set(digests)) == 1
+        return len(set(self.gather(hashlib.sha256(repr(value).encode()).digest()))) == 1
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, by rank; it can be pickled."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def from_main(self, value: T) -> T:
         """The main process's value, which can be pickled."""

@@ -17,12 +17,15 @@ class Callbacks:
     """Calls every callback for an event, with the state of the run; what they want is in `control`.
 
     transformers' DefaultFlowCallback is the first of them: it says when a step is logged, evaluated or saved.
+
+    Args:
+        reports: whether this process is the one that tells `report_to`.
     """
 
-    def __init__(self, args: TrainingArguments, model: Any):
+    def __init__(self, args: TrainingArguments, model: Any, reports: bool = True):
         self.args, self.control = args, TrainerControl()
         self.state = self._new_state()
-        reporting = get_reporting_integration_callbacks(args.report_to)
+        reporting = get_reporting_integration_callbacks(args.report_to) if reports else []
         self.handler = CallbackHandler([DefaultFlowCallback, *reporting], model, None, None, None)
         self("on_init_end")
 

@@ -40,7 +40,7 @@ from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, Mesh
+from halfbyte.parallel import ALONE, ROWS, Mesh, sum_gradients
 from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
@@ -111,7 +111,7 @@ class TrainingLoop:
         self.scaler = torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
         self.stepper = Stepper(self._sums, self.scaler)
         self.scaling: DelayedScaling | None = None
-        self.callbacks = Callbacks(args, model)
+        self.callbacks = Callbacks(args, model, reports=mesh.is_main)
         self.request = Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
         self.optimizer: Any = None
@@ -119,7 +119,8 @@ class TrainingLoop:
         self.stops = Stops(config, self.loss_count)
         scaled = self.scaler is not None
         self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled)
-        set_seed(config.seed)
+        self.ways = mesh.ways(*ROWS)
+        set_seed(config.seed + mesh.place(*ROWS))  # dropout of other rows is another
 
     @property
     def state(self) -> TrainerState:
@@ -149,7 +150,7 @@ class TrainingLoop:
             CheckpointError: `checkpoint` cannot be read.
             Stopped: the process was asked to leave; a checkpoint of the last step is saved.
         """
-        steps = total_steps(self.config, len(self.rows))
+        steps = total_steps(self.config, len(self.rows), self.ways)
         self._begin(checkpoint, steps)
         if self.state.global_step >= steps:
             if self.mesh.is_main:  # a run that was killed between the last save and this
@@ -183,8 +184,13 @@ class TrainingLoop:
         self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
 
     @property
+    def _micro_batches(self) -> int:
+        """Of a whole step, in all processes."""
+        return self.config.gradient_accumulation_steps * self.ways
+
+    @property
     def _steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.config, len(self.rows))
+        return steps_per_epoch(self.config, len(self.rows), self.ways)
 
     def _run(self, checkpoint: Path | None) -> None:
         """Epoch after epoch until a callback says stop, as the first one does at the last step."""
@@ -201,7 +207,7 @@ class TrainingLoop:
             self._leave_if_asked()
             epoch, done, checkpoint = epoch + 1, 0, None
         steps = self.state.global_step - first
-        rows = steps * self.config.gradient_accumulation_steps * self.config.per_device_train_batch_size
+        rows = steps * self._micro_batches * self.config.per_device_train_batch_size
         summary = {"total_flos": 0, "train_loss": self.records.mean_losses / max(steps, 1)}
         self.callbacks.log(speed_metrics("train", began, rows, steps) | summary)
         self.callbacks("on_train_end")
@@ -215,16 +221,16 @@ class TrainingLoop:
         if checkpoint is not None and not done:
             self._continue(checkpoint)
         config = self.config
-        size, skip = config.per_device_train_batch_size, done * config.gradient_accumulation_steps
-        pinned = self.device.type != "cpu"
-        loader = batches(self.rows, size, self.collate, shuffled=config.seed + epoch, skip=skip, pinned=pinned)
-        micro_batches, seen = skip + len(loader), skip
-        iterator = iter(loader)
+        size, skip = config.per_device_train_batch_size, done * self._micro_batches
+        order, pinned = config.seed + epoch, self.device.type != "cpu"
+        share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
+        micro_batches, seen = skip + share.total, skip
+        iterator = iter(share)
         while taken := self._take(iterator):
             if checkpoint is not None and done:
                 self._continue(checkpoint)
                 checkpoint = None
-            seen += len(taken)
+            seen = min(seen + len(taken) * self.ways, micro_batches)  # some may be blank
             self._step(taken, epoch + seen / micro_batches)
             control = self.callbacks.control
             if control.should_epoch_stop or control.should_training_stop:
@@ -234,7 +240,7 @@ class TrainingLoop:
 
     def _continue(self, checkpoint: Path) -> None:
         """Take the random numbers of `checkpoint`, and do what was left out after its step."""
-        load_random(checkpoint)
+        load_random(checkpoint, self.mesh.rank)
         if self._owed:
             self.evaluate()
             self._owed = False
@@ -257,13 +263,13 @@ class TrainingLoop:
         """One optimizer step; `epoch` is how far the run is after it."""
         self.callbacks("on_step_begin")
         number, counts = self.state.global_step + 1, counts_of(taken)
-        counts = {name: self.mesh.sum(count) for name, count in counts.items()}
-        self.stops.check_count(number, counts[self.loss_count], len(taken))
+        counts = self.mesh.sum(counts)
+        self.stops.check_count(number, counts[self.loss_count], len(taken) * self.ways)
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
         before = random_states() if len(taken) > 1 else None
-        sums = self.mesh.sum(self.stepper(self._unless_late(taken, before), count))
+        sums = sum_gradients(self.mesh, self.trained, self.stepper(self._unless_late(taken, before), count))
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
@@ -342,12 +348,13 @@ class TrainingLoop:
         began, found, random = time.time(), Window.of(self.method.numbers.trained), random_states()
         self.model.eval()
         size = self.args.per_device_eval_batch_size
-        loader = batches(self.held_out, size, self.collate, pinned=self.device.type != "cpu")
+        share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
         with self._beside_graphs(), torch.no_grad():
-            for batch in self._unless_late(loader, random, evaluates=True):
+            for batch in self._unless_late(share, random, evaluates=True):
                 counts, sums = counts_of([batch]), self._held_out_sums(self._on_device(batch))
                 found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
-        counts = {name: self.mesh.sum(count) for name, count in found.counts.items() if name != TOKENS}
+        found = found.over(self.mesh)
+        counts = {name: count for name, count in found.counts.items() if name != TOKENS}
         self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
         numbers = self.method.evaluation(found.means(self.method.numbers.trained), counts)
         numbers["seconds"] = time.time() - began
@@ -390,17 +397,18 @@ class TrainingLoop:
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
+        states = self.mesh.gather(random or random_states())
         if not self.mesh.is_main:
             return
         try:
             with new_directory(self._place()) as aside:
                 save_weights(self.model, aside)
                 save_optimizer(aside, self.optimizer, self.schedule, self.scaler)
-                save_random(aside, random or random_states())
+                save_random(aside, states)
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
-                checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation)
+                checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation, self.ways)
                 write_manifest(aside, self.state.global_step)
         except TrainingError as error:
             raise TrainingError(error.message, f"{error.fix}; {self.stops.last_checkpoint()}") from error
@@ -414,7 +422,8 @@ class TrainingLoop:
 
     def _leave_if_asked(self) -> None:
         """After a step."""
-        if self.mesh.max(self.request.number):
+        if number := self.mesh.max(self.request.number):
+            self.request.number = number  # which may have reached another process alone
             self._leave()
 
     def _unless_late(
@@ -438,6 +447,6 @@ class TrainingLoop:
             Stopped: always.
         """
         self.records.read()
-        if self.state.global_step and checkpoints.damage(self._place()) is not None:
+        if self.state.global_step and self.mesh.from_main(checkpoints.damage(self._place())) is not None:
             self._save(random, owes_evaluation)
         raise Stopped(self.request.number)

@@ -20,7 +20,7 @@ from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
-from halfbyte.errors import DataError
+from halfbyte.errors import CheckpointError, DataError
 from halfbyte.files import check_space
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
@@ -28,7 +28,7 @@ from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
-from halfbyte.parallel import ALONE, Mesh
+from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.shapes import ModelShapes
@@ -91,7 +91,7 @@ class PreparedRun:
 
     @property
     def total_steps(self) -> int:
-        return total_steps(self.config, len(self.data.train))
+        return total_steps(self.config, len(self.data.train), self.mesh.ways(*ROWS))
 
 
 def prepare_run(
@@ -116,6 +116,12 @@ def prepare_run(
     trackers(config.report_to)
     optimizer = try_optimizer(config, machine.device)
     checkpoint = checkpoints.starting_point(config, resume)
+    if not mesh.equal(checkpoint):
+        raise CheckpointError(
+            "the processes of this run see different checkpoints", "put output_dir on a disk they share"
+        )
+    if checkpoint is not None:
+        config = checkpoints.same_steps(config, checkpoint, mesh.ways(*ROWS))
     print_header(console, machine.facts, config)
     files = find_model(sections.origin)
     check_stored(files, sections.storage)
@@ -131,8 +137,8 @@ def prepare_run(
         raise DataError("the processes of this run read different data", "give each the same files")
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
-    arguments = _arguments(config, machine, data)
-    try_schedule(config, arguments, optimizer, total_steps(config, len(data.train)))
+    arguments = _arguments(config, machine, data, mesh)
+    try_schedule(config, arguments, optimizer, total_steps(config, len(data.train), mesh.ways(*ROWS)))
     prompts = samples.pick_prompts(
         config,
         tokenizer,
@@ -179,9 +185,9 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
     check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
 
 
-def _arguments(config: RunConfig, machine: Machine, data: PreparedData) -> TrainingArguments:
-    rows, evaluate = len(data.train), data.eval is not None
-    return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate)
+def _arguments(config: RunConfig, machine: Machine, data: PreparedData, mesh: Mesh) -> TrainingArguments:
+    rows, evaluate, ways = len(data.train), data.eval is not None, mesh.ways(*ROWS)
+    return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)
 
 
 def _planned(

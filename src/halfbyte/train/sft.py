@@ -252,12 +252,18 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
     run, numbers = job.prepared, job.prepared.method.numbers
     with LiveMetrics(console, run.total_steps, numbers, capacity_bytes=run.plan.capacity_bytes) as live:
         job.metrics.listeners.append(live.update)
-        if run.data.eval is not None and not job.metrics.records():
+        if run.data.eval is not None and not _recorded(job):
             loop.evaluate()
         loop.train(run.checkpoint)
-        evaluated = [record["step"] for record in job.metrics.records() if record["kind"] == "eval"]
+        evaluated = [record["step"] for record in _recorded(job) if record["kind"] == "eval"]
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
+
+
+def _recorded(job: OpenRun) -> list[dict[str, Any]]:
+    """As the main process has written them, which the others may not see yet."""
+    mesh = job.prepared.mesh
+    return mesh.from_main(job.metrics.records() if mesh.is_main else [])
 
 
 def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:

@@ -7,6 +7,7 @@ turn bfloat16 adapters into float32).
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,28 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def save_random(folder: Path, states: dict[str, Any]) -> None:
-    _save(states, folder / RANDOM)
+def _random_file(folder: Path, rank: int) -> Path:
+    return folder / (f"rng_state_{rank}.pth" if rank else RANDOM)
 
 
-def load_random(folder: Path) -> None:
-    """Go on with the random numbers of `save_random`.
+def save_random(folder: Path, states: Sequence[dict[str, Any]]) -> None:
+    """Those of all processes, by rank."""
+    for rank, own in enumerate(states):
+        _save(own, _random_file(folder, rank))
+
+
+def load_random(folder: Path, rank: int = 0) -> None:
+    """Go on with the random numbers of `save_random`; a process that was not there then keeps its own.
 
     Raises:
         CheckpointError: they cannot be read.
     """
+    file = _random_file(folder, rank)
+    if rank and not file.is_file():
+        return
     with checkpoints.reading(folder):
         with safe_globals():
-            states = read_state(folder / RANDOM, checkpoints.EARLIER)
+            states = read_state(file, checkpoints.EARLIER)
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.random.set_rng_state(states["cpu"])
