@@ -27,10 +27,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 
@@ -53,7 +54,8 @@ class Action(NamedTuple):
 Orders = tuple[tuple[Action, ...], ...]  # of each process
 
 
-class Seconds(NamedTuple):
+@dataclass(frozen=True)
+class Seconds:
     """How long one micro-batch takes in a stage, in any unit.
 
     Attributes:
@@ -70,8 +72,8 @@ class Seconds(NamedTuple):
     def total(self) -> float:
         return self.forward + self.backward + self.weights
 
-    def __add__(self, other: tuple[float, ...]) -> Seconds:
-        return Seconds(*(one + more for one, more in zip(self, other, strict=True)))
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ def _torchs(name: str, ranks: int, chunks: int, batches: int) -> Orders:
     from torch.distributed.pipelining import schedules
 
     # group_size and num_stages are what torch asks of a stage before it runs
-    place = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=ranks * chunks, submod=None)
+    place: Any = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=ranks * chunks, submod=None)
+    order: Any
     if name == "1f1b":
         order = schedules.Schedule1F1B(place, batches).pipeline_order
     else:
@@ -363,7 +366,7 @@ def cut_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> 
             if (found := cost(moved)) < best:
                 bounds, best, improved = moved, found, True
                 break
-    return [range(one, other) for one, other in zip(bounds, bounds[1:], strict=False)]
+    return [range(one, other) for one, other in pairwise(bounds)]
 
 
 def _moves(bounds: list[int], least: Sequence[int]) -> Iterator[list[int]]:
@@ -373,6 +376,5 @@ def _moves(bounds: list[int], least: Sequence[int]) -> Iterator[list[int]]:
         for end in range(begin + 1, inner + 1):
             for by in (-1, 1):
                 moved = [*bounds[:begin], *(bound + by for bound in bounds[begin:end]), *bounds[end:]]
-                sizes = zip(moved, moved[1:], least, strict=False)
-                if all(after - before >= size for before, after, size in sizes):
+                if all(after - before >= size for (before, after), size in zip(pairwise(moved), least, strict=True)):
                     yield moved
