@@ -8,8 +8,10 @@ losses beside it), the model's own full logits are used, with a notice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
-from ..errors import DataError
+from ..errors import DataError, ModelError
 from ..notices import notice
 from ..ops import IGNORE_INDEX
+from ..parallel import Mesh
+from ..parallel.vocabulary import Vocabulary
 from .layer import causal_lm_of
 
 PROBE_TOKENS = 8
@@ -48,6 +52,7 @@ class Head:
 
 
 _heads: WeakKeyDictionary[nn.Module, Head | str] = WeakKeyDictionary()
+_divided: WeakKeyDictionary[nn.Module, Vocabulary] = WeakKeyDictionary()
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -73,13 +78,14 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     inputs = backbone_inputs(model, batch)
     labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX)
     trained_tokens = (labels != IGNORE_INDEX).sum()
-    head = _head_of(model, inputs)
+    head, causal_lm = _head_of(model, inputs), causal_lm_of(model)
     if isinstance(head, str):
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
         return _loss_of_full_logits(model, inputs, labels, trained_tokens), trained_tokens
-    causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
-    weight = causal_lm.get_output_embeddings().weight
+    weight, vocabulary = causal_lm.get_output_embeddings().weight, _divided.get(causal_lm)
+    if vocabulary is not None:
+        return vocabulary.cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale), trained_tokens
     loss_sum = linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
     return loss_sum, trained_tokens
 
@@ -155,18 +161,76 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     """
     asked = labels != IGNORE_INDEX
     wanted = labels[asked]
-    head = _head_of(model, dict(inputs))
+    head, causal_lm = _head_of(model, dict(inputs)), causal_lm_of(model)
     if isinstance(head, str):
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
         logits = model(**inputs, use_cache=False).logits[asked].float()
         return -F.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1) == wanted
-    causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[asked]
-    weight = causal_lm.get_output_embeddings().weight
+    weight, vocabulary = causal_lm.get_output_embeddings().weight, _divided.get(causal_lm)
+    if vocabulary is not None:
+        return vocabulary.log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
     log_probs, _ = linear_log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
     # The largest stays the largest under a scale and a softcap.
     likeliest = [(rows.to(weight.dtype) @ weight.T).argmax(-1) for rows in hidden.split(ARGMAX_ROWS)]
     return log_probs, torch.cat(likeliest) == wanted
+
+
+def divide_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None:
+    """Leave this process its rows of the head's weight and of the embedding's, which may be one; it loses the others.
+
+    From then on `causal_lm_loss` and `token_log_probs`, forwards and sampling of all processes along `axes` must come
+    together: each computes its slice of everybody's logits (`parallel.vocabulary`).
+
+    Args:
+        model: with its adapters.
+
+    Raises:
+        ModelError: the head needs full logits, or it or the embedding is trained, quantized or watched.
+    """
+    causal_lm, obstacle = causal_lm_of(model), undivided(model)
+    if obstacle:
+        raise ModelError(f"the vocabulary is not divided: {obstacle}", "use parallel: {data: N}")
+    head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
+    vocabulary = Vocabulary.over(mesh, axes, len(head.weight))
+    slices: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (embedding, head):
+        if (whole := module.weight) not in slices:
+            slices[whole] = nn.Parameter(vocabulary.slice_of(whole.detach()), requires_grad=False)
+        module.weight = slices[whole]
+    embedding.padding_idx = None  # a row number; of a frozen table it says nothing
+    embedding.forward = MethodType(partial(_embedded, vocabulary), embedding)
+    head.forward = MethodType(partial(_logits, vocabulary), head)
+    _divided[causal_lm] = vocabulary
+
+
+def undivided(model: nn.Module) -> str | None:
+    """Why head and embedding of `model` are not divided by vocabulary; None where they can be."""
+    if isinstance(head := described_head(model), str):
+        return head
+    causal_lm = causal_lm_of(model)
+    parts = {"head": causal_lm.get_output_embeddings(), "embedding": causal_lm.get_input_embeddings()}
+    for name, module in parts.items():
+        if not isinstance(module, nn.Linear if name == "head" else nn.Embedding):
+            return f"its {name} is a {type(module).__name__}"
+        if type(module.weight.data) is not Tensor:
+            return f"its {name} is stored quantized"
+        if module.weight.requires_grad:
+            return f"its {name} is trained"
+        if "forward" in module.__dict__:
+            return f"something else has replaced the forward of its {name}"
+    sizes = {len(module.weight) for module in parts.values()}
+    return f"its head and its embedding have {' and '.join(map(str, sizes))} rows" if len(sizes) > 1 else None
+
+
+def _embedded(vocabulary: Vocabulary, self: Any, ids: Tensor) -> Tensor:
+    """An embedding's forward: that of its class, of the tokens that this process has rows of."""
+    return vocabulary.embedded(ids, partial(type(self).forward, self))
+
+
+def _logits(vocabulary: Vocabulary, self: Any, hidden: Tensor) -> Tensor:
+    """A head's forward."""
+    return vocabulary.products(hidden, self.weight)
 
 
 def _config(model: nn.Module) -> Any:

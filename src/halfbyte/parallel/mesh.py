@@ -72,6 +72,10 @@ class Mesh:
             place = place * getattr(self.layout, axis) + coordinates[axis]
         return place
 
+    def wide(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of `axes` along which there are several processes, in order."""
+        return tuple(axis for axis in _in_order(axes) if getattr(self.layout, axis) > 1)
+
     def group(self, *axes: str) -> Any:
         """The process group of those; None where this process is alone."""
         return self.groups[_in_order(axes)] if self.ways(*axes) > 1 else None
@@ -84,9 +88,9 @@ class Mesh:
         """The sum along `axes` of a number, of each number of a mapping, or of a tensor (in place), on its device."""
         return self._reduced(value, dist.ReduceOp.SUM, axes)
 
-    def max(self, value: T) -> T:
-        """The largest of all processes' numbers; of tensors (in place), element by element."""
-        return self._reduced(value, dist.ReduceOp.MAX, AXES)
+    def max(self, value: T, axes: tuple[str, ...] = AXES) -> T:
+        """The largest along `axes` of numbers; of tensors (in place), element by element."""
+        return self._reduced(value, dist.ReduceOp.MAX, axes)
 
     def _reduced(self, value: T, operation: Any, axes: tuple[str, ...]) -> T:
         group = self.group(*axes)
@@ -196,13 +200,11 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
         yield ALONE.laid_out(parallel or ONE)
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    bound: dict[str, Any] = {}
     if kind == "cuda":
         torch.cuda.set_device(local)
-        bound["device_id"] = torch.device(kind, local)
     joined_before = dist.is_initialized()
-    if not joined_before:
-        dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE, **bound)
+    if not joined_before:  # without `device_id`: with it every group would take its share of the GPU, used or not
+        dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
     try:
         world = init_device_mesh(kind, (1, size, 1, 1, 1), mesh_dim_names=AXES)
         mesh = Mesh(dist.get_rank(), Parallel(data=size), local, world, _groups((1, size, 1, 1, 1)))

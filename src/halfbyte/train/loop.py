@@ -40,7 +40,7 @@ from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, ROWS, Mesh, sum_gradients
+from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, sum_gradients
 from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
@@ -120,7 +120,8 @@ class TrainingLoop:
         scaled = self.scaler is not None
         self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled)
         self.ways = mesh.ways(*ROWS)
-        set_seed(config.seed + mesh.place(*ROWS))  # dropout of other rows is another
+        # dropout of other rows, tokens and layers is another; those who share a product draw the same
+        set_seed(config.seed + mesh.place(*(axis for axis in AXES if axis != "tensor")))
 
     @property
     def state(self) -> TrainerState:
@@ -287,7 +288,7 @@ class TrainingLoop:
         """The norm of the gradients, before they are clipped to `max_grad_norm`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        return torch.nn.utils.clip_grad_norm_(self.trained, self.config.max_grad_norm or math.inf)
+        return clip_gradients(self.mesh, self.trained, self.config.max_grad_norm or math.inf)
 
     def _move(self) -> float:
         """The optimizer's step, and the schedule's; the learning rate that it was made with."""
