@@ -265,6 +265,9 @@ class ParallelSection(Section):
         " the bytes of frozen weights (shard), products (tensor), layers (pipeline), tokens of a row (context);"
         " auto: over the GPUs there are, as the memory plan finds best",
     )
+    max_restarts: Annotated[int, Field(ge=0)] = Field(
+        0, description="how often `halfbyte train` goes on from the last checkpoint when a process of several dies"
+    )
 
 
 def _mixture_in(path: str) -> dict[str, str]:

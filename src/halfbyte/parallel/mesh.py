@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import Parallel
 from ..errors import ConfigError
+from .ranks import check_device, meeting
 
 T = TypeVar("T")
 ONE = Parallel()
@@ -201,14 +202,14 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if kind == "cuda":
+        check_device(local)
         torch.cuda.set_device(local)
     joined_before = dist.is_initialized()
     if not joined_before:  # without `device_id`: with it every group would take its share of the GPU, used or not
-        dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
-    try:
-        world = init_device_mesh(kind, (1, size, 1, 1, 1), mesh_dim_names=AXES)
-        mesh = Mesh(dist.get_rank(), Parallel(data=size), local, world, _groups((1, size, 1, 1, 1)))
-        yield mesh.laid_out(parallel) if parallel else mesh
-    finally:
-        if not joined_before:
-            dist.destroy_process_group()
+        with meeting(size):
+            dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
+    world = init_device_mesh(kind, (1, size, 1, 1, 1), mesh_dim_names=AXES)
+    mesh = Mesh(dist.get_rank(), Parallel(data=size), local, world, _groups((1, size, 1, 1, 1)))
+    yield mesh.laid_out(parallel) if parallel else mesh
+    if not joined_before:  # what fails ends the process: the group would wait for the others
+        dist.destroy_process_group()

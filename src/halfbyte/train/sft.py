@@ -34,7 +34,7 @@ from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.notices import forget, silent
-from halfbyte.parallel import present_mesh
+from halfbyte.parallel import check_agreement, check_shared, present_mesh
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
@@ -87,8 +87,10 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     with present_mesh(resolve(config).parallel, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
+            check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
             with _locked(prepared), open_run(prepared, resume) as run:
+                check_shared(mesh, run.output)
                 return _run_or_report(run, console)
 
 
