@@ -19,7 +19,7 @@ import difflib
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -274,9 +274,14 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
     return model
 
 
-def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") -> None:
+def load_adapter_weights(
+    model: PeftModel, folder: Path, name: str = "default", skip: Callable[[str], bool] | None = None
+) -> None:
     """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype. One on the
     meta device is only compared with it.
+
+    Args:
+        skip: whether a tensor, by its name in the file, is of a layer that another process has.
 
     Raises:
         CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or
@@ -287,6 +292,8 @@ def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") 
     expected = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
+    if skip is not None:
+        tensors = {key: tensor for key, tensor in tensors.items() if not skip(key)}
     for key, tensor in expected.items():
         if key not in tensors:
             raise CheckpointError(f"{path} lacks the tensor {key}", ANOTHER_MODEL)
@@ -331,12 +338,16 @@ def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, tor
             del tensors[key]
 
 
-def save_adapter(model: PeftModel, folder: Path) -> None:
+def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write the adapter as plain PEFT does: adapter_config.json and adapter_model.safetensors.
 
     Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped.
+
+    Args:
+        weights: parameter → tensor of the adapter, where `model` has a part of it.
     """
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+    whole = {} if weights is None else {"state_dict": dict(weights)}
+    model.save_pretrained(str(folder), save_embedding_layers=False, **whole)
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

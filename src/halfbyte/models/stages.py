@@ -44,6 +44,10 @@ class Cut:
     parts: tuple[range, ...]
     seconds: tuple[Seconds, ...]
 
+    def take(self, model: nn.Module, rank: int) -> Stages:
+        """The stages of a process, out of its model."""
+        return Stages(model, self.parts, self.schedule.stages_of(rank))
+
     def elsewhere(self, model: nn.Module, rank: int) -> Callable[[str], bool]:
         """Whether a parameter or module of a causal LM, by its name, is of other stages than those of a process.
 
@@ -130,6 +134,10 @@ class Stages:
         parts: the layers of every stage, in order.
         own: which of them are here.
 
+    Attributes:
+        names: of the parameters that the whole model trains, in order.
+        dtype: of the hidden states between stages.
+
     Raises:
         ModelError: the model cannot be cut.
     """
@@ -137,6 +145,7 @@ class Stages:
     def __init__(self, model: nn.Module, parts: Sequence[range], own: Sequence[int]):
         self.model, self.parts, self.causal_lm = model, list(parts), causal_lm_of(model)
         self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.dtype = next(iter(_input(self.causal_lm).parameters())).dtype
         self._elsewhere = elsewhere(model, parts, own)
         name, layers = decoder_layers(model)
         owner, _, self.name = name.rpartition(".")
@@ -273,7 +282,7 @@ def layer_seconds(model: nn.Module, recomputed: bool) -> tuple[list[Seconds], Se
         the forward.
     """
     _, layers = decoder_layers(model)
-    sizes = [float(sum(p.numel() for p in layer.parameters() if not p.requires_grad) or 1) for layer in layers]
+    sizes = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
     head = float(sum(p.numel() for p in _output(causal_lm_of(model)).parameters()))
     found = [Seconds(size, (2 if recomputed else 1) * size, size if recomputed else 0.0) for size in sizes]
     return found, Seconds(2 * head, 0.0)

@@ -6,34 +6,29 @@ not tell how many processes there were, and a run continues on another number of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfbyte.models.stages import Stages
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import AXES, Mesh
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The trained parameters of a model in stages; every process calls the same methods.
-
-    Attributes:
-        names: of the whole model's trained parameters, in order.
-    """
+    """The trained parameters of a model in stages; every process calls the same methods."""
 
     mesh: Mesh
-    model: nn.Module
-    names: Sequence[str]
+    stages: Stages
 
     def weights(self) -> dict[str, Tensor]:
         """Name → tensor on the CPU, of the whole model."""
-        own = {name: parameter.detach().cpu() for name, parameter in trained_parameters(self.model).items()}
+        own = {name: parameter.detach().cpu() for name, parameter in self._own().items()}
         found = self._from_stages(own)
-        return {name: found[name] for name in self.names}
+        return {name: found[name] for name in self.stages.names}
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict that one process's optimizer would have."""
@@ -63,16 +58,19 @@ class Gathered:
             ],
         }
 
+    def _own(self) -> dict[str, nn.Parameter]:
+        return trained_parameters(self.stages.model)
+
     def _own_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """Names of this process's parameters in each group of its optimizer."""
-        names = {id(parameter): name for name, parameter in trained_parameters(self.model).items()}
+        names = {id(parameter): name for name, parameter in self._own().items()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """Names of the whole model's parameters in each group, as one process's optimizer has them."""
         parts = self.mesh.gather(self._own_groups(optimizer))
         held = [{name for part in parts for name in part[index]} for index in range(len(parts[0]))]
-        return [[name for name in self.names if name in group] for group in held]
+        return [[name for name in self.stages.names if name in group] for group in held]
 
     def _from_stages(self, own: dict[str, Any]) -> dict[str, Any]:
         """The entries of all stages; other processes have the same as one of these."""
