@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from safetensors.torch import save_file
 from torch import nn
 
 from .architectures import ALL_LINEAR, all_linear, is_linear
@@ -341,13 +342,23 @@ def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, tor
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write the adapter as plain PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped.
+    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. Base
+    weights are not asked for their state, which FSDP2 would take for a reason to drop what it has gathered.
 
     Args:
-        weights: parameter → tensor of the adapter, where `model` has a part of it.
+        weights: of the whole adapter, as `adapter_weights` gives them, where `model` has a part of it.
     """
-    whole = {} if weights is None else {"state_dict": dict(weights)}
-    model.save_pretrained(str(folder), save_embedding_layers=False, **whole)
+    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    model.save_pretrained(str(folder), state_dict=own, save_embedding_layers=False)
+    if weights is not None:
+        save_file(dict(weights), folder / ADAPTER, metadata={"format": "pt"})  # as PEFT does
+
+
+def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The tensors that `save_adapter` writes, by their names in the file, on the CPU."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = get_peft_model_state_dict(model, own, save_embedding_layers=False)
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 
 import pytest
 import torch
@@ -177,3 +178,20 @@ def test_a_run_in_stages(two, place, alone, tmp_path, name):
     """From `parallel: {pipeline: 2}` to a finished folder: losses, adapter and answers are one process's."""
     keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": name, "gradient_accumulation_steps": 4}
     whole_runs.run(two, place, tmp_path / "run", **keys).same_as(alone)
+
+
+@pytest.mark.parametrize("before", ["stages", "alone"])
+def test_resume_with_and_without_stages(two, place, alone, tmp_path, before):
+    """A checkpoint of two processes is taken by one, and one's by two: the run is the same."""
+    keys = {"gradient_accumulation_steps": 4, "save_steps": 2, "save_total_limit": None}
+    stages = {"parallel": {"pipeline": 2}}
+    first, then = (two, stages), (None, {})
+    if before == "alone":
+        first, then = then, first
+    whole_runs.run(first[0], place, tmp_path / "run", **keys, **first[1])
+    for name in ("checkpoint-4", "checkpoint-5", "adapter"):
+        shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    left = whole_runs.run(then[0], place, tmp_path / "run", resume=True, **keys, **then[1])
+    left.answers = alone.answers  # a resumed run answers before it, too
+    left.same_as(alone)

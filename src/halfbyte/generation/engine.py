@@ -18,6 +18,7 @@ from ..hardware import capture_stream
 from ..layers.plain import hooked
 from ..models.head import configured_head
 from ..models.layer import Half, LayerView, epsilon, layer_view
+from ..models.sharding import sharded
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
@@ -304,6 +305,8 @@ def _views(causal: Any) -> list[LayerView]:
     Raises:
         Unknown: it is of no family, or computes something that this forward does not.
     """
+    if sharded(causal) is not None:
+        raise Unknown("each process has a slice of its layers")
     backbone = getattr(causal, "model", None)
     found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
     views = [view for view in found if isinstance(view, LayerView)]
@@ -331,7 +334,7 @@ class StockEngine:
                 f"{type(model).__name__}: several adapters in one batch need a family that halfbyte knows",
                 "generate for each adapter in a call of its own",
             )
-        self.model, self.adapter = model, adapters[0]
+        self.model, self.adapter, self.sharded = model, adapters[0], sharded(model)
         self.cache: Any = None
         self.tokens = self.mask = torch.empty(0)
 
@@ -353,7 +356,8 @@ class StockEngine:
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=1, **keys)
         self.cache = getattr(result, "past_key_values", None)
-        return result.logits[:, -1].float()
+        logits = result.logits[:, -1].float()
+        return logits if self.sharded is None else self.sharded.agreed(logits.contiguous())
 
     @contextlib.contextmanager
     def _adapter(self):

@@ -143,7 +143,8 @@ class Stages:
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[range], own: Sequence[int]):
-        self.model, self.parts, self.causal_lm = model, list(parts), causal_lm_of(model)
+        self.model: Any = model
+        self.parts, self.causal_lm = list(parts), causal_lm_of(model)
         self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.dtype = next(iter(_input(self.causal_lm).parameters())).dtype
         self._elsewhere = elsewhere(model, parts, own)

@@ -13,7 +13,6 @@ import torch
 
 from ..config import RunConfig
 from ..errors import ConfigError
-from ..words import cut
 from .mesh import Mesh
 
 OWN = frozenset(["device", "dataset_num_proc"])  # keys that may differ between hosts

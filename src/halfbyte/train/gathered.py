@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.adapters import adapter_weights
 from halfbyte.models.stages import Stages
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import AXES, Mesh
@@ -25,10 +26,8 @@ class Gathered:
     stages: Stages
 
     def weights(self) -> dict[str, Tensor]:
-        """Name → tensor on the CPU, of the whole model."""
-        own = {name: parameter.detach().cpu() for name, parameter in self._own().items()}
-        found = self._from_stages(own)
-        return {name: found[name] for name in self.stages.names}
+        """Of the whole model's adapter, by their names in its file, on the CPU."""
+        return self._from_stages(adapter_weights(self.stages.model))
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict that one process's optimizer would have."""

@@ -369,9 +369,9 @@ class TrainingLoop:
         with self._beside_graphs(), torch.no_grad():
             late = iter(self._unless_late(share, random, evaluates=True))
             while together := list(islice(late, self.stepper.together)):
-                counts = [counts_of([batch]) for batch in together]
-                for each, sums in zip(counts, self._held_out_sums(list(map(self._on_device, together))), strict=True):
-                    found.add({name: float(value) for name, value in sums.items()}, each, 0.0)
+                counted = [counts_of([batch]) for batch in together]
+                for own, sums in zip(counted, self._held_out_sums(list(map(self._on_device, together))), strict=True):
+                    found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
         found = found.over(self.mesh)
         counts = {name: count for name, count in found.counts.items() if name != TOKENS}
         self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])

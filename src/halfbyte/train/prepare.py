@@ -34,7 +34,7 @@ from halfbyte.plan.advice import check_fits
 from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import qat_format
-from halfbyte.terminal import print_data, print_header, print_memory
+from halfbyte.terminal import print_data, print_header, print_memory, print_processes
 
 from . import checkpoint as checkpoints
 from . import samples
@@ -148,6 +148,8 @@ def prepare_run(
         data.train if data.eval is None else data.eval,
         templated=data.report["template"] is not None,
     )
+    if mesh.size > 1:
+        print_processes(console, mesh.layout, mesh.size, config, mesh.ways(*ROWS))
     plan = _planned(config, files, machine, data, shapes, console)
     cut = _cut(config, mesh, shapes, plan)
     return PreparedRun(

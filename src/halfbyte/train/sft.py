@@ -34,6 +34,7 @@ from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.recipes import configured_recipe
+from halfbyte.models.sharding import shard_model
 from halfbyte.notices import forget, silent
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
 from halfbyte.plan.estimate import GIB
@@ -154,19 +155,20 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         results |= _save(job, loop, ids)
     found = results["reproducible"] = verdict(run.config, device, report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
+    ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})
-    _write_results(job, measured, results, list(zip(run.prompts, before, after, strict=True)))
+    _write_results(job, ranks, results, list(zip(run.prompts, before, after, strict=True)))
     print_memory(console, run.plan, measured)
     _report(job, console)
     return RunResult(job.output, _summary(job, measured))
 
 
 def _write_results(
-    job: OpenRun, measured: dict[str, int], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
+    job: OpenRun, ranks: list[dict[str, int]], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
 ) -> None:
-    """The files of a finished run beside its adapter and report."""
-    write_memory(job, measured)
+    """The files of a finished run beside its adapter and report; `ranks`: what each process measured."""
+    write_memory(job, ranks[0], ranks)
     write_json(job.output / "checks.json", results)
     write_json(
         job.output / "generations.json",
@@ -214,12 +216,15 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
+    how["along"] = ("shard",) if run.sections.adapter else ()  # what is trained whole is whole
     model = load_model(run.files, run.sections.storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    return add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    model = add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    shard_model(model, run.mesh)
+    return model
 
 
 def _recompute_activations(model: Any) -> None:

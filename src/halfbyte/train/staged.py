@@ -13,19 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from halfbyte.adapters import compute
-from halfbyte.config import RunConfig
-from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.adapters import adapter_weights, compute
+from halfbyte.errors import TrainingError
 from halfbyte.generation.engine import context_length
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.patch import PatchReport, patch
 from halfbyte.models.recipes import configured_recipe
-from halfbyte.models.stages import Cut, Stages, check_stages, check_trained, cut_model
-from halfbyte.optim import trained_parameters
-from halfbyte.parallel import Mesh
+from halfbyte.models.stages import Cut, Stages
 from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.plan.estimate import MemoryPlan
-from halfbyte.plan.shapes import ModelShapes
 from halfbyte.reading.tensors import ADAPTER, read_tensors
 
 from . import checks, samples
@@ -123,10 +118,9 @@ def adapter_file(stages: Stages, folder: Path) -> dict[str, Any]:
     Raises:
         TrainingError: one differs or is not there.
     """
-    saved, own = read_tensors(folder / ADAPTER), trained_parameters(stages.model)
-    for name, parameter in own.items():
-        tensor = saved.get(name.replace(".default", ""))
-        if tensor is None or not torch.equal(tensor, parameter.detach().cpu()):
+    saved, own = read_tensors(folder / ADAPTER), adapter_weights(stages.model)
+    for name, tensor in own.items():
+        if name not in saved or not torch.equal(saved[name], tensor):
             raise TrainingError(f"{folder}: {name} differs from the trained weight", "please report this")
     return {"tensors": len(own), "equal": True}
 
