@@ -45,13 +45,17 @@ def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[
     reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
     with compute(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    loss = float(loss_sum / count)
+    return first_step(float(loss_sum / count), reference, int(count))
+
+
+def first_step(loss: float, reference: float, tokens: int) -> dict[str, Any]:
+    """What `loss_check` says of the two losses."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):  # also when either is NaN
         raise TrainingError(
             f"before training, the loss is {loss:.6g} but the model's own logits give {reference:.6g}",
             "check the checkpoint for NaN; if it is sound, this is a bug: please report the model",
         )
-    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": int(count)}
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": tokens}
 
 
 @torch.no_grad()
@@ -63,7 +67,11 @@ def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, referen
     """
     with compute(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    loss = float(loss_sum / count)
+    return fused(float(loss_sum / count), reference)
+
+
+def fused(loss: float, reference: float) -> dict[str, Any]:
+    """What `fused_check` says of the two losses."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
             f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
