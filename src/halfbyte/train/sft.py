@@ -143,7 +143,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         measured |= _peaks(device, loop, measured["base_bytes"])
         release(model)
         unpatch(model)
-        results |= _save(job, model, ids)
+        if run.mesh.is_main:
+            results |= _save(job, model, ids)
     found = results["reproducible"] = verdict(run.config, device, report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
     if not run.mesh.is_main:
@@ -266,25 +267,19 @@ def _recorded(job: OpenRun) -> list[dict[str, Any]]:
 
 
 def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Write adapter/ (or model/) with the tokenizer, and check the files against what was trained.
-
-    Processes that hold parts of a model compute together, so all of them check; else the main one does.
-    """
+    """Write adapter/ (or model/) with the tokenizer, and check the files against what was trained."""
     run = job.prepared
-    folder = job.output / ("adapter" if run.config.use_peft else "model")
-    if not run.config.use_peft and run.sections.storage.qat_scheme is None:
-        # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
-        model.to(run.files.config.dtype or torch.float32)
-    if run.mesh.is_main:
-        with new_directory(folder) as aside:
-            (save_adapter if run.config.use_peft else type(model).save_pretrained)(model, aside)
-            run.tokenizer.save_pretrained(aside)
-    run.mesh.wait()
-    if not run.mesh.is_main and run.mesh.size == run.mesh.ways("data"):
-        return {}
     if run.config.use_peft:
-        return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}
-    return {"model_reload": checks.model_reload(model, folder)}
+        with new_directory(job.output / "adapter") as aside:
+            save_adapter(model, aside)
+            run.tokenizer.save_pretrained(aside)
+        return {"adapter_reload": checks.adapter_reload(model, job.output / "adapter", ids, run.machine.compute_dtype)}
+    if run.sections.storage.qat_scheme is None:  # else `halfbyte merge` rounds what was trained, and once
+        model.to(run.files.config.dtype or torch.float32)  # as the base was stored
+    with new_directory(job.output / "model") as aside:
+        model.save_pretrained(aside)
+        run.tokenizer.save_pretrained(aside)
+    return {"model_reload": checks.model_reload(model, job.output / "model")}
 
 
 def _report(job: OpenRun, console: Console) -> None:
