@@ -123,7 +123,7 @@ def prepare_run(
     if checkpoint is not None:
         config = checkpoints.same_steps(config, checkpoint, mesh.ways(*ROWS))
     print_header(console, machine.facts, config)
-    files = find_model(sections.origin)
+    files = mesh.first(lambda: find_model(sections.origin))  # a GGUF file is unpacked once
     check_stored(files, sections.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:

@@ -204,7 +204,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         return_large_blocks()
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
-    how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation}
+    how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     model = load_model(run.files, run.sections.storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
