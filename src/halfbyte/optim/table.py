@@ -44,7 +44,7 @@ class Optimizer:
         capturable: its step may be part of a CUDA graph, if its groups have `capturable=True`.
         paged: CUDA moves its state to the host where the device is full.
         scratch: a step on an accelerator needs as many bytes as the trained parameters have.
-        elementwise: what it does to an element depends on no other, so that it may step slices.
+        elementwise: it steps a slice of a parameter as it would in the whole.
         package: to be installed for it.
     """
 

@@ -33,9 +33,10 @@ def trained_units(mesh: Mesh, parameters: Sequence[nn.Parameter], *, elementwise
     """How the `parameters` of a run are reduced and stepped.
 
     Args:
-        elementwise: whether the optimizer treats each element alone, and nothing scales the loss.
+        elementwise: whether the optimizer treats each element alone, and nothing scales the loss. Stages of a pipeline
+            and what is cut along "tensor" are stepped as they are.
     """
-    sliced = elementwise and mesh.ways(AXIS) > 1 and mesh.ways("tensor") == 1
+    sliced = elementwise and mesh.ways(AXIS) > 1 and mesh.ways("tensor", "pipeline") == 1
     return Sliced(mesh, parameters) if sliced else Whole(mesh, parameters)
 
 
@@ -107,7 +108,7 @@ class Sliced(Whole):
             for at, part in zip(bucket, own.split([self.widths[at] for at in bucket]), strict=True):
                 self.slices[at].grad = part[: self.slices[at].numel()]
                 self.parameters[at].grad = None
-        return self.mesh.sum(sums.clone(), (*TOKENS, "pipeline"))
+        return self.mesh.sum(sums.clone(), TOKENS)
 
     def clip(self, max_norm: float) -> Tensor:
         return clip_gradients(self.mesh, self.slices, max_norm)
