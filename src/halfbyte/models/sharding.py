@@ -24,12 +24,20 @@ if TYPE_CHECKING:
 _sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
 
-def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = None, *, on_host: bool = False) -> None:
+def shard_model(
+    model: nn.Module,
+    mesh: Mesh,
+    stays: Sequence[Stay] | None = None,
+    *,
+    kept: Collection[int] = (),
+    on_host: bool = False,
+) -> None:
     """Leave of the frozen weights of `model`'s decoder layers this process's slice; all where the mesh has no shards.
 
     Args:
         model: a causal LM of transformers, quantized or not, or a `peft.PeftModel` around one.
-        stays: how long each layer stays whole; default: `stays_of` none.
+        stays: how long each layer stays whole; default: `stays_of` those that are `kept`.
+        kept: numbers of the layers that stay for good.
         on_host: as in `shard_blocks`.
 
     Raises:
@@ -40,7 +48,7 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
     from ..parallel.shard import shard_blocks  # half a second of torch
 
     name, layers = decoder_layers(model)
-    stays = stays_of(len(layers)) if stays is None else stays
+    stays = stays_of(len(layers), kept) if stays is None else stays
     if len(stays) != len(layers):
         raise ModelError(f"{len(stays)} stays for {len(layers)} layers", "give one a layer")
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
@@ -54,7 +62,7 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
         divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
 
 
-def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:
+def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:
     """How long as many layers stay whole, where those numbered `kept` stay for good: the others for a call, but for the
     last, of which backward asks first."""
     each: list[Stay] = ["always" if at in kept else "call" for at in range(layers)]

@@ -238,7 +238,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         _recompute_activations(model)
     model = add_adapter(model, run.sections.adapter) if run.sections.adapter else model
     divide_products(model, run.mesh)
-    shard_model(model, run.mesh)
+    shard_model(model, run.mesh, kept=run.plan.stays)
     return model
 
 
