@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..words import cut
 from .mesh import Mesh
 
 OWN = frozenset(["device", "dataset_num_proc"])  # keys that may differ between hosts
-PACKAGES = ("halfbyte", "torch", "transformers", "peft")
+PACKAGES = ("torch", "transformers", "peft")
 PATIENCE = 15.0  # seconds until a file that one host has written is seen by another, whose file system may remember
 
 
@@ -30,7 +31,7 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
     if mesh.size == 1:
         return
     keys = {key: repr(value) for key, value in config.model_dump().items() if key not in OWN}
-    versions = {name: metadata.version(name) for name in PACKAGES}
+    versions = {"halfbyte": __version__} | {name: metadata.version(name) for name in PACKAGES}
     facts: dict[str, Any] = {"keys": keys, "versions": versions, "gpu": _gpu(mesh)}
     told = mesh.gather(facts)
     for what, fix in (

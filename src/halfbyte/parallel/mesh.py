@@ -58,6 +58,11 @@ class Mesh:
         """Whether this process writes files, says notices and shows the run."""
         return self.rank == 0
 
+    @property
+    def computes_together(self) -> bool:
+        """Whether a process cannot run the model alone: it has a part of it, or of each row."""
+        return self.size > self.ways("data")
+
     def ways(self, *axes: str) -> int:
         """How many processes differ along `axes` alone."""
         return Parallel(**{axis: getattr(self.layout, axis) for axis in axes}).size
