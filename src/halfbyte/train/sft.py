@@ -18,11 +18,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-<<<<<<< HEAD
-from halfbyte.adapters import add_adapter, no_input_casts, reads_base, save_adapter
-=======
-from halfbyte.adapters import add_adapter, compute, no_input_casts
->>>>>>> lead
+from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
@@ -234,9 +230,9 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     adapter, storage = run.sections.adapter, run.sections.storage
-    # layers are whole where they are trained, looked at before they are cut, or cut by their products first
-    if adapter and not reads_base(adapter) and storage.qat_scheme is None and run.mesh.ways("tensor") == 1:
-        how["along"] = ("shard",)
+    if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
+        how["along"] = ("shard",) if run.mesh.ways("tensor") == 1 else ()  # products are cut before bytes
+        how["elsewhere"] = run.cut.elsewhere if run.cut else None
     model = load_model(run.files, storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
