@@ -256,6 +256,12 @@ def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     return _heads[causal_lm]
 
 
+def take_head(model: nn.Module, of: nn.Module) -> None:
+    """Let the head of `model` be what that of another model of its architecture was found to be; for a model that
+    cannot compute logits here, since its layers are in several processes."""
+    _heads[causal_lm_of(model)] = _heads[causal_lm_of(of)]
+
+
 def _obstacle(model: nn.Module) -> str | None:
     causal_lm = causal_lm_of(model)
     name = type(causal_lm).__name__

@@ -18,6 +18,7 @@ from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.sharding import sharded
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import Mesh, slice_of
+from halfbyte.parallel.tensor import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
 
@@ -44,13 +45,17 @@ def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[
     reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
     with compute(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    loss = float(loss_sum / count)
+    return first_step(float(loss_sum / count), reference, int(count))
+
+
+def first_step(loss: float, reference: float, tokens: int) -> dict[str, Any]:
+    """What `loss_check` says of the two losses."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):  # also when either is NaN
         raise TrainingError(
             f"before training, the loss is {loss:.6g} but the model's own logits give {reference:.6g}",
             "check the checkpoint for NaN; if it is sound, this is a bug: please report the model",
         )
-    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": int(count)}
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": tokens}
 
 
 @torch.no_grad()
@@ -62,7 +67,11 @@ def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, referen
     """
     with compute(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    loss = float(loss_sum / count)
+    return fused(float(loss_sum / count), reference)
+
+
+def fused(loss: float, reference: float) -> dict[str, Any]:
+    """What `fused_check` says of the two losses."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
             f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
@@ -101,14 +110,16 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         TrainingError: the saved adapter computes something else.
     """
     trained = logits(model, ids, dtype)
-    if sharded(model) is None:
+    if sharded(model) is None and are_whole(model.parameters()):
         with quiet_peft():
             model = PeftModel.from_pretrained(model.unload(), str(folder))
         round_merged(model)
     else:
-        for parameter in trained_parameters(model).values():
-            parameter.detach().zero_()
-        load_adapter_weights(model, folder)
+        parameters = trained_parameters(model).values()
+        with whole_inside(parameters):
+            for parameter in parameters:
+                parameter.detach().zero_()
+            load_adapter_weights(model, folder)
     again = logits(model, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}
