@@ -19,13 +19,14 @@ import difflib
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from safetensors.torch import save_file
 from torch import nn
 
 from .architectures import ALL_LINEAR, all_linear, is_linear
@@ -91,15 +92,20 @@ def quiet_peft() -> Iterator[None]:
 
 
 def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
-    _check_targets(model, adapter.target_modules)
+    adapted = _adapted(model, adapter.target_modules)
     names = {name for name, _ in model.named_modules() if name}
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
-            if not _matching(key, pattern, names, rf"(.*\.)?({pattern})"):
-                raise ModelError(*_unknown(key, pattern, linears))
+            found = _matching(key, pattern, names, rf"(.*\.)?({pattern})")
+            if not found:
+                raise ModelError(*_unknown(key, pattern, adapted))
+            if not found & adapted:
+                raise ModelError(
+                    f"{key}: what matches {pattern!r} gets no adapter ({brief(min(found))})",
+                    "name it in target_modules, too, or leave it out here",
+                )
     return LoraConfig(
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
@@ -135,23 +141,33 @@ def _say_what_differs(lora: PeftConfig, adapter: Adapter) -> None:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _check_targets(model: nn.Module, targets: str | list[str]) -> None:
+def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
+    """Names of the modules that get adapters.
+
+    Raises:
+        ModelError: a target names no module, or one that is no linear layer.
+        ConfigError: not a regular expression.
+    """
+    names = [name for name, _ in model.named_modules() if name]
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if isinstance(targets, list):
-        _check_names("target_modules", targets, {name for name, _ in model.named_modules() if name}, suggest=linears)
-    elif targets != ALL_LINEAR:
-        matching = _matching("target_modules", targets, [name for name, _ in model.named_modules()])
-        if not matching:
-            raise ModelError(*_unknown("target_modules", targets, linears))
     if targets == ALL_LINEAR:
-        return
-    for name, module in model.named_modules():
-        wanted = name in matching if isinstance(targets, str) else any(_names(name, each) for each in targets)
-        if wanted and not is_linear(module):
+        listed = all_linear(model)
+        return {name for name in names if any(_names(name, each) for each in listed)}
+    if isinstance(targets, list):
+        _check_names("target_modules", targets, names, suggest=linears)
+        found = {name for name in names if any(_names(name, each) for each in targets)}
+    else:
+        found = _matching("target_modules", targets, names)
+        if not found:
+            raise ModelError(*_unknown("target_modules", targets, linears))
+    for name in sorted(found):
+        module = model.get_submodule(name)
+        if not is_linear(module):
             raise ModelError(
                 f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to",
                 "leave it out, or use all-linear",
             )
+    return found
 
 
 def _names(module: str, target: str) -> bool:
@@ -274,9 +290,14 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
     return model
 
 
-def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") -> None:
+def load_adapter_weights(
+    model: PeftModel, folder: Path, name: str = "default", skip: Callable[[str], bool] | None = None
+) -> None:
     """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype. One on the
     meta device is only compared with it.
+
+    Args:
+        skip: whether a tensor, by its name in the file, is of a layer that another process has.
 
     Raises:
         CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or
@@ -287,6 +308,8 @@ def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") 
     expected = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
+    if skip is not None:
+        tensors = {key: tensor for key, tensor in tensors.items() if not skip(key)}
     for key, tensor in expected.items():
         if key not in tensors:
             raise CheckpointError(f"{path} lacks the tensor {key}", ANOTHER_MODEL)
@@ -331,12 +354,26 @@ def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, tor
             del tensors[key]
 
 
-def save_adapter(model: PeftModel, folder: Path) -> None:
+def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write the adapter as plain PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped.
+    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. Base
+    weights are not asked for their state, which FSDP2 would take for a reason to drop what it has gathered.
+
+    Args:
+        weights: of the whole adapter, as `adapter_weights` gives them, where `model` has a part of it.
     """
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    model.save_pretrained(str(folder), state_dict=own, save_embedding_layers=False)
+    if weights is not None:
+        save_file(dict(weights), folder / ADAPTER, metadata={"format": "pt"})  # as PEFT does
+
+
+def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The tensors that `save_adapter` writes, by their names in the file, on the CPU."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = get_peft_model_state_dict(model, own, save_embedding_layers=False)
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

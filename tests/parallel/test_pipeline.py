@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 
 import pytest
 import torch
 import transformers
+import whole as whole_runs
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from halfbyte.methods import METHODS
 from halfbyte.models.patch import patch
 from halfbyte.models.stages import Stages, check_stages, layer_seconds
+from halfbyte.optim import trained_parameters
+from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
 from halfbyte.parallel.pipeline import Pipeline
 from halfbyte.parallel.schedules import Schedule, cut_layers, stage_seconds
 from halfbyte.train.pipelined import PipelinedStepper
@@ -61,28 +65,23 @@ def count_of(batches) -> torch.Tensor:
     return torch.tensor(float(sum(SFT.counts(batch)["trained_tokens"] for batch in batches)))
 
 
-def three_steps(stepper, model, window, norm_of=lambda norm: norm):
+def three_steps(stepper, model, window, mesh=ALONE):
     """Windows of `window` micro-batches, the last one incomplete: sums, gradients and weights of three steps."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = trained_parameters(model)
     found = []
     for number, size in enumerate((window, window, max(window - 3, 1))):
         batches = batches_of(size, seed=number)
-        loss = float(stepper(batches, count_of(batches))[0]) / float(count_of(batches))
+        sums = sum_gradients(mesh, [*trained.values()], stepper(batches, count_of(batches)))
+        loss = float(sums[0]) / float(count_of(batches))
         gradients = {name: p.grad.clone() for name, p in trained.items()}
-        norm = norm_of(torch.stack([g.square().sum() for g in gradients.values()]).sum()).sqrt()
+        clip_gradients(mesh, [*trained.values()], 0.1)
         for parameter in trained.values():
-            parameter.data.sub_(0.5 * parameter.grad * (0.1 / norm).clamp(max=1))
+            parameter.data.sub_(0.5 * parameter.grad)
             parameter.grad = None
         found.append((loss, gradients))
-    held_out = [float(sums["loss"]) for sums in stepper_evaluation(stepper, batches_of(3, seed=9))]
-    return found, held_out, {name: p.detach().clone() for name, p in trained.items()}
-
-
-def stepper_evaluation(stepper, batches):
-    if isinstance(stepper, PipelinedStepper):
-        return stepper.evaluate(batches)
     with torch.no_grad():
-        return [stepper.sums(batch) for batch in batches]
+        held_out = [float(sums["loss"]) for sums in stepper.evaluate(batches_of(3, seed=9))]
+    return found, held_out, {name: p.detach().clone() for name, p in trained.items()}
 
 
 def whole(family, keys, layers, window, activations):
@@ -106,8 +105,7 @@ def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahe
     stepper = PipelinedStepper(
         lambda batch: SFT.sums(model, batch), ["loss"], SFT.blank, contextlib.nullcontext, pipeline, stages
     )
-    norm_of = lambda square: mesh.sum(square, ("pipeline",))  # noqa: E731
-    return three_steps(stepper, model, window, norm_of)
+    return three_steps(stepper, model, window, mesh)
 
 
 def check(ranks, name, chunks, *, family="Llama", keys=None, layers=8, window=4, activations=None, ahead=0):
@@ -163,3 +161,37 @@ def test_recomputing_ahead_of_the_gradient(two, level, ahead):
 @pytest.mark.parametrize("patched", [False, True])
 def test_families(two, family, keys, patched):
     check(two, "zb-v", 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return whole_runs.write_place(tmp_path_factory.mktemp("place"), num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def alone(place, tmp_path_factory):
+    return whole_runs.run(None, place, tmp_path_factory.mktemp("alone"), gradient_accumulation_steps=4)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_a_run_in_stages(two, place, alone, tmp_path, name):
+    """From `parallel: {pipeline: 2}` to a finished folder: losses, adapter and answers are one process's."""
+    keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": name, "gradient_accumulation_steps": 4}
+    whole_runs.run(two, place, tmp_path / "run", **keys).same_as(alone)
+
+
+@pytest.mark.parametrize("before", ["stages", "alone"])
+def test_resume_with_and_without_stages(two, place, alone, tmp_path, before):
+    """A checkpoint of two processes is taken by one, and one's by two: the run is the same."""
+    keys = {"gradient_accumulation_steps": 4, "save_steps": 2, "save_total_limit": None}
+    stages = {"parallel": {"pipeline": 2}}
+    first, then = (two, stages), (None, {})
+    if before == "alone":
+        first, then = then, first
+    whole_runs.run(first[0], place, tmp_path / "run", **keys, **first[1])
+    for name in ("checkpoint-4", "checkpoint-5", "adapter"):
+        shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    left = whole_runs.run(then[0], place, tmp_path / "run", resume=True, **keys, **then[1])
+    left.answers = alone.answers  # a resumed run answers before it, too
+    left.same_as(alone)

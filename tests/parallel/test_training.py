@@ -33,6 +33,8 @@ def test_two_ranks_are_the_run_of_one_process(place, alone, two, tmp_path):
     found.same_as(alone)
     assert len(found.trained) == 5
     assert {path.name for path in found.folder.iterdir()} == FILES | {"checkpoint-4", "checkpoint-5"}
+    assert len(json.loads((found.folder / "memory.json").read_text())["ranks"]) == 2
+    assert "Process, of {data: 2}" in (found.folder / "report.html").read_text()
 
 
 def test_a_rank_without_rows(place, alone, four, tmp_path):

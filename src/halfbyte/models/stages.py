@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..architectures import beside_text
 from ..errors import ModelError
-from ..parallel.schedules import Seconds
+from ..parallel.schedules import Schedule, Seconds, chosen, stage_seconds
 from .copies import fresh_copies
 from .head import backbone_inputs, causal_lm_loss, described_head, take_head
 from .layer import causal_lm_of, decoder_layers
@@ -26,7 +27,64 @@ from .patched import is_bound
 from .tiny import tiny_model
 
 Batch = Mapping[str, Any]
+WITHIN = "base_model.model."  # before the names of modules in a saved adapter
 WITHOUT = "leave `pipeline` out of `parallel`"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut, known before its weights are read.
+
+    Attributes:
+        parts: the layers of every stage.
+        seconds: of every stage.
+    """
+
+    schedule: Schedule
+    parts: tuple[range, ...]
+    seconds: tuple[Seconds, ...]
+
+    def take(self, model: nn.Module, rank: int) -> Stages:
+        """The stages of a process, out of its model."""
+        return Stages(model, self.parts, self.schedule.stages_of(rank))
+
+    def elsewhere(self, model: nn.Module, rank: int) -> Callable[[str], bool]:
+        """Whether a parameter or module of a causal LM, by its name, is of other stages than those of a process.
+
+        Args:
+            model: on the meta device, too.
+            rank: of the process, along the pipeline.
+        """
+        return elsewhere(model, self.parts, self.schedule.stages_of(rank))
+
+
+def elsewhere(model: nn.Module, parts: Sequence[range], own: Sequence[int]) -> Callable[[str], bool]:
+    """Whether a parameter or module of a causal LM, by its name, is of other stages than `own`."""
+    (name, layers), causal_lm, ends = decoder_layers(model), causal_lm_of(model), list[Any]()
+    here, last = {index for stage in own for index in parts[stage]}, len(parts) - 1
+    if 0 not in own and not (last in own and is_tied(causal_lm)):
+        ends.append(_input(causal_lm))
+    if last not in own:
+        ends.append(_output(causal_lm))
+    prefixes = [f"{name}.{index}." for index in range(len(layers)) if index not in here]
+    prefixes += [f"{name}." for name, module in causal_lm.named_modules() if any(module is end for end in ends)]
+    return lambda name: f"{name}.".startswith(tuple(prefixes))
+
+
+def cut_model(model: nn.Module, name: str, ranks: int, batches: int, recomputed: bool) -> Cut:
+    """Cut a causal LM, on the meta device too, for as many processes; see `parallel.schedules.chosen`.
+
+    Args:
+        name: the key `pipeline_schedule`.
+        batches: micro-batches of a step.
+        recomputed: whether layers run again for backward.
+
+    Raises:
+        ConfigError: it has fewer layers, or the schedule does not take so many micro-batches.
+    """
+    layers, head = layer_seconds(model, recomputed)
+    schedule, parts = chosen(name, ranks, layers, head, batches)
+    return Cut(schedule, tuple(parts), tuple(stage_seconds(part, layers, head) for part in parts))
 
 
 class Elsewhere(nn.Module):
@@ -76,21 +134,28 @@ class Stages:
         parts: the layers of every stage, in order.
         own: which of them are here.
 
+    Attributes:
+        names: of the parameters that the whole model trains, in order.
+        dtype: of the hidden states between stages.
+
     Raises:
         ModelError: the model cannot be cut.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[range], own: Sequence[int]):
-        self.model, self.parts, self.causal_lm = model, list(parts), causal_lm_of(model)
-        check_trained(model)
+        self.model: Any = model
+        self.parts, self.causal_lm = list(parts), causal_lm_of(model)
+        self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.dtype = next(iter(_input(self.causal_lm).parameters())).dtype
+        self._elsewhere = elsewhere(model, parts, own)
         name, layers = decoder_layers(model)
         owner, _, self.name = name.rpartition(".")
         self.holder = self.causal_lm.get_submodule(owner)
         here = {index for stage in own for index in parts[stage]}
         self.all = nn.ModuleList(each if i in here else Elsewhere(each) for i, each in enumerate(layers))
-        self.embedding_holder, self.embedding_name = _place_of(self.causal_lm, self.causal_lm.get_input_embeddings())
-        self.embedding = self.causal_lm.get_input_embeddings() if 0 in own else NoEmbedding()
-        head = self.causal_lm.get_output_embeddings()
+        self.embedding_holder, self.embedding_name = _place_of(self.causal_lm, _input(self.causal_lm))
+        self.embedding = _input(self.causal_lm) if 0 in own else NoEmbedding()
+        head = _output(self.causal_lm)
         if len(parts) - 1 not in own:
             setattr(*_place_of(self.causal_lm, head), nn.Identity())
         self.lists = {stage: self._list(stage, layers) for stage in own}
@@ -115,6 +180,10 @@ class Stages:
     def _put(self, layers: nn.ModuleList, embedding: nn.Module) -> None:
         setattr(self.holder, self.name, layers)
         setattr(self.embedding_holder, self.embedding_name, embedding)
+
+    def elsewhere(self, name: str) -> bool:
+        """Whether a tensor of a saved adapter is of another process's stage."""
+        return self._elsewhere(name.removeprefix(WITHIN))
 
     def forward(self, stage: int, batch: Batch, x: Tensor | None) -> Tensor:
         """What a stage gives, not the last.
@@ -168,18 +237,39 @@ def _place_of(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
     raise ModelError(f"{type(model).__name__} does not hold its own embedding and head", WITHOUT)
 
 
-def check_trained(model: nn.Module) -> None:
-    """Refuse what stages cannot train.
+def _input(causal_lm: Any) -> nn.Module:
+    return causal_lm.get_input_embeddings()
+
+
+def _output(causal_lm: Any) -> nn.Module:
+    return causal_lm.get_output_embeddings()
+
+
+def is_tied(causal_lm: Any) -> bool:
+    """Whether the head's weight is the embedding's."""
+    ends = _input(causal_lm), _output(causal_lm)
+    first, last = ({id(parameter) for parameter in end.parameters()} for end in ends)
+    return bool(first & last) or bool(getattr(causal_lm.config.get_text_config(), "tie_word_embeddings", False))
+
+
+def check_trained(model: nn.Module, cut: Cut) -> None:
+    """Refuse adapters that stages cannot train; `model` is whole.
 
     Raises:
-        ModelError: the embedding is trained and is the head, too, in another stage.
+        ModelError: the embedding is trained and is the head, too, in another stage; or a process has nothing to train.
     """
     causal_lm = causal_lm_of(model)
-    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
-    tied = {id(parameter) for parameter in embedding.parameters()} & {id(parameter) for parameter in head.parameters()}
-    if any(id(p) in tied and p.requires_grad for p in model.parameters()):
+    trained = {name: parameter for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
+    ends = {id(p) for p in (*_input(causal_lm).parameters(), *_output(causal_lm).parameters())}
+    if is_tied(causal_lm) and any(id(parameter) in ends for parameter in trained.values()):
         raise ModelError("parallel: the embedding is trained and is the head too, which another stage has",
                          f"leave it out of modules_to_save, or {WITHOUT}")  # fmt: skip
+    for rank in range(cut.schedule.ranks):
+        if all(map(cut.elsewhere(model, rank), trained)):
+            layers = ", ".join(f"{part.start} to {part.stop - 1}" for part in map(cut.parts.__getitem__,
+                               cut.schedule.stages_of(rank)))  # fmt: skip
+            raise ModelError(f"parallel: the process with layers {layers} has nothing to train",
+                             f"let target_modules name linears of every layer, or {WITHOUT}")  # fmt: skip
 
 
 def layer_seconds(model: nn.Module, recomputed: bool) -> tuple[list[Seconds], Seconds]:
@@ -193,8 +283,8 @@ def layer_seconds(model: nn.Module, recomputed: bool) -> tuple[list[Seconds], Se
         the forward.
     """
     _, layers = decoder_layers(model)
-    sizes = [float(sum(p.numel() for p in layer.parameters() if not p.requires_grad) or 1) for layer in layers]
-    head = float(sum(p.numel() for p in causal_lm_of(model).get_output_embeddings().parameters()))
+    sizes = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
+    head = float(sum(p.numel() for p in _output(causal_lm_of(model)).parameters()))
     found = [Seconds(size, (2 if recomputed else 1) * size, size if recomputed else 0.0) for size in sizes]
     return found, Seconds(2 * head, 0.0)
 
