@@ -15,17 +15,29 @@ import psutil
 import torch
 
 from ..config import Level, Parallel, RunConfig
-from ..config.combinations import wide
 from ..hardware import best_device, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
+from ..models.stages import cut_model
 from ..models.unpacking import LIKE
 from ..notices import notice
 from ..optim import OPTIMIZERS
 from ..parallel.reduce import BUCKET
 from ..parallel.schedules import Seconds
 from .cards import H200, Card
-from .policy import OFFLOADED, REPLAYED, Choice, LayerCost, choose, cost, in_words, peak, replayed_level, staying
+from .policy import (
+    OFFLOADED,
+    REPLAYED,
+    Choice,
+    Gathers,
+    LayerCost,
+    choose,
+    cost,
+    in_words,
+    peak,
+    replayed_level,
+    staying,
+)
 from .rank import ONE, Line, Stage, gathered_bytes, in_context, line, rank_config
 from .replay import LayerBytes, Step
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
@@ -126,15 +138,19 @@ def estimate(
         ConfigError: packed documents cannot be kept apart.
     """
     target = torch.device(device or config.device or best_device())
-    capacity = _capacity(config, target, capacity_bytes, layout.size)
+    free = free_bytes(target, layout.size) if capacity_bytes is None else capacity_bytes
+    capacity = _within_limit(config, free)
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target)
     batches = batches or _full_rows(config)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
     if layout.context > 1:
         batches = batches.longer(1 / layout.context)
-    options: dict[str, Any] = {"graphs": shapes.packed_way == "positions", "layout": layout, "card": card}
+    options: dict[str, Any] = {"config": config, "layout": layout, "card": card}
+    options["graphs"] = shapes.packed_way == "positions"
     plan = _Planner(shapes, batches, capacity, **options).plan()
+    if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
+        plan = _Planner(shapes, batches, capacity, **options, recomputed=False).plan()
     return replace(plan, rough=shapes.rough)
 
 
@@ -163,14 +179,16 @@ class _Planner:
         batches: of its data, as one process gets them.
         capacity: bytes that may be used.
         graphs: whether micro-batches may be captured, as far as the data goes.
+        config: the run; default: that of `shapes`.
         layout, card: as in `estimate`.
+        recomputed: whether a pipeline is cut for layers that run again for backward.
     """
 
     def __init__(
-        self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, layout: Parallel = ONE,
-        card: Card = H200,
+        self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, *,
+        config: RunConfig | None = None, layout: Parallel = ONE, card: Card = H200, recomputed: bool = True,
     ):  # fmt: skip
-        self.shapes, self.config, self.batches, self.capacity = shapes, shapes.config, batches, capacity
+        self.shapes, self.config, self.batches, self.capacity = shapes, config or shapes.config, batches, capacity
         self.layout, self.card = layout, card
         self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
         self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
@@ -178,12 +196,12 @@ class _Planner:
         self.asked: Level | None = None if want == "auto" else _level(want)
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
         self.may_capture = (
-            graphs and {*wide(layout)} <= {"data"} and may_capture(self.config, shapes.device, shapes.dtype)
+            graphs and layout.size == layout.data and may_capture(self.config, shapes.device, shapes.dtype)
         )
         self.frozen = shapes.frozen()
         self.optimizer = OPTIMIZERS[self.config.optim].state_bytes(shapes.model)
         self.vocabulary = shapes.text_config.vocab_size
-        self.line = self._line()
+        self.line = self._line(recomputed)
         self.stages = self.line.stages
 
     def plan(self) -> MemoryPlan:
@@ -211,8 +229,8 @@ class _Planner:
         planned = {choice: self.planned(choice) for choice in choices}
         choice = next((choice for choice, plan in planned.items() if plan.fits), choices[-1])
         room = int(self._margin * self.capacity) - planned[choice].total
-        if (block := max(map(self._block, self.stages))) and room >= block:
-            return self.planned(replace(choice, stays=min(self.depth, room // block)))
+        if self._gathered and room >= self._gathered.block:
+            return self.planned(replace(choice, stays=min(self.depth, room // self._gathered.block)))
         return planned[choice]
 
     def _kept_or_recomputed(self) -> MemoryPlan:
@@ -236,7 +254,7 @@ class _Planner:
             largest=largest,
             host=int(HOST_MARGIN * host.available_bytes() / self.layout.size),
             graphs=self.may_capture,
-            gathers=self.frozen.gathers(self.layout, self.stages[0], self.card.link),
+            gathers=self._gathered,
         )
         plan = self.planned(choice)
         kept = self.planned(replace(choice, levels=("keep",) * self.depth))
@@ -251,6 +269,14 @@ class _Planner:
     @property
     def _margin(self) -> float:
         return GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
+
+    @functools.cached_property
+    def _gathered(self) -> Gathers | None:
+        """The gathers that blocks which stay would save; None where there are none, and on a CPU, where what a process
+        keeps is what the others lack."""
+        if self.layout.shard == 1 or self.shapes.device.type == "cpu":
+            return None
+        return self.frozen.gathers(self.layout, max(self.stages, key=self._block), self.card.link)
 
     @functools.cache  # noqa: B019 (as long as the plan is made)
     def _block(self, stage: Stage) -> int:
@@ -384,16 +410,18 @@ class _Planner:
         """Whether rates of these layers are known."""
         return self.shapes.fused and bool(self.batches.usual.tokens)
 
-    def _line(self) -> Line:
-        """Where a pipeline is cut: with all layers recomputed, as where memory is short; unknown ones take 1 each."""
-        layer, head = Seconds(1.0, 2.0), Seconds(0.0, 0.0)
-        if self._timed and self.layout.pipeline > 1:
-            usual, level = self.usual, self.asked or "checkpoint"
-            again = usual.seconds(level)
-            layer = Seconds(usual.forward_seconds, usual.backward_seconds + again, again)
-            head = Seconds(head_seconds(usual, self.vocabulary), 0.0)
-        window = self.config.gradient_accumulation_steps
-        return line(self.layout, [layer] * self.depth, head, window)
+    def _line(self, recomputed: bool) -> Line:
+        """Where a pipeline is cut, and what becomes of its schedule; layers of unknown rates take 1 forward."""
+        layer, head, window = Seconds(1.0, 2.0), Seconds(0.0, 0.0), self.config.gradient_accumulation_steps
+        if (ranks := self.layout.pipeline) == 1:
+            return line(None, [layer] * self.depth, head, window)
+        recomputed = recomputed and self.asked != "keep"
+        if self._timed:
+            again = self.usual.seconds(self.asked or "checkpoint") if recomputed else 0.0
+            layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
+            head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
+        cut = cut_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
+        return line(cut, [layer] * self.depth, head, window)
 
     def _step(self, batch: Shape, choice: Choice) -> Step:
         """A replay with one layer at each level that may be asked about."""
@@ -426,12 +454,14 @@ def _step_scratch(name: str, trained: Trainable, device_type: str) -> int:
     return trained.bytes if OPTIMIZERS[name].scratch and device_type != "cpu" else 0
 
 
-def _capacity(config: RunConfig, device: torch.device, given: int | None, processes: int) -> int:
-    if given is None:
-        if device.type == "cuda" and torch.cuda.is_available():
-            given = torch.cuda.mem_get_info(device)[0]
-        elif device.type == "xpu" and torch.xpu.is_available():
-            given = torch.xpu.mem_get_info(device)[0]
-        else:
-            given = psutil.virtual_memory().available // processes
-    return given if config.memory_limit_gib is None else min(given, int(config.memory_limit_gib * GIB))
+def free_bytes(device: torch.device, processes: int = 1) -> int:
+    """Of `device` now; of a CPU's memory, which the processes of a host share, the part of one."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "xpu" and torch.xpu.is_available():
+        return torch.xpu.mem_get_info(device)[0]
+    return psutil.virtual_memory().available // processes
+
+
+def _within_limit(config: RunConfig, free: int) -> int:
+    return free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))

@@ -25,7 +25,8 @@ from torch import nn
 
 from ..config import Parallel
 from ..models.layer import causal_lm_of
-from ..parallel.schedules import Seconds, chosen, simulate, stage_seconds
+from ..models.stages import Cut
+from ..parallel.schedules import Seconds, simulate, stage_seconds
 from ..tensor import ALIGNMENT
 from .policy import Gathers, LayerCost
 
@@ -68,27 +69,23 @@ class Line:
     idle: float = 0.0
 
 
-def line(layout: Parallel, layers: Sequence[Seconds], head: Seconds, window: int, schedule: str = "auto") -> Line:
-    """As `parallel.schedules` cuts the model.
+def line(cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int) -> Line:
+    """The processes of a pipeline as the model is cut; one that has all, where it is not.
 
     Args:
         layers: what each takes.
         window: micro-batches of a step.
-        schedule: as in `parallel.schedules.chosen`.
-
-    Raises:
-        ConfigError: there are more stages than layers, or the schedule takes no such window.
     """
-    if layout.pipeline == 1:
+    if cut is None:
         return Line((Stage(tuple(range(len(layers)))),))
-    found, cut = chosen(schedule, layout.pipeline, layers, head, window)
-    simulated = simulate(found.orders(window), [stage_seconds(part, layers, head) for part in cut])
+    schedule = cut.schedule
+    simulated = simulate(schedule.orders(window), [stage_seconds(part, layers, head) for part in cut.parts])
     stages = []
-    for process in range(layout.pipeline):
-        own = found.stages_of(process)
-        indices = tuple(index for stage in own for index in cut[stage])
-        held = simulated.held[process] / found.chunks
-        stages.append(Stage(indices, held, begins=0 in own, ends=found.stages - 1 in own))
+    for process in range(schedule.ranks):
+        own = schedule.stages_of(process)
+        indices = tuple(index for stage in own for index in cut.parts[stage])
+        held = simulated.held[process] / schedule.chunks
+        stages.append(Stage(indices, held, begins=0 in own, ends=schedule.stages - 1 in own))
     return Line(tuple(stages), simulated.idle)
 
 
