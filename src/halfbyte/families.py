@@ -256,8 +256,10 @@ def register(family: Family) -> None:
 def family_of(cls: type) -> tuple[Family, str] | None:
     """The family a module's class belongs to, and the rest of its name: LlamaRMSNorm → (Llama's row, "RMSNorm").
 
-    Only classes of the family's own module count: one derived from them may compute something else.
+    Only classes of the family's own module count: one derived from them may compute something else. Those that FSDP2
+    puts in front of a module's own are looked through.
     """
+    cls = next(each for each in cls.__mro__ if not each.__module__.startswith("torch.distributed.fsdp"))
     for family in FAMILIES:
         if family.patched and cls.__module__ == family.module:
             return family, "MLP" if cls.__name__ == family.mlp else cls.__name__.removeprefix(family.name)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import signal
 import socket
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,3 +65,29 @@ def _since(pid: int) -> int | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time())
     except psutil.NoSuchProcess:
         return None
+
+
+LAUNCHER = "HALFBYTE_LAUNCHER"  # in the environment of a process that `halfbyte train` has started: its number
+
+
+def was_launched() -> bool:
+    """Whether torchrun, or what stands for it, has started this process beside others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def was_restarted() -> bool:
+    """Whether it has done so again after a failure, so that a run is to resume."""
+    return was_launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def end_with_launcher() -> None:
+    """Let the system end this process when the one that launched it ends, however that is; Linux alone can."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    import ctypes
+
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it has ended already
+        os.kill(os.getpid(), signal.SIGKILL)

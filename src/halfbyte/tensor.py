@@ -110,6 +110,12 @@ class QuantizedTensor(Tensor):
         parts = {name: function(part) for name, part in self.parts.items()}
         return QuantizedTensor(self.format, parts, tuple(self.shape), dtype or self.dtype)
 
+    def split_for(self, dim: int, n: int, place: int) -> QuantizedTensor:
+        """The `place`-th of `n` equal tensors along `dim`, bit for bit, in memory of its own; see `Format.split`."""
+        format_, parts = self.format.split(self.parts, tuple(self.shape), dim, n)
+        sides = tuple(size // n if each == dim else size for each, size in enumerate(self.shape))
+        return QuantizedTensor(format_, parts[place], sides, self.dtype)
+
     def to_bytes(self, chunks: int = 1) -> Tensor:
         """uint8 [chunks, length]: all parts one after another, padded so that the chunks are equal."""
         offsets, total = part_offsets(self.format, tuple(self.shape))

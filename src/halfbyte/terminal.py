@@ -115,6 +115,18 @@ def print_header(console: Console, environment: Mapping[str, Any], config: RunCo
     console.print(_facts(lines))
 
 
+def print_processes(console: Console, layout: object, size: int, config: RunConfig, ways: int) -> None:
+    """Over how many processes a run is divided, and how its steps come to their rows.
+
+    Args:
+        layout: as the key `parallel` is written.
+        ways: processes that rows are dealt to.
+    """
+    rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    step = f"a step has {ways} × {steps} micro-batches of {rows} row{'s' if rows > 1 else ''}"
+    console.print(_facts({"processes": f"{size}, as parallel: {layout} · {step}"}))
+
+
 def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
     """What `environment` found, in words, a line for each fact."""
     console.print(_facts(_machine(environment)))

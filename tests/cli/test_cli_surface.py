@@ -120,7 +120,9 @@ def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
 
 def test_overrides_and_options_may_mix(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("halfbyte.cli.train.train_run", lambda config, file, resume: seen.append((config, resume)))
+    monkeypatch.setattr(
+        "halfbyte.cli.train.train_run", lambda config, file, resume, given: seen.append((config, resume))
+    )
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset: d\n")
     arguments = ["r=4", "--learning_rate", "1e-4", "--resume", "--max-steps", "-1", "--seed=7"]
     assert exit_code("train", str(tmp_path / "run.yaml"), *arguments) == 0

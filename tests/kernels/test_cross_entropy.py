@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
+from halfbyte.ops import ELSEWHERE
 from halfbyte.ops import cross_entropy as reference
 from halfbyte.ops.cross_entropy import Objective
 
@@ -80,6 +81,23 @@ def test_gradient_from_saved_statistics(dtype, objective, with_entropy):
         assert (exact(logits) - true_logits).norm() <= (2 * torch.finfo(dtype).eps + 2e-6) * true_logits.norm()
     else:
         assert_as_close_as_torch(logits, torch_gradient, true_logits)
+
+
+@dtypes
+@objectives
+def test_gradient_of_a_slice_whose_label_is_in_another(dtype, objective):
+    objective = objective._replace(label_smoothing=0.0, z_loss=0.0)
+    logits, labels = example(*SIZES[2], dtype, objective.ignore_index)
+    labels[::2] = ELSEWHERE
+    labels[1] = SIZES[2][1]  # of no slice
+    truth, logsumexp, upstream = exact(logits), random(len(logits), scale=3.0) + 9, random(len(logits))
+    arguments = (exact(upstream), None, objective)
+    reference.log_probs_backward_.reference(truth, labels.cpu(), exact(logsumexp), None, *arguments)
+    kernels.log_probs_backward_(logits, labels, logsumexp, None, upstream, None, objective)
+    assert truth[1].isnan().all()
+    assert truth[0].isfinite().all()
+    tolerance = 2 * torch.finfo(dtype).eps + 2e-6
+    torch.testing.assert_close(exact(logits), truth, rtol=tolerance, atol=tolerance / 8, equal_nan=True)
 
 
 def test_rows_with_gaps_and_columns():

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ModelError
+from halfbyte.ops import ELSEWHERE
 from halfbyte.ops.cross_entropy import Objective, cross_entropy_, log_probs_backward_
 
 
@@ -101,3 +102,23 @@ def test_float64_stays_float64():
 def test_arguments_no_kernel_can_take(logits, labels, message):
     with pytest.raises(ModelError, match=message):
         cross_entropy_(logits, labels, Objective(), True, False)
+
+
+@pytest.mark.parametrize("objective", [Objective(), Objective(scale=0.5, softcap=3.0)], ids=["plain", "capped"])
+def test_slices_of_a_vocabulary_together_are_the_whole(objective):
+    """Of a row whose label is in another slice, the gradient is that of the logsumexp alone."""
+    logits, labels = torch.randn(4, 9) * 3, torch.tensor([1, 8, -100, 4])
+    whole = logits.clone()
+    _, logsumexp, _ = cross_entropy_(whole, labels, objective, True, False)
+    found = []
+    for begin, end in ((0, 4), (4, 9)):
+        part = logits[:, begin:end].clone()
+        local = torch.where((labels >= begin) & (labels < end), labels - begin, ELSEWHERE)
+        local[labels == -100] = -100
+        log_probs_backward_(part, local, logsumexp, None, -torch.ones(4), None, objective)
+        found.append(part)
+    torch.testing.assert_close(torch.cat(found, dim=1), whole)
+    log_probs_backward_(
+        logits, torch.tensor([9, ELSEWHERE - 1, -1, 0]), logsumexp, None, -torch.ones(4), None, objective
+    )
+    assert logits.isnan().all(-1).tolist() == [True, True, True, False]

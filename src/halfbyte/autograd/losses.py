@@ -62,7 +62,7 @@ def _save_gradients(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """`gradient` [N, D] times `factor` [N or 1, 1], over `gradient` itself where nobody will ask for it again.
 
     The factor keeps its fp32 (so it is not 0-d): 1/tokens rounded to bf16 would be off by up to 0.4%, everywhere.
@@ -78,9 +78,9 @@ def _scale_gradients(ctx, grad_loss, _grad_hidden, _grad_weight):
     if grad_loss is not None:
         grad_hidden, grad_weight = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            grad_x = _scaled(grad_hidden, grad_loss.reshape(1, 1))
+            grad_x = scaled(grad_hidden, grad_loss.reshape(1, 1))
         if ctx.needs_input_grad[1]:
-            grad_w = _scaled(grad_weight, grad_loss.reshape(1, 1))
+            grad_w = scaled(grad_weight, grad_loss.reshape(1, 1))
     return grad_x, grad_w, *[None] * 8
 
 
@@ -169,7 +169,7 @@ def _backward_of_log_probs(ctx, grad_log_probs, _logsumexp, grad_entropy, _grad_
     grads: list[Tensor | None] = [None, None]
     if ctx.scales_rows:
         if grad_log_probs is not None:
-            grads[0] = _scaled(ctx.saved_tensors[0], -grad_log_probs.unsqueeze(1))
+            grads[0] = scaled(ctx.saved_tensors[0], -grad_log_probs.unsqueeze(1))
     elif grad_log_probs is not None or grad_entropy is not None:
         logsumexp = ctx.saved_tensors[3]
         if grad_log_probs is None:
@@ -184,7 +184,7 @@ def _backward_of_log_probs(ctx, grad_log_probs, _logsumexp, grad_entropy, _grad_
 _linear_log_probs.register_autograd(_backward_of_log_probs, setup_context=_save_for_log_probs)
 
 
-def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def flat_rows(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of hidden states and their labels, in the dtype the product of an nn.Linear would have."""
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
@@ -231,7 +231,7 @@ def linear_cross_entropy(
     """
     if shift:
         labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    hidden, weight, labels = _flat(hidden, weight, labels)
+    hidden, weight, labels = flat_rows(hidden, weight, labels)
     needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     loss, _, _ = _linear_cross_entropy(
         hidden, weight, labels, scale, softcap, label_smoothing, z_loss, ignore_index, *needed
@@ -276,7 +276,7 @@ def linear_log_probs(
         ModelError: a softcap or a temperature that is not above 0.
     """
     shape = labels.shape
-    hidden, weight, labels = _flat(hidden, weight, labels)
+    hidden, weight, labels = flat_rows(hidden, weight, labels)
     grads = torch.is_grad_enabled()
     entropy = entropy or entropy_grad
     unit_gradient = grads and hidden.requires_grad and not weight.requires_grad and not entropy_grad

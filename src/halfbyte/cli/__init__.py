@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
+from ..processes import end_with_launcher, was_launched
 from ..streams import settle_streams
 from .app import app
 
@@ -17,7 +19,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: without the program's name; default: those of this process.
     """
+    end_with_launcher()
     given = list(sys.argv[1:] if arguments is None else arguments)
     rest = [argument for argument in given if argument != "--debug"]
     settle_streams(everything=len(rest) < len(given))
-    app(["--debug", *rest] if len(rest) < len(given) else rest, prog_name="halfbyte")
+    given = ["--debug", *rest] if len(rest) < len(given) else rest
+    try:
+        app(given, prog_name="halfbyte", obj=given)
+    except SystemExit as stop:
+        if stop.code and was_launched():
+            _end_now(stop.code if isinstance(stop.code, int) else 1)
+        raise
+
+
+def _end_now(code: int) -> None:
+    """End a process whose partners may wait for it: what torch does at an interpreter's end may wait for them."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)

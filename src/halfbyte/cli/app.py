@@ -99,7 +99,7 @@ def train(
 
     config, file = read_run("train", run, ["--resume"])
     ctx.meta[RUN_FOLDER] = config.output_path
-    train_run(config, file or config.output_path / "run.yaml", resume)
+    train_run(config, file or config.output_path / "run.yaml", resume, ctx.obj)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)

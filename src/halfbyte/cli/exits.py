@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from ..errors import HalfbyteError, UsageError
 from ..hardware import is_out_of_memory
+from ..processes import was_launched
 from ..signals import Stopped, as_exceptions
 from ..streams import nobody_reads
 from ..words import visible
@@ -69,8 +70,17 @@ def _answer(error: BaseException, meta: dict[str, Any]) -> int:
         nobody_reads()
         return UNREAD
     known = error if isinstance(error, HalfbyteError) else _known(error)
-    print_error(known or _bug(error, meta))
+    said = known or _bug(error, meta)
+    if not (was_launched() and _left_to_launcher(said, error, bug=known is None)):
+        print_error(said)
     return WRONG_USAGE if isinstance(known, UsageError) else FAILED
+
+
+def _left_to_launcher(said: HalfbyteError, error: BaseException, *, bug: bool) -> bool:
+    """Whether who has started this process beside others says it, once for all of them."""
+    from ..parallel.ranks import leave_error
+
+    return leave_error(said, error, bug=bug)
 
 
 def _known(error: BaseException) -> HalfbyteError | None:
@@ -84,14 +94,27 @@ def _known(error: BaseException) -> HalfbyteError | None:
         return HalfbyteError("the folder that this command was started in is gone", "change to another one")
     if isinstance(error, MemoryError) or ("torch" in sys.modules and is_out_of_memory(error)):
         return HalfbyteError("out of memory", "end other programs, or take a machine with more")
+    if was_launched():
+        from ..parallel.ranks import lost_another
+
+        return lost_another(error)
     return None
 
 
 def _say_stopped(stop: KeyboardInterrupt) -> int:
     number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+    if was_launched() and not _speaks():
+        return 128 + int(number)
     by = "" if number == signal.SIGINT else f" by {number.name}"
     typer.echo(f"\nstopped{by}{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
     return 128 + int(number)
+
+
+def _speaks() -> bool:
+    """Whether this process, of several, says what holds for all."""
+    from ..parallel.ranks import is_main_rank
+
+    return is_main_rank()
 
 
 def _say_usage(error: Any) -> int:

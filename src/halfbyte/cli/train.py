@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import RunConfig
 from ..console import Console
+from ..processes import was_restarted
 from ..signals import Stopped
 from ..train.checkpoint import checkpoints
 from ..train.look_over import look_over_run
 from .imports import quick_imports
 
 
-def train_run(config: RunConfig, file: Path, resume: bool) -> None:
-    """Train, and where a signal ends it say what is saved and how to go on."""
+def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[str] | None = None) -> None:
+    """Train, and where a signal ends it say what is saved and how to go on.
+
+    On several devices this process starts one for each, which run the same command.
+
+    Args:
+        arguments: of that command; default: this process's.
+    """
     again: str | bool | None = True if resume else config.resume_from_checkpoint
+    again = True if was_restarted() else again
     look_over_run(config, again)
+    with quick_imports():
+        from ..parallel.launch import launch, layout_wanted
+
+    if (layout := layout_wanted(config)).size > 1:
+        command = [*_python(), "-m", "halfbyte", *(arguments or sys.argv[1:])]
+        return launch(
+            lambda now: [*command, *([] if now == layout else [f"parallel={now}"])], layout, config.max_restarts
+        )
     with quick_imports():
         from ..train.sft import train
 
@@ -25,6 +44,12 @@ def train_run(config: RunConfig, file: Path, resume: bool) -> None:
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         raise Stopped(number, _what_is_saved(config.output_path, file)) from None
+
+
+def _python() -> list[str]:
+    """Options with which another Python finds the modules that this one does: not in the folder it is started in,
+    unless this one did."""
+    return [] if sys.path[:1] in ([""], [os.getcwd()]) else ["-P"]
 
 
 def _what_is_saved(folder: Path, file: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,7 @@ Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SIDES = ("rows", "columns")
 QUANT_METHOD = "halfbyte"  # what config.json calls a checkpoint whose layers name their formats
 
 
@@ -82,6 +83,44 @@ class Format(abc.ABC):
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         """`dtype` [rows, width]: chosen rows of a two-dimensional table. Formats override it to decode only those."""
         return self.dequantize(parts, shape, dtype)[rows]
+
+    def split(self, parts: Parts, shape: tuple[int, ...], dim: int, n: int) -> tuple[Format, list[dict[str, Tensor]]]:
+        """A matrix as `n` equal ones, each in memory of its own; on the meta device, their shapes.
+
+        Together they have the values of the whole, bit for bit. Where one of these does not begin with a block of this
+        format, they are in one with smaller blocks, or with scales that are not nested.
+
+        Args:
+            shape: of the matrix.
+            dim: 0: each has some of its rows; 1: of its columns.
+
+        Returns:
+            The format of all, and the parts of each, in order.
+
+        Raises:
+            ModelError: `n` does not divide it, or no block of any size ends where they do.
+        """
+        if len(shape) != 2 or dim not in (0, 1):
+            raise ModelError(
+                f"{self.spec}: a tensor of shape {tuple(shape)} is not split along {dim}", "split matrices"
+            )
+        if shape[dim] % n:
+            raise ModelError(f"{self.spec}: {shape[dim]} {SIDES[dim]} are not split {n} ways", "take a divisor of them")
+        found = self._split(parts, (shape[0], shape[1]), dim, n)
+        if isinstance(found, int):
+            message = f"{self.spec}: a matrix of shape {tuple(shape)} is not split into {n} by {SIDES[dim]}"
+            raise ModelError(
+                message, f"what each gets must be a multiple of {found}: split it fewer ways, or use another format"
+            )
+        format_, parts_of = found
+        sides = tuple(size // n if each == dim else size for each, size in enumerate(shape))
+        return format_, [{name: each[name] for name in format_.part_specs(sides)} for each in parts_of]
+
+    @abc.abstractmethod
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        """`split` of sides that divide; or what rows, columns or values of each must be a multiple of."""
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         """Checkpoint entries: suffix after the parameter's name ("" for the codes themselves) → tensor.
@@ -159,6 +198,19 @@ def register_format(cls: type[Format]) -> type[Format]:
     """Make a format known by each of its names, for `from_spec` and for the contract test."""
     FORMATS[cls.name] = cls
     return cls
+
+
+def cut(part: Tensor, n: int, dim: int) -> list[Tensor]:
+    """`part` as n equal ones along `dim`, each in memory of its own."""
+    return [each.clone(memory_format=torch.contiguous_format) for each in part.tensor_split(n, dim)]
+
+
+def split_parts(n: int, cuts: Mapping[str, Sequence[Tensor]], shared: Parts) -> list[dict[str, Tensor]]:
+    """The parts of each of n matrices: its own of `cuts`, and `shared` ones, by name."""
+    return [
+        {name: own[i] for name, own in cuts.items()} | {name: part.clone() for name, part in shared.items()}
+        for i in range(n)
+    ]
 
 
 def json_entry(value: dict[str, Any]) -> Tensor:

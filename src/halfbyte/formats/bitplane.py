@@ -25,7 +25,7 @@ from ..ops.bitplane import (
     quantize_bitplane,
 )
 from ..ops.gemv_planes import linear_bitplane
-from .base import Format, Parts, PartSpecs, check_not_negative, register_format
+from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, split_parts
 
 CODEBOOKS = ("nf", "bnf", "fitted", "affine")
 
@@ -140,6 +140,15 @@ class KBit(Format):
             for name, part in parts.items()
         }
         return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
+
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        if dim and (shape[1] // n) % BLOCK:
+            return BLOCK
+        rows = {name: parts[name].view(shape[0], -1) for name in ("packed", "scales", "zeros") if name in parts}
+        cuts = {name: [each.view(-1) for each in cut(part, n, dim)] for name, part in rows.items()}
+        return self, split_parts(n, cuts, {name: part for name, part in parts.items() if name not in rows})
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:

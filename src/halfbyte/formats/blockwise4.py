@@ -26,6 +26,7 @@ from ..ops.blockwise4 import (
     NESTED_BLOCK,
     dequantize_blockwise4,
     dequantize_rows_blockwise4,
+    dequantize_scales,
     quantize_blockwise4,
     quantize_scales,
 )
@@ -42,6 +43,7 @@ from .base import (
     json_entry,
     read_json_entry,
     register_format,
+    split_parts,
 )
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -146,6 +148,27 @@ class Blockwise4(Format):
             rows,
             dtype,
         )
+
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        run = shape[1] // n if dim else shape[0] * shape[1] // n  # values that stay together, one after another
+        lines = shape[0] if dim else 1
+
+        def cut(part: Tensor) -> list[Tensor]:
+            return [each.reshape(-1).clone() for each in part.view(lines, n, -1).unbind(1)]
+
+        codes = [each.unsqueeze(1) for each in cut(parts["packed"])] if run % 2 == 0 else []
+        if self.nested and not dim and run % (self.blocksize * NESTED_BLOCK) == 0:
+            cuts = {"packed": codes, "absmax": cut(parts["absmax"]), "nested_absmax": cut(parts["nested_absmax"])}
+            return self, split_parts(n, cuts, {name: parts[name] for name in ("nested_code", "nested_offset")})
+        size = max((size for size in BLOCKSIZES if self.blocksize % size == 0 == run % size), default=0)
+        if not size:
+            return BLOCKSIZES[0]
+        nested = self.nested_parts(parts)
+        scales = parts["absmax"] if nested is None else dequantize_scales(parts["absmax"], *nested)
+        scales = scales.repeat_interleave(self.blocksize // size)[: shape[0] * shape[1] // size]
+        return Blockwise4(self.quant_type, size), split_parts(n, {"packed": codes, "absmax": cut(scales)}, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         packed = parts["packed"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ModelError
 from ..ops.float8 import E4M3, TILE, Scaling, dequantize_float8, quantize_float8, scale_shape
 from ..ops.gemv8 import linear_float8
-from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
+from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 
 SCALINGS = ("tensor", "row", "tile")
 SCALE_INV = "../weight_scale_inv"
@@ -83,6 +83,16 @@ class Float8(Format):
         elif self.scaling == "row":
             scale = scale[rows].unsqueeze(1)
         return (codes.float() * scale).to(dtype)
+
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        codes, scale = {"codes": cut(parts["codes"], n, dim)}, parts["scale"]
+        if self.scaling == "tensor" or (self.scaling == "row" and dim):
+            return self, split_parts(n, codes, {"scale": scale})
+        if self.scaling == "tile" and shape[dim] // n % TILE:
+            return TILE
+        return self, split_parts(n, codes | {"scale": cut(scale, n, dim)}, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         if self.scaling != "tile":

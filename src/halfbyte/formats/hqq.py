@@ -5,7 +5,7 @@ Bits a weight: bits + 32/group, in full groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from ..errors import ModelError
 from ..ops.bitplane import BLOCK
 from ..ops.gemv_planes import linear_hqq
 from ..ops.hqq import dequantize_hqq, quantize_hqq
-from .base import Format, Parts, PartSpecs, check_not_negative, register_format
+from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, split_parts
 from .bitplane import rows_and_width
 
 BITS, GROUPS = (8, 4, 3, 2), (32, 64, 128, 256)
@@ -107,6 +107,25 @@ class HQQ(Format):
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = {name: part.view(shape[0], -1)[rows].view(-1) for name, part in parts.items()}
         return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
+
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        size = max((size for size in GROUPS if self.group % size == 0 == (shape[1] // n) % size), default=0)
+        size = size if dim else self.group
+        if not size:
+            return GROUPS[0]
+        fine = {
+            name: parts[name].view(shape[0], -1).repeat_interleave(self.group // size, 1)
+            for name in ("scales", "zeros")
+        }
+        rows = {"packed": parts["packed"].view(shape[0], -1), **fine}
+        used = {"packed": shape[1] // BLOCK * self.bits, "scales": shape[1] // size, "zeros": shape[1] // size}
+        cuts = {
+            name: [each.view(-1) for each in cut(part[:, : used[name]] if dim else part, n, dim)]
+            for name, part in rows.items()
+        }
+        return replace(self, group=size), split_parts(n, cuts, {})
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:

@@ -13,8 +13,9 @@ GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
 from ..ops.int4 import PACK, dequantize_int4
-from .base import FLOATS, Format, Parts, PartSpecs, check_parts, entry_name, register_format
+from .base import FLOATS, Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 
 ENTRIES = {"qweight": "../qweight", "qzeros": "../qzeros", "scales": "../scales", "g_idx": "../g_idx"}
 DAMAGED = "re-download the checkpoint"
@@ -83,6 +84,29 @@ class _Int4(Format):
         return dequantize_int4(
             parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), self.awq, self.zero_shift, dtype
         )
+
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        each = shape[dim] // n
+        if each % PACK:
+            return PACK
+        if not dim:
+            cuts = {name: cut(parts[name], n, 1) for name in ("qweight", "qzeros", "scales")}
+            return self, split_parts(n, cuts, {"g_idx": parts["g_idx"]} if self.indexed else {})
+        cuts = {"qweight": cut(parts["qweight"], n, 0)}
+        if self.indexed:  # inputs of any group may be in any of them
+            groups = len(parts["scales"])
+            if each % groups:
+                return math.lcm(groups, PACK)
+            cuts["g_idx"] = cut(parts["g_idx"], n, 0)
+            return replace(self, group_size=each // groups), split_parts(
+                n, cuts, {k: parts[k] for k in ("qzeros", "scales")}
+            )
+        size = math.gcd(each, self.group_size)
+        for name in ("qzeros", "scales"):
+            cuts[name] = cut(parts[name].repeat_interleave(self.group_size // size, 0), n, 0)
+        return replace(self, group_size=size), split_parts(n, cuts, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         return {ENTRIES[part]: value for part, value in parts.items()}

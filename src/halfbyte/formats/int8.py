@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ModelError
 from ..ops.gemv8 import linear_int8
 from ..ops.int8 import dequantize_rows_int8, quantize_rows_int8
-from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
+from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 
 SUFFIXES = {"codes": "", "absmax": "../SCB"}
 WEIGHT_FORMAT = "../weight_format"
@@ -70,6 +70,14 @@ class Int8(Format):
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_int8(parts["codes"][rows], parts["absmax"][rows], dtype)
+
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        codes, absmax = {"codes": cut(parts["codes"], n, dim)}, parts["absmax"]
+        if dim:
+            return self, split_parts(n, codes, {"absmax": absmax})
+        return self, split_parts(n, codes | {"absmax": cut(absmax, n, 0)}, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         state = {suffix: parts[part] for part, suffix in SUFFIXES.items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
 from ..ops.e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, pack_e2m1
-from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
+from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 from .nvfp4 import DAMAGED, SCALE, rows_and_columns
 
 BLOCK, NAN = 32, 0xFF
@@ -73,6 +73,13 @@ class Mxfp4(Format):
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_e2m1(parts["packed"][rows], parts["scale"][rows], None, (1, BLOCK), shape[1], dtype)
+
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        if dim and (shape[1] // n) % BLOCK:
+            return BLOCK
+        return self, split_parts(n, {name: cut(part, n, dim) for name, part in parts.items()}, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         """The published layout of a bf16 matrix; with a description beside it for anything else."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from ..errors import CheckpointError, ModelError
 from ..notices import notice
 from ..ops.e2m1 import E4M3_NAN, dequantize_e2m1
 from ..ops.nvfp4 import BLOCK, Metric, packed_nvfp4
-from .base import Format, Parts, PartSpecs, check_parts, entry_name, register_format
+from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 
 CHOICES: dict[str, Metric | None] = {"plain": None, "46mse": "MSE", "46l1": "L1", "46absmax": "AbsMax"}
 SCALE, FACTOR, INPUT_SCALE = "../weight_scale", "../weight_scale_2", "../input_scale"
@@ -107,6 +107,17 @@ class Nvfp4(Format):
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         packed, scale = parts["packed"][rows], parts["scale"][rows // self.tile[0]]
         return dequantize_e2m1(packed, scale, parts["factor"], (1, BLOCK), shape[1], dtype)
+
+    def _split(
+        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
+    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+        if dim and (shape[1] // n) % BLOCK:
+            return BLOCK
+        format_, scale = self, parts["scale"]
+        if not dim and (shape[0] // n) % self.tile[0]:  # rows that shared a scale part
+            format_, scale = replace(self, tiles=False), scale.repeat_interleave(self.tile[0], 0)[: shape[0]]
+        cuts = {"packed": cut(parts["packed"], n, dim), "scale": cut(scale, n, dim)}
+        return format_, split_parts(n, cuts, {"factor": parts["factor"]})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         """ModelOpt's entries where they say everything: plain, a scale per 16 values, bf16, nothing padded."""

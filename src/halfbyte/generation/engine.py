@@ -18,11 +18,13 @@ from ..hardware import capture_stream
 from ..layers.plain import hooked
 from ..models.head import configured_head
 from ..models.layer import Half, LayerView, epsilon, layer_view
+from ..models.sharding import sharded
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
+from ..parallel.tensor import is_divided
 from .linears import Linears, Unknown, adapter_names
 
 FP8 = torch.float8_e4m3fn
@@ -308,6 +310,8 @@ def _views(causal: Any) -> list[LayerView]:
     Raises:
         Unknown: it is of no family, or computes something that this forward does not.
     """
+    if sharded(causal) is not None:
+        raise Unknown("each process has a slice of its layers")
     backbone = getattr(causal, "model", None)
     found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
     views = [view for view in found if isinstance(view, LayerView)]
@@ -320,6 +324,8 @@ def _views(causal: Any) -> list[LayerView]:
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
+    if any(is_divided(view.attention_half.inner) for view in views):
+        raise Unknown("its products are divided over processes")
     if any(hooked(module) for module in (causal.lm_head, backbone.embed_tokens, backbone.norm)):
         raise Unknown("it has hooks")
     return views
@@ -335,7 +341,7 @@ class StockEngine:
                 f"{type(model).__name__}: several adapters in one batch need a family that halfbyte knows",
                 "generate for each adapter in a call of its own",
             )
-        self.model, self.adapter = model, adapters[0]
+        self.model, self.adapter, self.sharded = model, adapters[0], sharded(model)
         self.cache: Any = None
         self.tokens = self.mask = torch.empty(0)
 
@@ -357,7 +363,8 @@ class StockEngine:
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=1, **keys)
         self.cache = getattr(result, "past_key_values", None)
-        return result.logits[:, -1].float()
+        logits = result.logits[:, -1].float()
+        return logits if self.sharded is None else self.sharded.agreed(logits.contiguous())
 
     @contextlib.contextmanager
     def _adapter(self):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..ops import IGNORE_INDEX
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -105,6 +107,10 @@ class Method(ABC):
     @abstractmethod
     def counts(self, batch: Batch) -> dict[str, float]:
         """What the sums of a batch are divided by, name → number, known before its forward."""
+
+    def blank(self, batch: Batch) -> dict[str, Any]:
+        """The batch with nothing left to train on: for a process that has no rows where others have."""
+        return {**batch, "labels": batch["labels"].new_full(batch["labels"].shape, IGNORE_INDEX)}
 
     @abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -8,8 +8,10 @@ losses beside it), the model's own full logits are used, with a notice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
-from ..errors import DataError
+from ..errors import DataError, ModelError
 from ..notices import notice
 from ..ops import IGNORE_INDEX
+from ..parallel import Mesh
+from ..parallel.vocabulary import Vocabulary
 from .layer import causal_lm_of
 
+LABELS = ("labels", "shift_labels")  # in a batch
 PROBE_TOKENS = 8
 ARGMAX_ROWS = 256  # positions whose logits are made at a time
 
@@ -48,6 +53,7 @@ class Head:
 
 
 _heads: WeakKeyDictionary[nn.Module, Head | str] = WeakKeyDictionary()
+_divided: WeakKeyDictionary[nn.Module, Vocabulary] = WeakKeyDictionary()
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -58,8 +64,9 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
 
     Args:
         model: a Hugging Face causal LM, alone or beside a vision tower, plain or inside a `peft.PeftModel`.
-        batch: `input_ids` and `labels` [B, T] (unshifted, -100 where nothing is trained), and any further input of the
-            model: `attention_mask`, `position_ids`, `pixel_values` and what comes with them.
+        batch: `input_ids` and `labels` [B, T] (unshifted, -100 where nothing is trained; or `shift_labels`, where
+            position i has the label of the token behind it), and any further input of the model: `attention_mask`,
+            `position_ids`, `pixel_values` and what comes with them.
 
     Returns:
         loss_sum: 0-d fp32, differentiable.
@@ -71,22 +78,25 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     """
     _check_batch(batch)
     inputs = backbone_inputs(model, batch)
-    labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX)
+    labels = batch.get("shift_labels")
+    labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX) if labels is None else labels
     trained_tokens = (labels != IGNORE_INDEX).sum()
-    head = _head_of(model, inputs)
+    head, causal_lm = _head_of(model, inputs), causal_lm_of(model)
     if isinstance(head, str):
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
         return _loss_of_full_logits(model, inputs, labels, trained_tokens), trained_tokens
-    causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
-    weight = causal_lm.get_output_embeddings().weight
+    weight, vocabulary = causal_lm.get_output_embeddings().weight, _divided.get(causal_lm)
+    if vocabulary is not None:
+        return vocabulary.cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale), trained_tokens
     loss_sum = linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
     return loss_sum, trained_tokens
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:
     """Raise a DataError that names the input no step can take; looks at shapes and dtypes alone."""
-    if batch.get("labels") is None:
+    labels = batch.get("labels", batch.get("shift_labels"))
+    if labels is None:
         raise DataError("the batch has no labels", "give labels [B, T], -100 where nothing is trained")
     name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
     tokens = batch.get(name)
@@ -97,7 +107,7 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
     shape = tokens.shape[:2]
     if 0 in shape:
         raise DataError(f"{name} is {list(tokens.shape)}: there is no token", "leave empty batches out")
-    labels, positions = batch["labels"], batch.get("position_ids")
+    positions = batch.get("position_ids")
     if labels.dtype is not torch.int64 or labels.shape != shape:
         raise DataError(f"labels are {labels.dtype} {list(labels.shape)}, and {name} {list(tokens.shape)}",
                         f"give int64 {list(shape)}")  # fmt: skip
@@ -114,7 +124,7 @@ def backbone_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     Positions [B, T] become [4, B, T] for M-RoPE: the text's first, without which transformers looks for no documents
     and packed ones would see each other; then time, height and width, which are the same in text.
     """
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs = {key: value for key, value in batch.items() if key not in LABELS}
     positions = inputs.get("position_ids")
     rope = getattr(_config(model), "rope_parameters", None) or {}
     if positions is not None and positions.dim() == 2 and "mrope_section" in rope:
@@ -155,18 +165,76 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     """
     asked = labels != IGNORE_INDEX
     wanted = labels[asked]
-    head = _head_of(model, dict(inputs))
+    head, causal_lm = _head_of(model, dict(inputs)), causal_lm_of(model)
     if isinstance(head, str):
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
         logits = model(**inputs, use_cache=False).logits[asked].float()
         return -F.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1) == wanted
-    causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[asked]
-    weight = causal_lm.get_output_embeddings().weight
+    weight, vocabulary = causal_lm.get_output_embeddings().weight, _divided.get(causal_lm)
+    if vocabulary is not None:
+        return vocabulary.log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
     log_probs, _ = linear_log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
     # The largest stays the largest under a scale and a softcap.
     likeliest = [(rows.to(weight.dtype) @ weight.T).argmax(-1) for rows in hidden.split(ARGMAX_ROWS)]
     return log_probs, torch.cat(likeliest) == wanted
+
+
+def divide_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None:
+    """Leave this process its rows of the head's weight and of the embedding's, which may be one; it loses the others.
+
+    From then on `causal_lm_loss` and `token_log_probs`, forwards and sampling of all processes along `axes` must come
+    together: each computes its slice of everybody's logits (`parallel.vocabulary`).
+
+    Args:
+        model: with its adapters.
+
+    Raises:
+        ModelError: the head needs full logits, or it or the embedding is trained, quantized or watched.
+    """
+    causal_lm, obstacle = causal_lm_of(model), undivided(model)
+    if obstacle:
+        raise ModelError(f"the vocabulary is not divided: {obstacle}", "use parallel: {data: N}")
+    head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
+    vocabulary = Vocabulary.over(mesh, axes, len(head.weight))
+    slices: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (embedding, head):
+        if (whole := module.weight) not in slices:
+            slices[whole] = nn.Parameter(vocabulary.slice_of(whole.detach()), requires_grad=False)
+        module.weight = slices[whole]
+    embedding.padding_idx = None  # a row number; of a frozen table it says nothing
+    embedding.forward = MethodType(partial(_embedded, vocabulary), embedding)
+    head.forward = MethodType(partial(_logits, vocabulary), head)
+    _divided[causal_lm] = vocabulary
+
+
+def undivided(model: nn.Module) -> str | None:
+    """Why head and embedding of `model` are not divided by vocabulary; None where they can be."""
+    if isinstance(head := described_head(model), str):
+        return head
+    causal_lm = causal_lm_of(model)
+    parts = {"head": causal_lm.get_output_embeddings(), "embedding": causal_lm.get_input_embeddings()}
+    for name, module in parts.items():
+        if not isinstance(module, nn.Linear if name == "head" else nn.Embedding):
+            return f"its {name} is a {type(module).__name__}"
+        if type(module.weight.data) is not Tensor:
+            return f"its {name} is stored quantized"
+        if module.weight.requires_grad:
+            return f"its {name} is trained"
+        if "forward" in module.__dict__:
+            return f"something else has replaced the forward of its {name}"
+    sizes = {len(module.weight) for module in parts.values()}
+    return f"its head and its embedding have {' and '.join(map(str, sizes))} rows" if len(sizes) > 1 else None
+
+
+def _embedded(vocabulary: Vocabulary, self: Any, ids: Tensor) -> Tensor:
+    """An embedding's forward: that of its class, of the tokens that this process has rows of."""
+    return vocabulary.embedded(ids, partial(type(self).forward, self))
+
+
+def _logits(vocabulary: Vocabulary, self: Any, hidden: Tensor) -> Tensor:
+    """A head's forward."""
+    return vocabulary.products(hidden, self.weight)
 
 
 def _config(model: nn.Module) -> Any:
@@ -186,6 +254,12 @@ def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     if causal_lm not in _heads:
         _heads[causal_lm] = _probe(causal_lm, head, inputs)
     return _heads[causal_lm]
+
+
+def take_head(model: nn.Module, of: nn.Module) -> None:
+    """Let the head of `model` be what that of another model of its architecture was found to be; for a model that
+    cannot compute logits here, since its layers are in several processes."""
+    _heads[causal_lm_of(model)] = _heads[causal_lm_of(of)]
 
 
 def _obstacle(model: nn.Module) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ..formats.base import FLOATS
 from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
+from ..parallel import ALONE, Mesh
 from ..reading import read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files
@@ -114,6 +117,8 @@ def load_model(
     attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    mesh: Mesh = ALONE,
+    along: tuple[str, ...] = (),
     **keys: Any,
 ) -> Any:
     """A causal language model of transformers, its linear layers (not the head) quantized.
@@ -129,6 +134,8 @@ def load_model(
         dtype: of computation and unquantized weights; "auto" picks what the hardware is fast in.
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
+        mesh: processes that call this at once; those of a host read, and quantize, each tensor once.
+        along: axes of the mesh along which the weights of decoder layers are cut: see `parallel.placement`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 
@@ -148,14 +155,19 @@ def load_model(
     check_attention(config, attn_implementation, target)
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
-    options = _quantized_by(config, files.name, storage) | {
+    options = _quantized_by(config, files.name, storage, mesh.ways(*along)) | {
         "revision": files.place.revision,
         "trust_remote_code": files.place.trust_remote_code,
         "attn_implementation": attn_implementation,
         "dtype": resolve_dtype(dtype, target),
-        "device_map": {"": target},
     }
-    model = _from_pretrained(files.place.name, config=config, **options)
+    load = functools.partial(_from_pretrained, files.place.name, config=config, **options)
+    if mesh.size == 1:
+        model = load(device=target)
+    else:
+        from .divided import load_together
+
+        model = load_together(files.place, config, mesh, along, target, load)
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:
@@ -175,36 +187,70 @@ def check_stored(files: ModelFiles, storage: Storage) -> None:
         _quantized_by(copy.deepcopy(files.config), files.name, storage)
 
 
-def _quantized_by(config: Any, name: str, storage: Storage) -> dict[str, Any]:
+def _quantized_by(config: Any, name: str, storage: Storage, ways: int = 1) -> dict[str, Any]:
     """What transformers is to be told so that `HalfbyteQuantizer` loads; a checkpoint that was quantized before says it
     in its own `config`, where it is put."""
     from .quantizer import HalfbyteConfig
 
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
-        config.quantization_config = _prequantized(stored, name, storage)
+        config.quantization_config = _prequantized(stored, name, storage) | {"ways": ways}
         return {}
-    return {"quantization_config": HalfbyteConfig(storage)} if storage.quantized else {}
+    return {"quantization_config": HalfbyteConfig(storage, ways=ways)} if storage.quantized else {}
 
 
-def _from_pretrained(name_or_path: str, *, config: Any, **options: Any) -> Any:
-    """transformers' loading, with what is missing, misshapen or broken named."""
+def _from_pretrained(
+    name_or_path: str,
+    *,
+    config: Any,
+    device: torch.device,
+    cls: Any = None,
+    state_dict: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """transformers' loading, with what is missing, misshapen or broken named.
+
+    Args:
+        cls: the model's class; None: as `config` says.
+        state_dict: entry → what to read it from; None: from the files.
+    """
+    # transformers takes a name or entries, and from entries only the class itself
+    source = {} if state_dict is None else {"state_dict": state_dict}
     with (
         trusted_only(name_or_path),
         answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
         quiet(),
         no_loading_bars() if _is_small(name_or_path) else contextlib.nullcontext(),
     ):
-        model, info = auto_class(config).from_pretrained(
-            name_or_path,
+        model, info = (cls or auto_class(config)).from_pretrained(
+            None if source else name_or_path,
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
+            device_map={"": device},
+            **source,
             **options,
         )
+        if source:
+            _named(model, name_or_path, options)
     check_loaded(info, name_or_path, config)
     check_finite(model, name_or_path)
     return model
+
+
+def _named(model: Any, name_or_path: str, options: Mapping[str, Any]) -> None:
+    """What transformers sets by the name of a checkpoint: that name, and how the model generates."""
+    model.name_or_path = model.config.name_or_path = name_or_path
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
+        from transformers import GenerationConfig
+
+        keys = {"revision": options["revision"]}
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(name_or_path, **keys)
+        except OSError:  # no file: as its config says
+            model.generation_config = GenerationConfig.from_pretrained(
+                name_or_path, config_file_name="config.json", _from_model_config=True, **keys
+            )
 
 
 def _is_small(name_or_path: str) -> bool:

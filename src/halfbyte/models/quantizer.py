@@ -42,6 +42,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         others: of an unpacked GGUF file, its type → how many linear layers have it and are not in `formats`: they are
             stored in 16 bits, and quantized while loading as `storage` says.
         kept: of an unpacked GGUF file, its type → how many linear layers keep it. For people.
+        ways: processes that divide the model's memory.
         keys: `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, as in a run's configuration.
 
@@ -58,6 +59,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         formats: Mapping[str, list[str]] | None = None,
         others: Mapping[str, int] | None = None,
         kept: Mapping[str, int] | None = None,
+        ways: int = 1,
         quant_method: str = QUANT_METHOD,
         **keys: Any,
     ):
@@ -67,6 +69,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
         self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
         self.others = others or {}
+        self.ways = ways
         self.whole = False  # every linear layer that may be quantized is
 
     def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
@@ -144,6 +147,8 @@ class _Deserialize(ConversionOps):
         result: dict[str, Tensor] = {}
 
         def load() -> nn.Parameter:
+            if any(value.is_meta for value in state.values()):  # another process reads it
+                return self._unread(model.get_parameter(full_layer_name), full_layer_name)
             if self.hf_quantizer.quantization_config.others and state.keys() == {""} and state[""].dtype in FLOATS:
                 weight = state[""].to(model.get_parameter(full_layer_name).dtype)
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
@@ -157,6 +162,10 @@ class _Deserialize(ConversionOps):
 
         self.hf_quantizer.attempt("weight", load, result)
         return result
+
+    def _unread(self, expected: nn.Parameter, name: str) -> nn.Parameter:
+        """The parameter without data; `expected` has its shape and dtype."""
+        return quantized_parameter(expected.to("meta"), self.hf_quantizer.format_of(name))
 
     def __deepcopy__(self, memo: Any) -> _Deserialize:
         """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
@@ -211,8 +220,8 @@ class HalfbyteQuantizer(HfQuantizer):
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
         if self.param_needs_quantization(model, param_name):
-            return self.format_of(param_name).bits_per_weight(tuple(param.shape)) / 8
-        return param.element_size()
+            return self.format_of(param_name).bits_per_weight(tuple(param.shape)) / 8 / self.quantization_config.ways
+        return param.element_size() / self.quantization_config.ways
 
     def format_of(self, param_name: str) -> Format:
         """The format of a quantized layer's weight."""

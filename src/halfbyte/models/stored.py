@@ -56,7 +56,7 @@ class BaseCheckpoint:
     """
 
     def __init__(self, origin: Origin):
-        self.folder = _folder(origin)
+        self.folder = folder_of(origin)
         self.config = read_config(self.folder)
         files = safetensors_files(self.folder)
         if not files:
@@ -184,7 +184,7 @@ class BaseCheckpoint:
         return last - first
 
 
-def _folder(origin: Origin) -> Path:
+def folder_of(origin: Origin) -> Path:
     """The base's folder; that of a hub id in the local cache, downloaded where it is not there yet."""
     from huggingface_hub import snapshot_download
 

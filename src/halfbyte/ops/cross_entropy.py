@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..errors import ModelError
-from . import IGNORE_INDEX
+from . import ELSEWHERE, IGNORE_INDEX
 from .checks import check_float
 
 
@@ -140,7 +140,8 @@ def log_probs_backward_(
     """Replace logits, made again, by the gradient that reaches them from log p[label] and from the entropy.
 
     Args:
-        logits, labels: as in `cross_entropy_`; smoothing and z-loss have no part in this.
+        logits, labels: as in `cross_entropy_`; smoothing and z-loss have no part in this. `logits` may be a slice of a
+            vocabulary, whose logsumexp is given: a row labelled `ELSEWHERE` has its label in another.
         logsumexp, entropy: [n] what `cross_entropy_` returned; `entropy` is needed with `grad_entropy` only.
         grad_log_probs: [n] gradient of each row's log-probability, in fp32 (fp64 for fp64 logits).
         grad_entropy: [n] gradient of each row's entropy, or None.
@@ -148,7 +149,8 @@ def log_probs_backward_(
     check_cross_entropy(logits, labels, logsumexp, entropy, grad_log_probs, grad_entropy)
     exact = torch.promote_types(logits.dtype, torch.float32)
     ignored = labels == objective.ignore_index
-    outside = _outside(labels, ignored, logits.shape[1])
+    elsewhere = labels == ELSEWHERE
+    outside = _outside(labels, ignored | elsewhere, logits.shape[1])
     targets = labels.clamp(0, logits.shape[1] - 1).unsqueeze(1)
     z, slope = _logits(logits.to(exact), objective)
     log_probs = z - logsumexp.unsqueeze(1)
@@ -157,6 +159,6 @@ def log_probs_backward_(
         probabilities = log_probs.exp()
         weighted = torch.special.entr(probabilities) - probabilities * entropy.unsqueeze(1)
         gradient.add_(weighted.mul_(grad_entropy.unsqueeze(1)))
-    gradient.scatter_add_(1, targets, grad_log_probs.unsqueeze(1))
+    gradient.scatter_add_(1, targets, grad_log_probs.masked_fill(elsewhere, 0.0).unsqueeze(1))
     gradient.mul_(slope).masked_fill_(outside.unsqueeze(1), torch.nan)
     logits.copy_(gradient.masked_fill_(ignored.unsqueeze(1), 0.0))

@@ -48,7 +48,8 @@ def _is_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _check_labels(targets: Tensor, vocabulary: int) -> None:
+def check_labels(targets: Tensor, vocabulary: int) -> None:
+    """Raise a DataError that names a label outside [0, vocabulary)."""
     outside = targets[(targets < 0) | (targets >= vocabulary)]
     if len(outside):
         raise DataError(
@@ -104,7 +105,7 @@ def linear_cross_entropy_forward(
         return cross_entropy_in_chunks(hidden, weight, labels, objective, **keys)
     trained = (labels != objective.ignore_index).nonzero().squeeze(1)
     targets = labels[trained]
-    _check_labels(targets, weight.shape[0])
+    check_labels(targets, weight.shape[0])
     if len(trained) == len(labels):
         return cross_entropy_in_chunks(hidden, weight, labels, objective, **keys)
     (loss, logsumexp, entropy), grad_x, grad_w = cross_entropy_in_chunks(

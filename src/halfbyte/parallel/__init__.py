@@ -1,5 +1,21 @@
 """Who takes part in a run."""
 
+from .agreement import check_agreement, check_shared
+from .context import Context, slice_of
 from .mesh import ALONE, AXES, ROWS, TOKENS, Mesh, present_mesh
+from .reduce import clip_gradients, sum_gradients
 
-__all__ = ["ALONE", "AXES", "ROWS", "TOKENS", "Mesh", "present_mesh"]
+__all__ = [
+    "ALONE",
+    "AXES",
+    "ROWS",
+    "TOKENS",
+    "Context",
+    "Mesh",
+    "check_agreement",
+    "check_shared",
+    "clip_gradients",
+    "present_mesh",
+    "slice_of",
+    "sum_gradients",
+]

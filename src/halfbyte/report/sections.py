@@ -129,7 +129,18 @@ def memory(run: Run) -> str:
     if plan.get("activation_checkpointing") is not None:
         state = "on" if plan["activation_checkpointing"] else "off"
         words.append(f"Activation checkpointing {state}{': ' + text(plan['reason']) if plan.get('reason') else ''}")
-    return html + f"<p class='note'>{'. '.join(words)}.</p>"
+    return html + f"<p class='note'>{'. '.join(words)}.</p>" + _processes(run)
+
+
+def _processes(run: Run) -> str:
+    """What each of several processes took; nothing for a run of one."""
+    ranks = (run.memory or {}).get("ranks")
+    if not ranks:
+        return ""
+    names = {"after_load_bytes": "after loading", "peak_bytes": "peak", "reserved_bytes": "reserved"}
+    shown = {key: name for key, name in names.items() if all(key in each for each in ranks)}
+    rows = ((str(rank), *(size(each[key]) for key in shown)) for rank, each in enumerate(ranks))
+    return table((f"Process, of {text((run.environment or {}).get('parallel'))}", *shown.values()), rows)
 
 
 def bar(title: str, parts: Mapping[str, float], names: Mapping[str, str], scale: float) -> str:

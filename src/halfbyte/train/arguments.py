@@ -12,17 +12,21 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import ConfigError
 
 
-def steps_per_epoch(config: RunConfig, rows: int) -> int:
-    """Optimizer steps in one pass over `rows`; the last accumulation window of an epoch may be incomplete."""
+def steps_per_epoch(config: RunConfig, rows: int, ways: int = 1) -> int:
+    """Optimizer steps in one pass over `rows`; the last accumulation window of an epoch may be incomplete.
+
+    Args:
+        ways: processes that rows are dealt to.
+    """
     batches = math.ceil(rows / config.per_device_train_batch_size)
-    return math.ceil(batches / config.gradient_accumulation_steps)
+    return math.ceil(batches / (config.gradient_accumulation_steps * ways))
 
 
-def total_steps(config: RunConfig, rows: int) -> int:
+def total_steps(config: RunConfig, rows: int, ways: int = 1) -> int:
     """Optimizer steps of the whole run."""
     if config.max_steps > 0:
         return config.max_steps
-    return math.ceil(config.num_train_epochs * steps_per_epoch(config, rows))
+    return math.ceil(config.num_train_epochs * steps_per_epoch(config, rows, ways))
 
 
 def check_dtype(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -39,9 +43,9 @@ def check_dtype(config: RunConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def training_arguments(
-    config: RunConfig, device: torch.device, dtype: torch.dtype, *, rows: int, evaluate: bool
+    config: RunConfig, device: torch.device, dtype: torch.dtype, *, rows: int, evaluate: bool, ways: int = 1
 ) -> TrainingArguments:
-    """Translate `config` for a training set of `rows`.
+    """Translate `config` for a training set of `rows`, dealt to `ways` processes.
 
     Everything periodic is counted in steps ("every epoch" too), so that evaluations and checkpoints of a step always
     come in the same order, also in a resumed run.
@@ -50,7 +54,7 @@ def training_arguments(
         ConfigError: a value that transformers does not know, or float16 where it cannot train.
     """
     check_dtype(config, device, dtype)
-    epoch = steps_per_epoch(config, rows)
+    epoch = steps_per_epoch(config, rows, ways)
     try:
         arguments = TrainingArguments(
             **_same_names(config),

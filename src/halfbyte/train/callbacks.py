@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,22 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from halfbyte.parallel import ALONE, Mesh
+
 
 class Callbacks:
     """Calls every callback for an event, with the state of the run; what they want is in `control`.
 
     transformers' DefaultFlowCallback is the first of them: it says when a step is logged, evaluated or saved.
+
+    Args:
+        reports: whether this process is the one that tells `report_to`.
     """
 
-    def __init__(self, args: TrainingArguments, model: Any):
+    def __init__(self, args: TrainingArguments, model: Any, reports: bool = True):
         self.args, self.control = args, TrainerControl()
         self.state = self._new_state()
-        reporting = get_reporting_integration_callbacks(args.report_to)
+        reporting = get_reporting_integration_callbacks(args.report_to) if reports else []
         self.handler = CallbackHandler([DefaultFlowCallback, *reporting], model, None, None, None)
         self("on_init_end")
 
@@ -51,12 +57,12 @@ class Callbacks:
 
 
 @contextlib.contextmanager
-def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
-    """NEFTune (Jain et al. 2023): while `model` trains, noise on its embeddings."""
+def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = ALONE) -> Iterator[None]:
+    """NEFTune (Jain et al. 2023): while `model` trains, noise on its embeddings, of α / √(tokens of a row · width)."""
     if alpha is None:
         yield
         return
-    handle = activate_neftune(model, alpha)
+    handle = activate_neftune(model, alpha / math.sqrt(mesh.ways("context")))  # it sees slices of rows
     try:
         yield
     finally:

@@ -42,6 +42,8 @@ FREE_KEYS = frozenset(
         *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
         *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
         *("device", "dataset_num_proc", "trust_remote_code"),
+        # how a step's rows are divided: see `same_steps`
+        *("parallel", "gradient_accumulation_steps", "max_restarts", "pipeline_schedule"),
     ]
 )
 
@@ -119,14 +121,20 @@ def _damage_without_manifest(checkpoint: Path, contents: bool) -> str | None:
 
 
 def write_state(
-    folder: Path, config: RunConfig, data: dict[str, int], window: Window, owes_evaluation: bool = False
+    folder: Path,
+    config: RunConfig,
+    data: dict[str, int],
+    window: Window,
+    owes_evaluation: bool = False,
+    ways: int = 1,
 ) -> None:
     """Put beside the weights what resuming has to check and to continue.
 
     Args:
         owes_evaluation: whether the evaluation after this step is still to be done.
+        ways: processes that the rows of a step were dealt to.
     """
-    state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict()}
+    state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict(), "ways": ways}
     if owes_evaluation:
         state["owes_evaluation"] = True
     write_json(folder / STATE, {"format": FORMAT, **state})
@@ -286,6 +294,35 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
             f"{checkpoint} was made with other settings ({'; '.join(differing)})",
             "resume with the same settings, or start a new run in another output_dir (adapter_path continues weights)",
         )
+
+
+def same_steps(config: RunConfig, checkpoint: Path, ways: int) -> RunConfig:
+    """The configuration with which steps have as many micro-batches as when `checkpoint` was made, on `ways` processes.
+
+    Where their number has changed, `gradient_accumulation_steps` follows.
+
+    Raises:
+        ConfigError: it cannot, or was changed.
+    """
+    state = read_state(checkpoint)
+    key, now = "gradient_accumulation_steps", config.gradient_accumulation_steps
+    before, ways_before = state["config"][key], state.get("ways", 1)
+    step = before * ways_before
+    if now * ways == step:
+        return config
+    if ways == ways_before or now != before:
+        raise ConfigError(
+            f"{checkpoint} was made with other settings ({key}: {before} then, {now} now)",
+            f"resume with {key}: {before}, or start a new run in another output_dir (adapter_path continues weights)",
+        )
+    if step % ways:
+        fitting = ", ".join(str(n) for n in range(1, step + 1) if step % n == 0)
+        raise ConfigError(
+            f"a step of {checkpoint} has {step} micro-batches, which cannot be dealt evenly to {ways} processes",
+            f"resume on as many as divide them: {fitting}",
+        )
+    notice(key, f"{key}: {step // ways} instead of {before}, so that a step keeps its rows on {ways} processes")
+    return config.model_copy(update={key: step // ways})
 
 
 def check_same_data(data: dict[str, int], checkpoint: Path) -> None:

@@ -12,9 +12,13 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.adapters import compute, quiet_peft
+from halfbyte.adapters import compute, load_adapter_weights, quiet_peft
 from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
+from halfbyte.models.sharding import sharded
+from halfbyte.optim import trained_parameters
+from halfbyte.parallel import Mesh, slice_of
+from halfbyte.parallel.tensor import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
 
@@ -41,13 +45,17 @@ def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[
     reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
     with compute(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    loss = float(loss_sum / count)
+    return first_step(float(loss_sum / count), reference, int(count))
+
+
+def first_step(loss: float, reference: float, tokens: int) -> dict[str, Any]:
+    """What `loss_check` says of the two losses."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):  # also when either is NaN
         raise TrainingError(
             f"before training, the loss is {loss:.6g} but the model's own logits give {reference:.6g}",
             "check the checkpoint for NaN; if it is sound, this is a bug: please report the model",
         )
-    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": int(count)}
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": tokens}
 
 
 @torch.no_grad()
@@ -59,7 +67,11 @@ def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, referen
     """
     with compute(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    loss = float(loss_sum / count)
+    return fused(float(loss_sum / count), reference)
+
+
+def fused(loss: float, reference: float) -> dict[str, Any]:
+    """What `fused_check` says of the two losses."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
             f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
@@ -68,19 +80,47 @@ def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, referen
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
 
 
+@torch.no_grad()
+def divided_check(
+    model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float, mesh: Mesh
+) -> dict[str, Any]:
+    """The loss of a row cut along its tokens, inside `divided`, against `reference`, that of the whole row.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute(model, dtype):
+        loss_sum, _ = causal_lm_loss(model, slice_of({"input_ids": ids, "labels": ids}, mesh))
+    loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
+    if not abs(loss - reference) <= ROUNDING * abs(reference):
+        raise TrainingError(
+            f"with its row cut {mesh.ways('context')} ways the loss is {loss:.6g}, of the whole row {reference:.6g}",
+            "leave context out of `parallel`, and please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
+
+
 def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Take the adapter off and let plain PEFT put the saved one on the same base: logits must not change.
 
+    PEFT cannot make an adapter beside slices of weights: there the saved one is loaded in the place of the trained one.
     `model` must not be used afterwards.
 
     Raises:
         TrainingError: the saved adapter computes something else.
     """
     trained = logits(model, ids, dtype)
-    with quiet_peft():
-        reloaded = PeftModel.from_pretrained(model.unload(), str(folder))
-    round_merged(reloaded)
-    again = logits(reloaded, ids, dtype)
+    if sharded(model) is None and are_whole(model.parameters()):
+        with quiet_peft():
+            model = PeftModel.from_pretrained(model.unload(), str(folder))
+        round_merged(model)
+    else:
+        parameters = trained_parameters(model).values()
+        with whole_inside(parameters):
+            for parameter in parameters:
+                parameter.detach().zero_()
+            load_adapter_weights(model, folder)
+    again = logits(model, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}
     if not difference <= ROUNDING * largest:

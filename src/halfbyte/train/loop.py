@@ -21,7 +21,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,16 +39,21 @@ from halfbyte.files import new_directory
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
+from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, Mesh
+from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, slice_of, sum_gradients
+from halfbyte.parallel.pipeline import Pipeline
+from halfbyte.parallel.tensor import whole_inside
 from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
+from .gathered import Gathered
 from .metrics import TOKENS, MetricsFile, Window
+from .pipelined import PipelinedStepper
 from .readback import StepNumbers, guard
 from .records import Records
 from .rows import Counting, batches, counts_of
@@ -84,6 +90,7 @@ class TrainingLoop:
     Attributes:
         stepper: gives a step's gradients; `use_graphs` changes it.
         scaling: of the recipe, where it has a state.
+        gathered: of a model in stages.
     """
 
     def __init__(
@@ -111,7 +118,8 @@ class TrainingLoop:
         self.scaler = torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
         self.stepper = Stepper(self._sums, self.scaler)
         self.scaling: DelayedScaling | None = None
-        self.callbacks = Callbacks(args, model)
+        self.gathered: Gathered | None = None
+        self.callbacks = Callbacks(args, model, reports=mesh.is_main)
         self.request = Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
         self.optimizer: Any = None
@@ -119,7 +127,9 @@ class TrainingLoop:
         self.stops = Stops(config, self.loss_count)
         scaled = self.scaler is not None
         self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled)
-        set_seed(config.seed)
+        self.ways = mesh.ways(*ROWS)
+        # dropout of other rows, tokens and layers is another; those who share a product draw the same
+        set_seed(config.seed + mesh.place(*(axis for axis in AXES if axis != "tensor")))
 
     @property
     def state(self) -> TrainerState:
@@ -131,6 +141,14 @@ class TrainingLoop:
     def use_graphs(self) -> None:
         """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
         self.stepper = GraphedStepper(self._sums, self.trained, self._settled)
+
+    def use_stages(self, pipeline: Pipeline, stages: Stages) -> None:
+        """From now on run micro-batches through the stages that `model` was cut into."""
+        names = [metric.name for metric in self.method.numbers.trained]
+        around = partial(compute, self.model, self.compute_dtype)
+        how = pipeline, stages, self.scaler
+        self.stepper = PipelinedStepper(self._sums, names, self.method.blank, around, *how)
+        self.gathered = Gathered(self.mesh, stages)
 
     def _settled(self) -> bool:
         """A graph captured before the recipe's scales are there would look for them in every replay; before the first
@@ -149,14 +167,17 @@ class TrainingLoop:
             CheckpointError: `checkpoint` cannot be read.
             Stopped: the process was asked to leave; a checkpoint of the last step is saved.
         """
-        steps = total_steps(self.config, len(self.rows))
+        steps = total_steps(self.config, len(self.rows), self.ways)
         self._begin(checkpoint, steps)
         if self.state.global_step >= steps:
             if self.mesh.is_main:  # a run that was killed between the last save and this
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
             return
         try:
-            with noisy_embeddings(self.model, self.config.neftune_noise_alpha), as_requests(announce) as self.request:
+            with (
+                noisy_embeddings(self.model, self.config.neftune_noise_alpha, self.mesh),
+                as_requests(announce) as self.request,
+            ):
                 self._run(checkpoint)
         except BaseException:
             self.records.read_all()
@@ -167,7 +188,8 @@ class TrainingLoop:
     def _begin(self, checkpoint: Path | None, steps: int) -> None:
         """Weights, optimizer, schedule and state, new or as `checkpoint` has them."""
         if checkpoint is not None:
-            load_weights(self.model, checkpoint)
+            with whole_inside(self.trained):
+                load_weights(self.model, checkpoint, self.gathered.stages.elsewhere if self.gathered else None)
             if self.scaling is not None:
                 checkpoints.load_scaling(checkpoint, self.scaling)
             state = checkpoints.read_state(checkpoint)
@@ -176,15 +198,22 @@ class TrainingLoop:
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler)
+            parts = (partial(self.gathered.own_part, self.optimizer),) if self.gathered else ()
+            with whole_inside(self.trained, self.optimizer):
+                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, *parts)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / checkpoints.TRAINER_STATE
         self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
 
     @property
+    def _micro_batches(self) -> int:
+        """Of a whole step, in all processes."""
+        return self.config.gradient_accumulation_steps * self.ways
+
+    @property
     def _steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.config, len(self.rows))
+        return steps_per_epoch(self.config, len(self.rows), self.ways)
 
     def _run(self, checkpoint: Path | None) -> None:
         """Epoch after epoch until a callback says stop, as the first one does at the last step."""
@@ -201,7 +230,7 @@ class TrainingLoop:
             self._leave_if_asked()
             epoch, done, checkpoint = epoch + 1, 0, None
         steps = self.state.global_step - first
-        rows = steps * self.config.gradient_accumulation_steps * self.config.per_device_train_batch_size
+        rows = steps * self._micro_batches * self.config.per_device_train_batch_size
         summary = {"total_flos": 0, "train_loss": self.records.mean_losses / max(steps, 1)}
         self.callbacks.log(speed_metrics("train", began, rows, steps) | summary)
         self.callbacks("on_train_end")
@@ -215,16 +244,16 @@ class TrainingLoop:
         if checkpoint is not None and not done:
             self._continue(checkpoint)
         config = self.config
-        size, skip = config.per_device_train_batch_size, done * config.gradient_accumulation_steps
-        pinned = self.device.type != "cpu"
-        loader = batches(self.rows, size, self.collate, shuffled=config.seed + epoch, skip=skip, pinned=pinned)
-        micro_batches, seen = skip + len(loader), skip
-        iterator = iter(loader)
+        size, skip = config.per_device_train_batch_size, done * self._micro_batches
+        order, pinned = config.seed + epoch, self.device.type != "cpu"
+        share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
+        micro_batches, seen = skip + share.total, skip
+        iterator = iter(share)
         while taken := self._take(iterator):
             if checkpoint is not None and done:
                 self._continue(checkpoint)
                 checkpoint = None
-            seen += len(taken)
+            seen = min(seen + len(taken) * self.ways, micro_batches)  # some may be blank
             self._step(taken, epoch + seen / micro_batches)
             control = self.callbacks.control
             if control.should_epoch_stop or control.should_training_stop:
@@ -234,7 +263,7 @@ class TrainingLoop:
 
     def _continue(self, checkpoint: Path) -> None:
         """Take the random numbers of `checkpoint`, and do what was left out after its step."""
-        load_random(checkpoint)
+        load_random(checkpoint, self.mesh.rank)
         if self._owed:
             self.evaluate()
             self._owed = False
@@ -247,23 +276,24 @@ class TrainingLoop:
         return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Without waiting for the copy."""
-        return {
+        """What this process computes of `batch`, without waiting for the copy."""
+        batch = {
             key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for key, value in batch.items()
         }
+        return slice_of(batch, self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
         self.callbacks("on_step_begin")
         number, counts = self.state.global_step + 1, counts_of(taken)
-        counts = {name: self.mesh.sum(count) for name, count in counts.items()}
-        self.stops.check_count(number, counts[self.loss_count], len(taken))
+        counts = self.mesh.sum(counts)
+        self.stops.check_count(number, counts[self.loss_count], len(taken) * self.ways)
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
         before = random_states() if len(taken) > 1 else None
-        sums = self.mesh.sum(self.stepper(self._unless_late(taken, before), count))
+        sums = sum_gradients(self.mesh, self.trained, self.stepper(self._unless_late(taken, before), count))
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
@@ -281,7 +311,7 @@ class TrainingLoop:
         """The norm of the gradients, before they are clipped to `max_grad_norm`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        return torch.nn.utils.clip_grad_norm_(self.trained, self.config.max_grad_norm or math.inf)
+        return clip_gradients(self.mesh, self.trained, self.config.max_grad_norm or math.inf)
 
     def _move(self) -> float:
         """The optimizer's step, and the schedule's; the learning rate that it was made with."""
@@ -342,12 +372,15 @@ class TrainingLoop:
         began, found, random = time.time(), Window.of(self.method.numbers.trained), random_states()
         self.model.eval()
         size = self.args.per_device_eval_batch_size
-        loader = batches(self.held_out, size, self.collate, pinned=self.device.type != "cpu")
+        share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
         with self._beside_graphs(), torch.no_grad():
-            for batch in self._unless_late(loader, random, evaluates=True):
-                counts, sums = counts_of([batch]), self._held_out_sums(self._on_device(batch))
-                found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
-        counts = {name: self.mesh.sum(count) for name, count in found.counts.items() if name != TOKENS}
+            late = iter(self._unless_late(share, random, evaluates=True))
+            while together := list(islice(late, self.stepper.together)):
+                counted = [counts_of([batch]) for batch in together]
+                for own, sums in zip(counted, self._held_out_sums(list(map(self._on_device, together))), strict=True):
+                    found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
+        found = found.over(self.mesh)
+        counts = {name: count for name, count in found.counts.items() if name != TOKENS}
         self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
         numbers = self.method.evaluation(found.means(self.method.numbers.trained), counts)
         numbers["seconds"] = time.time() - began
@@ -370,15 +403,15 @@ class TrainingLoop:
             if self.stepper.holds_graphs:
                 free_cached_memory(self.device)
 
-    def _held_out_sums(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The sums of a batch; where there is no room beside CUDA graphs, the graphs go."""
+    def _held_out_sums(self, together: list[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        """The sums of each batch; where there is no room beside CUDA graphs, the graphs go."""
         try:
-            return self._sums(batch)
+            return self.stepper.evaluate(together)
         except RuntimeError as error:
             if not self.stepper.holds_graphs or not is_out_of_memory(error):
                 raise
         self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
-        return self._held_out_sums(batch)
+        return self._held_out_sums(together)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.
@@ -390,17 +423,36 @@ class TrainingLoop:
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
-        if not self.mesh.is_main:
-            return
+        states = self.mesh.gather(random or random_states())
+        with whole_inside(self.trained, self.optimizer):
+            weights = self.gathered.weights() if self.gathered else None
+            optimizer = self.gathered.optimizer(self.optimizer) if self.gathered else self.optimizer.state_dict()
+            if self.mesh.is_main:
+                self._write(weights, optimizer, states, owes_evaluation)
+
+    def _write(
+        self,
+        weights: dict[str, torch.Tensor] | None,
+        optimizer: dict[str, Any],
+        random: list[dict[str, Any]],
+        owes_evaluation: bool,
+    ) -> None:
+        """The files of a checkpoint.
+
+        Args:
+            weights: of a model in stages, whole; None: as the model has them.
+            optimizer: its whole state.
+            random: states of every process.
+        """
         try:
             with new_directory(self._place()) as aside:
-                save_weights(self.model, aside)
-                save_optimizer(aside, self.optimizer, self.schedule, self.scaler)
-                save_random(aside, random or random_states())
+                save_weights(self.model, aside, weights)
+                save_optimizer(aside, optimizer, self.schedule, self.scaler)
+                save_random(aside, random)
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
-                checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation)
+                checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation, self.ways)
                 write_manifest(aside, self.state.global_step)
         except TrainingError as error:
             raise TrainingError(error.message, f"{error.fix}; {self.stops.last_checkpoint()}") from error
@@ -414,7 +466,8 @@ class TrainingLoop:
 
     def _leave_if_asked(self) -> None:
         """After a step."""
-        if self.mesh.max(self.request.number):
+        if number := self.mesh.max(self.request.number):
+            self.request.number = number  # which may have reached another process alone
             self._leave()
 
     def _unless_late(
@@ -438,6 +491,6 @@ class TrainingLoop:
             Stopped: always.
         """
         self.records.read()
-        if self.state.global_step and checkpoints.damage(self._place()) is not None:
+        if self.state.global_step and self.mesh.from_main(checkpoints.damage(self._place())) is not None:
             self._save(random, owes_evaluation)
         raise Stopped(self.request.number)

@@ -10,7 +10,7 @@ import json
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from halfbyte.methods import Metric
+    from halfbyte.parallel import Mesh
 
 TOKENS = "tokens"  # the count of those that are processed, which padding is not among
 SUM = "_sum"  # at the end of a sum's name in a checkpoint
@@ -55,6 +56,12 @@ class Window:
                 mine[name] += theirs[name]
         self.seconds += seconds
         self.steps += 1
+
+    def over(self, mesh: Mesh) -> Window:
+        """The sums over all processes' tokens, and the counts of their rows, which are of whole rows."""
+        from halfbyte.parallel import TOKENS as SLICES
+
+        return replace(self, sums=mesh.sum(self.sums, SLICES), counts=mesh.sum(self.counts))
 
     def means(self, metrics: Sequence[Metric]) -> dict[str, float]:
         """Each metric's sum over its count; none of those without a count."""

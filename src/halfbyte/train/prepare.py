@@ -20,20 +20,24 @@ from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
-from halfbyte.errors import DataError
+from halfbyte.errors import CheckpointError, ConfigError, DataError
 from halfbyte.files import check_space
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
+from halfbyte.models.products import check_products
 from halfbyte.models.recipes import check_recipe, configured_recipe
-from halfbyte.parallel import ALONE, Mesh
+from halfbyte.models.slices import check_divided_like, unknown_documents
+from halfbyte.models.stages import WITHOUT, Cut, check_stages, check_trained, cut_model
+from halfbyte.optim import OPTIMIZERS
+from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import qat_format
-from halfbyte.terminal import print_data, print_header, print_memory
+from halfbyte.terminal import print_data, print_header, print_memory, print_processes
 
 from . import checkpoint as checkpoints
 from . import samples
@@ -69,6 +73,7 @@ class PreparedRun:
         checkpoint: where to continue from; None for step 0.
         files: the model, looked up once.
         prompts: answered before and after training.
+        cut: where the model is cut into the stages of a pipeline, if it is.
     """
 
     config: RunConfig
@@ -83,6 +88,7 @@ class PreparedRun:
     plan: MemoryPlan
     arguments: TrainingArguments
     prompts: list[samples.Prompt]
+    cut: Cut | None = None
 
     @property
     def size(self) -> dict[str, int]:
@@ -91,7 +97,7 @@ class PreparedRun:
 
     @property
     def total_steps(self) -> int:
-        return total_steps(self.config, len(self.data.train))
+        return total_steps(self.config, len(self.data.train), self.mesh.ways(*ROWS))
 
 
 def prepare_run(
@@ -116,33 +122,68 @@ def prepare_run(
     trackers(config.report_to)
     optimizer = try_optimizer(config, machine.device)
     checkpoint = checkpoints.starting_point(config, resume)
+    if not mesh.equal(checkpoint):
+        raise CheckpointError(
+            "the processes of this run see different checkpoints", "put output_dir on a disk they share"
+        )
+    if checkpoint is not None:
+        config = checkpoints.same_steps(config, checkpoint, mesh.ways(*ROWS))
     print_header(console, machine.facts, config)
-    files = find_model(sections.origin)
+    files = mesh.first(lambda: find_model(sections.origin))  # a GGUF file is unpacked once
     check_stored(files, sections.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
+    _check_divided(shapes, mesh)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
+    _check_products(sections, shapes, mesh)
     if not mesh.equal(size_of(data)):
         raise DataError("the processes of this run read different data", "give each the same files")
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
-    arguments = _arguments(config, machine, data)
-    try_schedule(config, arguments, optimizer, total_steps(config, len(data.train)))
+    arguments = _arguments(config, machine, data, mesh)
+    try_schedule(config, arguments, optimizer, total_steps(config, len(data.train), mesh.ways(*ROWS)))
     prompts = samples.pick_prompts(
         config,
         tokenizer,
         data.train if data.eval is None else data.eval,
         templated=data.report["template"] is not None,
     )
+    if mesh.size > 1:
+        print_processes(console, mesh.layout, mesh.size, config, mesh.ways(*ROWS))
     plan = _planned(config, files, machine, data, shapes, console)
+    cut = _cut(config, mesh, shapes, plan)
     return PreparedRun(
-        config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts
+        config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
+
+
+def _cut(config: RunConfig, mesh: Mesh, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
+    """Where the model of a run is cut; None where it is not.
+
+    Raises:
+        ConfigError, ModelError: what is asked for cannot be computed in stages.
+    """
+    ranks = mesh.ways("pipeline")
+    if ranks == 1:
+        return None
+    if not config.use_peft:
+        raise ConfigError("parallel: a pipeline trains adapters, and use_peft is false", WITHOUT)
+    if config.modules_to_save:
+        raise ConfigError("modules_to_save: a pipeline trains low-rank adapters alone", f"remove it, or {WITHOUT}")
+    if (config.packing or config.padding_free) and shapes.packed_way != "positions":
+        key = "packing" if config.packing else "padding_free"
+        raise ConfigError(f"{key}: documents of this model's rows are not kept apart by positions, as stages need",
+                          f"set {key}: false, or {WITHOUT}")  # fmt: skip
+    check_stages(shapes.causal_lm, config.trust_remote_code)
+    batches = config.gradient_accumulation_steps
+    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, batches, plan.activation_checkpointing)
+    check_trained(shapes.model, cut)
+    return cut
 
 
 def size_of(data: PreparedData) -> dict[str, int]:
@@ -171,6 +212,32 @@ def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) 
     return Machine(device, compute, weights, facts)
 
 
+def _check_products(sections: Resolved, shapes: ModelShapes, mesh: Mesh) -> None:
+    """Whether this model is trained with its products divided, if they are."""
+    if (ways := mesh.ways("tensor")) == 1:
+        return
+    check_products(shapes.model, ways)
+    key, recipe = f"parallel: {{tensor: {ways}}}", sections.precision.recipe
+    if recipe != "bf16":
+        raise ConfigError(f"{key}: recipe {recipe} would scale each process's part by itself", "set recipe: bf16")
+    if not OPTIMIZERS[shapes.config.optim].elementwise:
+        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        raise ConfigError(
+            f"{key}: optim {shapes.config.optim} cannot step slices of a parameter", f"use one of {known}"
+        )
+
+
+def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
+    """Whether the rows of the model can be cut along their tokens, where they are to be."""
+    ways = mesh.ways("context")
+    if ways == 1:
+        return
+    if shapes.packed_way != "positions":
+        raise ConfigError(*unknown_documents(ways))
+    attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
+    check_divided_like(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
+
+
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
     """Whether the model has embeddings for all tokens of the data, and positions for its longest row."""
     splits = [rows for rows in (data.train, data.eval) if rows is not None]
@@ -179,9 +246,9 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
     check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
 
 
-def _arguments(config: RunConfig, machine: Machine, data: PreparedData) -> TrainingArguments:
-    rows, evaluate = len(data.train), data.eval is not None
-    return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate)
+def _arguments(config: RunConfig, machine: Machine, data: PreparedData, mesh: Mesh) -> TrainingArguments:
+    rows, evaluate, ways = len(data.train), data.eval is not None, mesh.ways(*ROWS)
+    return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)
 
 
 def _planned(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from halfbyte.methods.base import Collate, Method, Rows
 
+from ..parallel import ROWS, Mesh
 from .metrics import TOKENS
 
 COUNTS = "counts"  # of a batch: name → number, on the host
@@ -24,23 +27,54 @@ class Counting:
         batch = self.collate(rows)
         return {**batch, COUNTS: {TOKENS: self.method.tokens(rows), **self.method.counts(batch)}}
 
+    def blank(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch of the same shapes that counts for nothing."""
+        batch = self.method.blank(batch)
+        return {**batch, COUNTS: {TOKENS: 0, **self.method.counts(batch)}}
+
+
+class Share:
+    """The micro-batches of one process. All processes have as many, the last of some being blank.
+
+    Attributes:
+        total: micro-batches of all processes, without blank ones.
+    """
+
+    def __init__(self, loader: DataLoader, blank: Callable[[dict[str, Any]], dict[str, Any]], own: int, total: int):
+        self.loader, self.blank, self.own, self.total = loader, blank, own, total
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        loader = iter(self.loader)  # draws a random number, now
+        return (batch if i < self.own else self.blank(batch) for i, batch in enumerate(loader))
+
 
 def batches(
-    rows: Rows, size: int, collate: Collate, *, shuffled: int | None = None, skip: int = 0, pinned: bool = False
-) -> DataLoader:
-    """Collated batches of `size` rows, the last one of what is left.
+    rows: Rows,
+    size: int,
+    collate: Counting,
+    mesh: Mesh,
+    *,
+    shuffled: int | None = None,
+    skip: int = 0,
+    pinned: bool = False,
+) -> Share:
+    """Collated batches of `size` rows, the last one of what is left, dealt to the processes in turn.
 
     Args:
         shuffled: seed of the order; None: as they are. An epoch's is the run's seed plus its number, as accelerate
             has it.
-        skip: batches to leave out at the beginning.
+        skip: batches of all processes to leave out at the beginning.
         pinned: in memory that a GPU can copy from while the host goes on.
     """
     sampler: Any = SequentialSampler(rows)
     if shuffled is not None:
         sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(shuffled))
     order = list(BatchSampler(sampler, size, drop_last=False))[skip:]
-    return DataLoader(rows, batch_sampler=order, collate_fn=collate, pin_memory=pinned)  # type: ignore[arg-type]
+    own = order[mesh.place(*ROWS) :: mesh.ways(*ROWS)]
+    blank = order[-1:] if len(own) < math.ceil(len(order) / mesh.ways(*ROWS)) else []
+    mine: Any = own + blank
+    loader: DataLoader = DataLoader(rows, batch_sampler=mine, collate_fn=collate, pin_memory=pinned)  # type: ignore[arg-type]
+    return Share(loader, collate.blank, len(own), len(order))
 
 
 def counts_of(batches: list[dict[str, Any]]) -> dict[str, float]:

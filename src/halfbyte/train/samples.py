@@ -14,6 +14,7 @@ from ..data.chat import prompt_text
 from ..generation import forget, generate
 from ..generation.engine import context_length
 from ..hardware import free_cached_memory
+from ..models.sharding import sharded
 from ..ops import IGNORE_INDEX
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
@@ -75,17 +76,21 @@ def answer(
 ) -> list[str]:
     """Continue each prompt greedily, as far as the model's context has room; special tokens are left out of the text.
 
-    Nothing of it stays in memory, and what other streams have left cached is given back first.
+    Nothing of it stays in memory, and what other streams have left cached is given back first. Where each token gathers
+    the model's slices, all prompts are continued together.
     """
     model.eval()
-    answers = []
     limit, device = context_length(model), next(model.parameters()).device
+    room = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids)) for prompt in prompts]
+    asked = [at for at, new in enumerate(room) if new > 0]
+    answers = [""] * len(prompts)
     free_cached_memory(device)
     try:
-        for prompt in prompts:
-            new = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids))
-            tokens = generate(model, [prompt.ids], max_new_tokens=new, stops=stops)[0] if new > 0 else []
-            answers.append(_text(tokenizer, tokens))
+        for some in [asked] if sharded(model) else [[at] for at in asked]:
+            ids, lengths = [prompts[at].ids for at in some], [room[at] for at in some]
+            found = generate(model, ids, max_new_tokens=lengths, stops=stops)
+            for at, tokens in zip(some, found, strict=True):
+                answers[at] = _text(tokenizer, tokens)
     finally:
         forget(model)
         free_cached_memory(device)  # the pools of graphs are nobody else's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ def _is_ours(file: Path) -> bool:
         return False
 
 
-def write_memory(run: OpenRun, measured: dict[str, int]) -> None:
-    """memory.json: what was planned, and what was measured so far (bytes)."""
+def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[str, int]] = ()) -> None:
+    """memory.json: what was planned, and what was measured so far (bytes); `ranks`: in each of several processes."""
     plan = run.prepared.plan
     document = {
         "device": str(run.prepared.machine.device),
@@ -108,10 +108,15 @@ def write_memory(run: OpenRun, measured: dict[str, int]) -> None:
         "cuda_graphs": plan.use_graphs,
         "reason": plan.reason,
     }
+    if len(ranks) > 1:
+        document["ranks"] = list(ranks)
     write_json(run.output / "memory.json", document)
 
 
 def write_environment(run: OpenRun, **more: Any) -> None:
     """environment.json, with everything announced so far; `more` is known at a run's end."""
     facts = run.prepared.machine.facts | {"finished": None} | more
+    mesh = run.prepared.mesh
+    if mesh.size > 1:
+        facts |= {"processes": mesh.size, "parallel": str(mesh.layout)}
     write_json(run.output / "environment.json", facts | {"notices": said()})

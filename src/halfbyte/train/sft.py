@@ -11,13 +11,14 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import set_seed
 
-from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
+from halfbyte.adapters import add_adapter, compute, no_input_casts
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
@@ -32,20 +33,28 @@ from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
+from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
+from halfbyte.models.sharding import shard_model
+from halfbyte.models.slices import divided
 from halfbyte.notices import forget, silent
-from halfbyte.parallel import present_mesh
+from halfbyte.optim import trained_parameters
+from halfbyte.parallel import check_agreement, check_shared, present_mesh
+from halfbyte.parallel.launch import say_idle
+from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
-from . import checks, samples
+from . import checks, samples, staged
 from .loop import TrainingLoop
 from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
+from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reproducible import repeatable, verdict
 from .setup import OpenRun, open_run, write_environment, write_memory
+from .snapshot import save_weights
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,12 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     with present_mesh(resolve(config).parallel, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
+            if mesh.size == 1:
+                say_idle(config)
+            check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
             with _locked(prepared), open_run(prepared, resume) as run:
+                check_shared(mesh, run.output)
                 return _run_or_report(run, console)
 
 
@@ -132,34 +145,38 @@ def _release(device: torch.device) -> None:
 def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
     model = _trainable_model(run, measured)
+    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
     collate = run.method.collator(run.config, run.tokenizer, device)
     loop = _loop(job, model, collate)
+    if stages is not None:
+        staged.use_stages(run, loop, stages)
     ids = torch.tensor([run.data.train[0]["input_ids"][: checks.TOKENS]], device=device)
     with no_input_casts(model, run.machine.compute_dtype):
         results, report = _make_ready(run, model, loop, ids, console)
-        before = _answers(run, model)
-        _train(job, loop, console)
-        after = _answers(run, model)
+        before = _answers(run, loop)
+        with divided(model, run.mesh):
+            _train(job, loop, console)
+        after = _answers(run, loop)
         measured |= _peaks(device, loop, measured["base_bytes"])
         release(model)
         unpatch(model)
-        if run.mesh.is_main:
-            results |= _save(job, model, ids)
+        results |= _save(job, loop, ids)
     found = results["reproducible"] = verdict(run.config, device, report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
+    ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})
-    _write_results(job, measured, results, list(zip(run.prompts, before, after, strict=True)))
+    _write_results(job, ranks, results, list(zip(run.prompts, before, after, strict=True)))
     print_memory(console, run.plan, measured)
     _report(job, console)
     return RunResult(job.output, _summary(job, measured))
 
 
 def _write_results(
-    job: OpenRun, measured: dict[str, int], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
+    job: OpenRun, ranks: list[dict[str, int]], results: dict[str, Any], answers: list[tuple[samples.Prompt, str, str]]
 ) -> None:
-    """The files of a finished run beside its adapter and report."""
-    write_memory(job, measured)
+    """The files of a finished run beside its adapter and report; `ranks`: what each process measured."""
+    write_memory(job, ranks[0], ranks)
     write_json(job.output / "checks.json", results)
     write_json(
         job.output / "generations.json",
@@ -173,6 +190,8 @@ def _make_ready(
 ) -> tuple[dict[str, Any], PatchReport | None]:
     """Patch the model, keep packed documents apart, and check each against what the model computed before."""
     report, device, dtype = None, run.machine.device, run.machine.compute_dtype
+    if isinstance(loop.stepper, PipelinedStepper):
+        return staged.make_ready(run, loop, loop.stepper, ids)
     results = {"first_step": checks.loss_check(model, ids, dtype)}
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, run.plan.levels or None)
@@ -180,10 +199,15 @@ def _make_ready(
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, dtype, loss)
     plain = make_collator(run.config, run.tokenizer, device)
-    isolation = isolate_run(model, run.config, plain, run.data.train, dtype)
+    isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
-    if run.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+    if run.mesh.ways("context") > 1:
+        loss = results.get("fused", results["first_step"])["loss"]
+        with divided(model, run.mesh):
+            results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
+    by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
+    if run.plan.use_graphs and by_positions and not run.mesh.computes_together:
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
@@ -204,13 +228,18 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         return_large_blocks()
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
-    how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation}
+    how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
+    # what is trained whole is whole, and what products are divided of is cut before it is sharded
+    how["along"] = ("shard",) if run.sections.adapter and run.mesh.ways("tensor") == 1 else ()
     model = load_model(run.files, run.sections.storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    return add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    model = add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    divide_products(model, run.mesh)
+    shard_model(model, run.mesh)
+    return model
 
 
 def _recompute_activations(model: Any) -> None:
@@ -237,14 +266,14 @@ def _loop(job: OpenRun, model: Any, collate: Collate) -> TrainingLoop:
     )
 
 
-def _answers(run: PreparedRun, model: Any) -> list[str]:
-    return samples.answer(
-        model,
-        run.tokenizer,
-        run.prompts,
-        max_new_tokens=run.config.sample_max_new_tokens,
-        stops=stop_tokens(run.tokenizer, model, run.data.report.get("stop_tokens", [])),
-    )
+def _answers(run: PreparedRun, loop: TrainingLoop) -> list[str]:
+    new, ends = run.config.sample_max_new_tokens, run.data.report.get("stop_tokens", [])
+    stops = stop_tokens(run.tokenizer, loop.model, ends)
+    if isinstance(loop.stepper, PipelinedStepper):
+        around = partial(compute, loop.model, run.machine.compute_dtype)
+        how = run.tokenizer, run.prompts, around
+        return staged.answer(loop.stepper, *how, max_new_tokens=new, stops=stops)
+    return samples.answer(loop.model, run.tokenizer, run.prompts, max_new_tokens=new, stops=stops)
 
 
 def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
@@ -252,28 +281,44 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
     run, numbers = job.prepared, job.prepared.method.numbers
     with LiveMetrics(console, run.total_steps, numbers, capacity_bytes=run.plan.capacity_bytes) as live:
         job.metrics.listeners.append(live.update)
-        if run.data.eval is not None and not job.metrics.records():
+        if run.data.eval is not None and not _recorded(job):
             loop.evaluate()
         loop.train(run.checkpoint)
-        evaluated = [record["step"] for record in job.metrics.records() if record["kind"] == "eval"]
+        evaluated = [record["step"] for record in _recorded(job) if record["kind"] == "eval"]
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
 
 
-def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Write adapter/ (or model/) with the tokenizer, and check the files against what was trained."""
-    run = job.prepared
+def _recorded(job: OpenRun) -> list[dict[str, Any]]:
+    """As the main process has written them, which the others may not see yet."""
+    mesh = job.prepared.mesh
+    return mesh.from_main(job.metrics.records() if mesh.is_main else [])
+
+
+def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]:
+    """Write adapter/ (or model/) with the tokenizer, and check the files against what was trained.
+
+    Processes that hold parts of a model compute together, so all of them check; else the main one does.
+    """
+    run, model = job.prepared, loop.model
+    weights = loop.gathered.weights() if loop.gathered else None
+    folder = job.output / ("adapter" if run.config.use_peft else "model")
+    if not run.config.use_peft and run.sections.storage.qat_scheme is None:
+        # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
+        model.to(run.files.config.dtype or torch.float32)
+    with whole_inside(trained_parameters(model).values()):
+        if run.mesh.is_main:
+            with new_directory(folder) as aside:
+                save_weights(model, aside, weights)
+                run.tokenizer.save_pretrained(aside)
+    run.mesh.wait()
+    if loop.gathered:
+        return {"adapter_file": staged.adapter_file(loop.gathered.stages, folder)}
+    if not run.mesh.is_main and not run.mesh.computes_together:
+        return {}
     if run.config.use_peft:
-        with new_directory(job.output / "adapter") as aside:
-            save_adapter(model, aside)
-            run.tokenizer.save_pretrained(aside)
-        return {"adapter_reload": checks.adapter_reload(model, job.output / "adapter", ids, run.machine.compute_dtype)}
-    if run.sections.storage.qat_scheme is None:  # else `halfbyte merge` rounds what was trained, and once
-        model.to(run.files.config.dtype or torch.float32)  # as the base was stored
-    with new_directory(job.output / "model") as aside:
-        model.save_pretrained(aside)
-        run.tokenizer.save_pretrained(aside)
-    return {"model_reload": checks.model_reload(model, job.output / "model")}
+        return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}
+    return {"model_reload": checks.model_reload(model, folder)}
 
 
 def _report(job: OpenRun, console: Console) -> None:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...ops import ELSEWHERE
 from ...ops import cross_entropy as reference
 from ..operands import evenly_spaced, put_back
 from ..tiling import ceil_div, power_of_2
@@ -30,6 +31,7 @@ VALUES_PER_THREAD = 16
 LANE = tl.constexpr(8)
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(math.log(2))
+OF_ANOTHER_SLICE = tl.constexpr(ELSEWHERE)
 
 
 @triton.jit
@@ -173,12 +175,12 @@ def _log_probs_backward(
     _mask, load, _eights = _inside(start, vocabulary, BLOCK, SPACED)
     row_ptr = _row_of(logits_ptr, row, stride, SPACED)
     label = tl.load(labels_ptr + row)
-    inside = (label >= 0) & (label < vocabulary)
+    known = ((label >= 0) & (label < vocabulary)) | (label == OF_ANOTHER_SLICE)
     products = tl.load(row_ptr + at, mask=load, other=0.0).to(tl.float32)
     z, derivative = _logits(products, inner, outer, SOFTCAP)
     log_prob = z * LN_2 - tl.load(logsumexp_ptr + row)
     probability = tl.exp(log_prob)
-    upstream = tl.where(inside, tl.load(grad_log_probs_ptr + row), float("nan"))
+    upstream = tl.where(known, tl.load(grad_log_probs_ptr + row), float("nan"))
     gradient = tl.where(at == label.to(tl.int32), upstream, 0.0) - upstream * probability
     if ENTROPY:
         spread = tl.where(probability > 0.0, log_prob + tl.load(entropy_ptr + row), 0.0)

@@ -1,0 +1,68 @@
+"""A model's frozen layers, of which each process keeps a slice: `parallel.shard` for decoder layers of transformers.
+
+Its place is after quantizing and adapters; activation levels and `patch` may come before or after. Embedding and head,
+which are read beside the layers, are never gathered: each process has its rows of the vocabulary (`divide_vocabulary`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ..errors import ModelError
+from ..notices import notice
+from ..parallel import Mesh
+from .head import divide_vocabulary, undivided
+from .layer import causal_lm_of, decoder_layers
+
+if TYPE_CHECKING:
+    from ..parallel.shard import Sharded, Stay
+
+_sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+
+
+def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = None, *, on_host: bool = False) -> None:
+    """Leave of the frozen weights of `model`'s decoder layers this process's slice; all where the mesh has no shards.
+
+    Args:
+        model: a causal LM of transformers, quantized or not, or a `peft.PeftModel` around one.
+        stays: how long each layer stays whole; default: `stays_of` none.
+        on_host: as in `shard_blocks`.
+
+    Raises:
+        ModelError: it has no list of decoder layers, or nothing frozen in them, or `stays` is not of as many.
+    """
+    if mesh.ways("shard") == 1:
+        return
+    from ..parallel.shard import shard_blocks  # half a second of torch
+
+    name, layers = decoder_layers(model)
+    stays = stays_of(len(layers)) if stays is None else stays
+    if len(stays) != len(layers):
+        raise ModelError(f"{len(stays)} stays for {len(layers)} layers", "give one a layer")
+    if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
+        raise ModelError("parallel: shard slices frozen weights, and all are trained", "use parallel: {data: N}")
+    causal_lm = causal_lm_of(model)
+    root = causal_lm.get_submodule(name.rpartition(".")[0])
+    _sharded[causal_lm] = shard_blocks(root, list(layers), mesh, stays, on_host=on_host)
+    if why := undivided(model):
+        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
+    else:
+        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
+
+
+def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:
+    """How long as many layers stay whole, where those numbered `kept` stay for good: the others for a call, but for the
+    last, of which backward asks first."""
+    each: list[Stay] = ["always" if at in kept else "call" for at in range(layers)]
+    if each[-1] == "call":
+        each[-1] = "backward"
+    return each
+
+
+def sharded(model: nn.Module) -> Sharded | None:
+    """What `shard_model` made of `model`; None: its weights are whole."""
+    return _sharded.get(causal_lm_of(model))

@@ -1,0 +1,159 @@
+"""Frozen weights, of which each process keeps a slice, gathered while a block computes.
+
+**Who reads a weight owns its gather.** Fused forwards read the weights of projections past their modules' hooks, and
+recomputation reads them in backward. So neither a linear nor a function gathers: a block (a decoder layer) does, as one
+unit, whoever calls it. FSDP2 has hooks on a block's call and on the gradient of its output: within the call, and within
+its backward with all that it computes again, every frozen weight of the block is whole. Training, evaluation, checks
+and answers call blocks, and need to know no more. What reads weights elsewhere enters `whole` around it, in all
+processes.
+
+All processes gather together, so all call the same blocks in the same order. `state_dict()` and `load_state_dict()` are
+calls of that kind: FSDP2 leaves slices of everything then.
+
+What is gathered are bytes, of packed weights (`tensor.QuantizedShard`) and of norms and biases beside them: one
+collective of uint8 a block, bit by bit what was sliced. Parameters that are trained are in no unit: one that stays
+whole is not gathered again, and trained numbers in it would go stale without an error. Nothing of a unit has a
+gradient, so nothing is reduced here; and of several shards (`data`) each gathers for itself.
+
+Source: Zhao et al. 2023 (arXiv:2304.11277); torch's `fully_shard`, 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from .mesh import Mesh
+from .placement import fill, templates
+
+# How long a block stays whole: while it computes; from its forward until after its backward; from the first time on.
+Stay = Literal["call", "backward", "always"]
+STAYS: tuple[Stay, ...] = ("call", "backward", "always")
+
+# torch 2.13 renamed it, and warns of the old name
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Gathers:
+    """FSDP2's collective, counted; a CUDA graph counts once, as it is captured.
+
+    Attributes:
+        count: how many there were.
+        nbytes: that they left on this process, its own slices included.
+    """
+
+    count: int = 0
+    nbytes: int = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.count += 1
+        self.nbytes += output_tensor.nbytes
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@dataclass
+class Sharded:
+    """Blocks of which each process has a slice.
+
+    Attributes:
+        blocks: in the order in which forward calls them.
+        stays: how long each stays whole.
+        group: the processes that have the other slices.
+        gathers: what was gathered so far.
+    """
+
+    blocks: list[Any]
+    stays: list[Stay]
+    group: Any
+    gathers: Gathers = field(default_factory=Gathers)
+
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """`tensor`, in place, as the first process of the group has it: who decides by it must decide alike, since all
+        gather together, and kernels may round differently."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
+    @contextlib.contextmanager
+    def whole(self, *blocks: nn.Module) -> Iterator[None]:
+        """Inside, the weights of these blocks, or of all, may be read by whoever wants to."""
+        chosen = [(block, stay) for block, stay in zip(self.blocks, self.stays, strict=True)
+                  if not blocks or block in blocks]  # fmt: skip
+        for block, _ in chosen:
+            block.unshard()
+        try:
+            yield
+        finally:
+            for block, stay in chosen:
+                if stay != "always":
+                    block.reshard()
+
+
+def shard_blocks(
+    root: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, stays: Sequence[Stay], *, on_host: bool = False
+) -> Sharded:
+    """Leave of the frozen parameters of `blocks` this process's slice.
+
+    While a block computes, the next one that is not whole is on its way, in both directions: so three blocks' bytes
+    exist at a time, the third where FSDP2 copies them into place.
+
+    Args:
+        root: the module that calls the blocks; all of its calls go through `root.__call__`.
+        blocks: of `root`, in its order; whole, or with the pieces that loading made (`placement`).
+        mesh: slices are as many as its axis "shard" is long.
+        stays: how long each block stays whole.
+        on_host: keep the slices in (pinned) memory of the host, and copy them to the device for each gather.
+    """
+    assert mesh.devices is not None
+    options: dict[str, Any] = {"mesh": mesh.devices["shard"]}
+    options["offload_policy"] = CPUOffloadPolicy(mesh.devices.device_type != "cpu") if on_host else OffloadPolicy()
+    sharded = Sharded(list(blocks), list(stays), mesh.group("shard"))
+    pieces = templates(root)
+    for block, stay in zip(blocks, stays, strict=True):
+        frozen = {parameter for parameter in block.parameters() if _is_divisible(parameter)}
+        rest = set(block.parameters()) - frozen
+        fully_shard(block, reshard_after_forward=stay == "call", ignored_params=rest, **options)
+    # torch lets the blocks' streams and order be shared by what lies under one root
+    fully_shard(root, ignored_params=set(root.parameters()), **options)
+    fill(pieces)
+    _prefetch(root, sharded)
+    for block, stay in zip(sharded.blocks, stays, strict=True):
+        block.set_custom_all_gather(sharded.gathers)
+        block.set_reshard_after_backward(stay != "always", recurse=False)
+        if stay == "backward":
+            block.register_forward_hook(_without_backward)
+    return sharded
+
+
+def _without_backward(block: Any, *_: Any) -> None:
+    """A block that stays until its backward does not stay where none will come: in an evaluation, say."""
+    if not torch.is_grad_enabled():
+        block.reshard()
+
+
+def _is_divisible(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad and parameter.dim() > 0 and parameter.is_contiguous()
+
+
+def _prefetch(root: Any, sharded: Sharded) -> None:
+    """Each block asks for the next one that has to be gathered: forward before it computes, and in backward too."""
+    blocks, stays = sharded.blocks, sharded.stays
+    forward = [block for block, stay in zip(blocks, stays, strict=True) if stay != "always"]
+    if forward:
+        root.set_modules_to_forward_prefetch(forward[:1])
+    for at, block in enumerate(blocks):
+        after = [other for other, stay in zip(blocks[at + 1 :], stays[at + 1 :], strict=True) if stay != "always"]
+        before = [other for other, stay in zip(blocks[:at], stays[:at], strict=True) if stay == "call"]
+        block.set_modules_to_forward_prefetch(after[:1])
+        # none: itself, which is whole; where nothing is named, FSDP2 would take the last block of a forward before
+        block.set_modules_to_backward_prefetch(before[-1:] or [block])

@@ -1,0 +1,77 @@
+"""What the launcher's tests run as ranks: `python rank_programs.py CASE FOLDER`."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+RANK, FOLDER = int(os.environ["RANK"]), Path(sys.argv[2])
+
+
+def fail(error, cause=None):
+    from halfbyte.parallel.ranks import leave_error
+
+    assert leave_error(error, cause or error, bug=False)
+    os._exit(1)
+
+
+def all_alike():
+    from halfbyte.errors import DataError
+
+    fail(DataError("there are no rows", "add some"))
+
+
+def one_raises():
+    """The other waits for it, and says so."""
+    from halfbyte.errors import TrainingError
+    from halfbyte.parallel import present_mesh
+    from halfbyte.parallel.ranks import lost_another
+
+    with present_mesh() as mesh:
+        mesh.wait()
+        if RANK == 1:
+            fail(TrainingError("out of memory", "take less"))
+        try:
+            mesh.wait()
+        except RuntimeError as error:
+            fail(lost_another(error), error)
+
+
+def one_is_killed():
+    (FOLDER / f"joined-{RANK}").write_text(str(os.getpid()))
+    while RANK == 0:  # as in a GPU's collective, it neither ends nor hears
+        time.sleep(60)
+    while not (FOLDER / "joined-0").exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_once():
+    """It goes on the second time, and says on how many it is."""
+    (FOLDER / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{RANK}").write_text(sys.argv[3])
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and RANK == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_signal():
+    """Counts the signals that reach it."""
+    found = []
+    signal.signal(signal.SIGTERM, lambda number, frame: found.append(number))
+    (FOLDER / f"ready-{RANK}").write_text(str(os.getpid()))
+    while not found:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    (FOLDER / f"heard-{RANK}").write_text(str(len(found)))
+    os._exit(143)
+
+
+def talkative():
+    """Writes, and dies without a word that halfbyte knows."""
+    print("on stdout", RANK)
+    print("on stderr", RANK, file=sys.stderr)
+    sys.exit(7 if RANK == 1 else 0)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,112 @@
+"""What the processes of a run must have in common is compared before any long work."""
+
+from importlib import metadata
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from halfbyte.config import RunConfig
+from halfbyte.errors import ConfigError
+from halfbyte.parallel import agreement, check_agreement, check_shared
+
+pytestmark = pytest.mark.dist
+
+
+def message(check, *given):
+    """What every rank says."""
+    try:
+        check(*given)
+    except ConfigError as error:
+        return error.message
+    return None
+
+
+def other_keys(mesh, keys):
+    config = RunConfig(model_name_or_path="m", dataset="d", **(keys if mesh.rank else {}))
+    return message(check_agreement, mesh, config)
+
+
+def test_other_keys(two):
+    said = "the processes of this run differ: learning_rate is 0.0002 in process 0, and 0.1 in process 1"
+    assert two.run(other_keys, {"learning_rate": 0.1}) == [said, said]
+    assert two.run(other_keys, {}) == two.run(other_keys, {"device": "cpu"}) == [None, None]
+
+
+def other_versions(mesh):
+    version = metadata.version
+
+    def theirs(name):
+        return "2.0" if name == "torch" and mesh.rank else version(name)
+
+    with mock.patch.object(agreement.metadata, "version", theirs):
+        return message(check_agreement, mesh, RunConfig(model_name_or_path="m", dataset="d"))
+
+
+def test_other_versions(two):
+    first, second = two.run(other_versions)
+    assert (
+        first
+        == second
+        == f"the processes of this run differ: torch is {metadata.version('torch')} in process 0, and 2.0 in process 1"
+    )
+
+
+def one_gpu(mesh):
+    with mock.patch.object(agreement, "_gpu", return_value="GPU-1"):
+        return message(check_agreement, mesh, RunConfig(model_name_or_path="m", dataset="d"))
+
+
+def test_a_gpu_taken_twice(two):
+    assert two.run(one_gpu) == ["processes 0 and 1 of this run have the same GPU (GPU-1)"] * 2
+
+
+def folders(mesh, names):
+    with mock.patch.object(agreement, "PATIENCE", 0.2):
+        return message(check_shared, mesh, Path(names[mesh.rank]))
+
+
+def test_a_disk_that_another_process_does_not_see(two, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    assert two.run(folders, [first, first]) == [None, None]
+    said = two.run(folders, [first, second])
+    assert said[0] == f"output_dir: what process 0 writes into {first} is not seen by process 1"
+    assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_another_library_that_is_to_divide_the_run(monkeypatch, name):
+    from halfbyte.parallel.ranks import meeting
+
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ConfigError, match=f"{name} is set"), meeting(2):
+        pass
+
+
+def test_an_environment_that_names_no_meeting_place(monkeypatch):
+    from halfbyte.parallel import present_mesh
+
+    for name in ("RANK", "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2, and MASTER_ADDR is not set"), present_mesh():
+        pass
+
+
+def test_a_port_in_use(monkeypatch):
+    import socket
+
+    from halfbyte.parallel import present_mesh
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        here = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for name, value in here.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match="is in use by another program"), present_mesh():
+            pass

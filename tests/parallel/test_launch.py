@@ -1,0 +1,180 @@
+"""Starting ranks, and what becomes of them when one fails, or the command is asked to leave."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte import notices
+from halfbyte.config import Parallel, RunConfig
+from halfbyte.errors import ConfigError, DataError, TrainingError
+from halfbyte.parallel import launch as launching
+from halfbyte.parallel.launch import fewer, launch, layout_wanted, say_idle
+from halfbyte.processes import Process
+
+pytestmark = pytest.mark.dist
+PROGRAMS = str(Path(__file__).with_name("rank_programs.py"))
+
+
+def ranks(case, folder, count=2, **keys):
+    """Run a case of `rank_programs` on so many ranks."""
+    began = time.monotonic()
+    try:
+        launch(lambda layout: ["-P", PROGRAMS, case, str(folder), str(layout)], Parallel(data=count), **keys)
+    finally:
+        assert time.monotonic() - began < 30
+
+
+# --- what is started --------------------------------------------------------------------------------------------------
+
+
+def wanted(monkeypatch, gpus, **keys):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    return layout_wanted(RunConfig(model_name_or_path="m", dataset="d", **keys)).size
+
+
+@pytest.mark.parametrize(
+    ("gpus", "keys", "count"),
+    [
+        (0, {}, 1),
+        (1, {}, 1),
+        (4, {}, 4),
+        (4, {"device": "cuda"}, 4),
+        (4, {"device": "cuda:0"}, 1),
+        (4, {"device": "cpu"}, 1),
+        (4, {"parallel": {"data": 1}}, 1),
+        (4, {"parallel": {"shard": 2}}, 2),
+        (0, {"parallel": {"shard": 2}}, 2),
+        (4, {"parallel": {"data": 8}, "device": "cpu"}, 8),
+    ],
+)
+def test_a_process_for_each_device(monkeypatch, gpus, keys, count):
+    assert wanted(monkeypatch, gpus, **keys) == count
+
+
+def test_a_rank_starts_no_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    config = RunConfig(model_name_or_path="m", dataset="d", device="cpu", parallel={"data": 2})
+    assert layout_wanted(config).size == 1
+
+
+def test_more_than_there_are_gpus(monkeypatch):
+    with pytest.raises(ConfigError, match=r"parallel: \{data: 8\} takes 8 GPUs, and 2 are here"):
+        wanted(monkeypatch, 2, parallel={"data": 8})
+
+
+@pytest.mark.parametrize(
+    ("layout", "most", "smaller"),
+    [
+        ({"data": 4}, 4, {"data": 4}),
+        ({"data": 4}, 3, {"data": 2}),
+        ({"data": 3}, 2, {}),
+        ({"data": 2, "shard": 4}, 7, {"shard": 4}),
+        ({"shard": 4, "tensor": 2}, 6, {"shard": 2, "tensor": 2}),
+    ],
+)
+def test_a_smaller_mesh_keeps_the_rows_of_a_step(layout, most, smaller):
+    assert fewer(Parallel(**layout), most) == Parallel(**smaller)
+
+
+def test_stages_do_not_fit_on_fewer():
+    assert fewer(Parallel(pipeline=4), 3) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "keys"), [(1, {}), (3, {"device": "cuda:1"}), (3, {"parallel": {"data": 1}}), (3, {})]
+)
+def test_gpus_left_idle_are_named(monkeypatch, gpus, keys):
+    notices.forget()
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    say_idle(RunConfig(model_name_or_path="m", dataset="d", **keys))
+    said = notices.said().get("idle_gpus", "")
+    assert ("2 more GPUs are here: `halfbyte train`" in said) == (gpus == 3 and not keys)
+
+
+# --- failure ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_all_say_is_said_once_and_not_tried_again(tmp_path, monkeypatch):
+    tried, inner = [], launching._attempt
+    monkeypatch.setattr(launching, "_attempt", lambda *given: tried.append(given) or inner(*given))
+    with pytest.raises(DataError) as failed:
+        ranks("all_alike", tmp_path, max_restarts=3)
+    assert len(tried) == 1
+    assert (failed.value.message, failed.value.fix) == ("there are no rows", "add some")
+
+
+def test_the_cause_is_said_and_not_what_follows(tmp_path):
+    with pytest.raises(TrainingError, match="process 1: out of memory") as failed:
+        ranks("one_raises", tmp_path)
+    assert "TrainingError: out of memory" in failed.value.__notes__[0]
+
+
+def test_the_death_of_one_ends_those_that_wait_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE", 1.0)
+    with pytest.raises(TrainingError, match="process 1 of 2 was ended by SIGKILL") as failed:
+        ranks("one_is_killed", tmp_path)
+    assert "memory" in failed.value.fix
+    for rank in range(2):
+        assert Process.here(int((tmp_path / f"joined-{rank}").read_text())).since == 0  # of one that has ended
+
+
+def test_the_last_lines_of_one_that_ends_without_an_error_file(tmp_path, capfd):
+    with pytest.raises(TrainingError, match=r"(?s)process 1 of 2 ended with exit code 7; it wrote:\non stderr 1"):
+        ranks("talkative", tmp_path)
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("on stdout 0\n", "on stderr 0\n")
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart(tmp_path):
+    ranks("killed_once", tmp_path, max_restarts=1)
+    assert {path.name for path in tmp_path.iterdir() if path.name[0] == "1"} == {"1-0", "1-1"}
+
+
+def test_a_restart_on_the_devices_that_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    ranks("killed_once", tmp_path, count=4, max_restarts=1)
+    again = {path.name: path.read_text() for path in tmp_path.iterdir() if path.name[0] == "1"}
+    assert again == {"1-0": "{data: 2}", "1-1": "{data: 2}"}
+
+
+# --- being asked to leave ---------------------------------------------------------------------------------------------
+
+PARENT = """
+import sys
+from halfbyte import notices
+from halfbyte.config import Parallel
+from halfbyte.parallel.launch import launch
+from halfbyte.signals import as_exceptions
+
+with as_exceptions():
+    launch(lambda layout: sys.argv[1:], Parallel(data=2))
+"""
+
+
+@pytest.fixture
+def parent(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", PARENT, PROGRAMS, "wait_for_signal", str(tmp_path)])
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.05)
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def test_a_signal_reaches_every_rank_once(parent, tmp_path):
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(20) == 143
+    assert [(tmp_path / f"heard-{rank}").read_text() for rank in range(2)] == ["1", "1"]

@@ -1,0 +1,172 @@
+"""Sharded blocks on gloo ranks: what one process computes, and no byte more gathered than is due."""
+
+import copy
+
+import pytest
+import torch
+from patch_models import batch, quantize, tiny
+
+import halfbyte
+from halfbyte.memory.levels import LEVELS
+from halfbyte.models.head import causal_lm_loss
+from halfbyte.models.sharding import shard_model, sharded
+from halfbyte.tensor import QuantizedTensor
+
+pytestmark = pytest.mark.dist
+
+LAYERS = 4
+CALL = ["call"] * LAYERS
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "head_dim": 16}
+
+
+def model_of(family="Llama", **lora):
+    torch.manual_seed(0)
+    return quantize(tiny(family, shape=SIZES, **lora))
+
+
+def micro_batches(steps, each):
+    """Steps of micro-batches, rows of other lengths in each, the last step an incomplete one."""
+    torch.manual_seed(1)
+    made = [batch(length=6 + 2 * at) for at in range(steps * each)]
+    return [made[at : at + each] for at in range(0, len(made) - 1, each)]
+
+
+def trained(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def train(model, windows, mesh=None):
+    """Losses and gradients of each step of SGD, micro-batch j on rank j mod N."""
+    place, ways = (mesh.place("data", "shard"), mesh.ways("data", "shard")) if mesh else (0, 1)
+    optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
+    record = []
+    for window in windows:
+        count = sum(int((each["labels"][:, 1:] != -100).sum()) for each in window)
+        blank = {
+            key: value if key != "labels" else value.fill_(-100) for key, value in copy.deepcopy(window[0]).items()
+        }
+        filled = window + [blank] * (-len(window) % ways)
+        total = torch.zeros(())
+        for each in filled[place::ways]:
+            loss = causal_lm_loss(model, each)[0] / count
+            loss.backward()
+            total += loss.detach()
+        if mesh:
+            mesh.sum(total)
+            for parameter in trained(model).values():
+                mesh.sum(parameter.grad)
+        record.append((total.item(), {name: p.grad.clone() for name, p in trained(model).items()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return record
+
+
+def assert_same(found, expected):
+    for (loss, gradients), (its, theirs) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(its, rel=1e-6)
+        assert gradients.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def frozen(model):
+    """Bytes and values of what is frozen in the layers."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if "layers" in name and not parameter.requires_grad:
+            data = parameter.data
+            found[name] = data.to_bytes().clone() if isinstance(data, QuantizedTensor) else data.clone()
+    return found
+
+
+def packed_bytes(model):
+    return sum(value.nbytes for value in frozen(model).values())
+
+
+def case_trains(mesh, levels, stays, family="Llama", lora=None, on_host=False, patched="before"):
+    model = model_of(family, **(lora or {}))
+    if patched == "before":
+        halfbyte.patch(model, levels)
+    shard_model(model, mesh, stays, on_host=on_host)
+    if patched == "after":
+        halfbyte.patch(model, levels)
+    share = sharded(model)
+    windows, record = micro_batches(3, 2 * mesh.size), []
+    with torch.no_grad():
+        causal_lm_loss(model, windows[0][0])
+    gathered = [share.gathers.nbytes]
+    for window in windows:
+        record += train(model, [window], mesh)
+        gathered.append(share.gathers.nbytes)
+    with share.whole():
+        after = frozen(model)
+    return record, gathered, after
+
+
+def expected(levels=None, family="Llama", ranks=2, **lora):
+    model = model_of(family, **lora)
+    halfbyte.patch(model, levels)
+    return train(model, micro_batches(3, 2 * ranks)), frozen(model)
+
+
+def check(results, reference):
+    record, bytes_of_layers = reference
+    for found, _, after in results:
+        assert_same(found, record)
+        assert after.keys() == bytes_of_layers.keys()
+        assert all(torch.equal(after[name], value) for name, value in bytes_of_layers.items())
+
+
+def gathered_as_due(results, stays, micro_batches=2, steps=3):
+    """Bytes after the first loss, which takes two forwards without a backward, and after each step of the training."""
+    layer = packed_bytes(model_of()) / LAYERS
+    for _, bytes_after, _ in results:
+        for step, found in enumerate(bytes_after):
+            backwards = step * micro_batches
+            times = {"call": 2 + 2 * backwards, "backward": 2 + backwards, "always": 1}
+            due = sum(times[stay] for stay in stays) * layer
+            assert due <= found <= 1.01 * due
+
+
+@pytest.mark.parametrize(
+    "stays", [["call"] * 4, ["backward"] * 4, ["always"] * 4, ["always", "call", "always", "backward"]]
+)
+def test_three_steps(two, stays):
+    results = two.run(case_trains, "keep", stays, layout={"shard": 2})
+    check(results, expected("keep"))
+    gathered_as_due(results, stays)
+
+
+@pytest.mark.parametrize("levels", [*(level for level in LEVELS if level != "keep"), None])
+def test_every_activation_level(two, levels):
+    """Backward recomputes with the weights that its block has gathered; None: transformers' own layers."""
+    results = two.run(case_trains, levels, CALL, layout={"shard": 2})
+    check(results, expected(levels))
+    gathered_as_due(results, CALL)
+
+
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])
+def test_four_ranks(four, layout):
+    results = four.run(case_trains, "recompute", ["call", "always"] * 2, layout=layout)
+    check(results, expected("recompute", ranks=4))
+    gathered_as_due(results, ["call", "always"] * 2)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
+def test_families(two, family):
+    check(two.run(case_trains, "checkpoint", CALL, family, layout={"shard": 2}), expected("checkpoint", family))
+
+
+def test_patched_before_or_after(two):
+    results = two.run(case_trains, "recompute_mlp", CALL, "Llama", None, False, "after", layout={"shard": 2})
+    check(results, expected("recompute_mlp"))
+
+
+def test_dora_and_trained_modules_are_no_part_of_a_unit(two):
+    """DoRA reads its weight inside the layer; a norm that is trained stays whole."""
+    lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"]}
+    check(two.run(case_trains, None, ["always"] * LAYERS, "Llama", lora, layout={"shard": 2}), expected(None, **lora))
+
+
+def test_slices_on_the_host(two):
+    check(two.run(case_trains, "keep", CALL, "Llama", None, True, layout={"shard": 2}), expected("keep"))

@@ -1,0 +1,237 @@
+"""A head and an embedding divided by vocabulary, against the same on one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from patch_models import batch, tiny
+
+from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
+from halfbyte.errors import ModelError
+from halfbyte.generation import generate
+from halfbyte.models.head import causal_lm_loss, divide_vocabulary, token_log_probs, undivided
+from halfbyte.ops import IGNORE_INDEX
+from halfbyte.parallel import Mesh
+from halfbyte.parallel.vocabulary import Vocabulary
+
+pytestmark = pytest.mark.dist
+
+WIDTH = 24
+CAPPED = {"softcap": 3.0, "scale": 0.5}
+
+
+def example(vocabulary, tokens, seed, dtype=torch.float32):
+    """A head, and of each of several processes hidden states and labels, a third of them ignored."""
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randn(vocabulary, WIDTH, generator=random, dtype=dtype)
+    hidden = [torch.randn(n, WIDTH, generator=random, dtype=dtype) for n in tokens]
+    labels = [torch.randint(vocabulary, (n,), generator=random) for n in tokens]
+    for each in labels:
+        each[1::3] = IGNORE_INDEX
+    return weight, hidden, labels
+
+
+def divided(mesh, axes, vocabulary, weight):
+    over = Vocabulary.over(mesh, axes, vocabulary)
+    return over, over.slice_of(weight)
+
+
+def loss_and_gradient(mesh, axes, vocabulary, tokens, dtype, how):
+    over, weight = divided(mesh, axes, vocabulary, example(vocabulary, tokens, 0, dtype)[0])
+    _, hidden, labels = example(vocabulary, tokens, 0, dtype)
+    own = mesh.place(*(axis for axis in axes if axis != "tensor"))
+    hidden = hidden[own].requires_grad_()
+    loss = over.cross_entropy(hidden, weight, labels[own], **how)
+    (loss / 7).backward()
+    with torch.no_grad():
+        assert over.cross_entropy(hidden, weight, labels[own], **how) == loss
+        log_probs, likeliest = over.log_probs(hidden, weight, labels[own], **how)
+        products = over.products(hidden, weight)
+    return own, len(weight), loss.detach(), hidden.grad, log_probs, likeliest, products
+
+
+def assert_as_one(results, vocabulary, tokens, how, dtype=torch.float32):
+    weight, hidden, labels = example(vocabulary, tokens, 0, dtype)
+    assert sum(result[1] for result in results) == vocabulary
+    for own, _, loss, grad, log_probs, likeliest, products in results:
+        x, y = hidden[own].clone().requires_grad_(), labels[own]
+        expected = linear_cross_entropy(x, weight, y, shift=False, **how)
+        (expected / 7).backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad, x.grad, rtol=1e-5, atol=1e-5 * x.grad.abs().max().item() if len(x) else 0)
+        with torch.no_grad():
+            torch.testing.assert_close(log_probs, linear_log_probs(x, weight, y, **how)[0], rtol=1e-5, atol=1e-5)
+            logits = x @ weight.T
+        torch.testing.assert_close(products, logits, rtol=1e-5, atol=1e-5)
+        trained = y != IGNORE_INDEX
+        assert torch.equal(likeliest[trained], (logits.argmax(-1) == y)[trained])
+
+
+@pytest.mark.parametrize("how", [{}, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("tokens", [(40, 40), (37, 5), (0, 9), (1, 0)], ids=str)
+def test_processes_with_their_own_rows(two, tokens, how):
+    for vocabulary in (101, 32, 3):
+        results = two.run(loss_and_gradient, ("shard",), vocabulary, tokens, torch.float32, how, layout={"shard": 2})
+        assert_as_one(results, vocabulary, tokens, how)
+
+
+def test_processes_with_the_same_rows(two):
+    results = two.run(loss_and_gradient, ("tensor",), 101, (37,), torch.float32, CAPPED, layout={"tensor": 2})
+    assert_as_one(results, 101, (37,), CAPPED)
+
+
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"shard": 2, "tensor": 2}, {"shard": 2, "context": 2}], ids=str)
+def test_four_processes(four, layout):
+    axes, tokens = tuple(layout), (13, 40, 2, 9)
+    results = four.run(loss_and_gradient, axes, 3203, tokens, torch.float32, CAPPED, layout=layout)
+    assert sorted({result[0] for result in results}) == list(range(4 // layout.get("tensor", 1)))
+    assert_as_one(results, 3203, tokens, CAPPED)
+
+
+def in_small_chunks(mesh, *arguments):
+    import halfbyte.parallel.vocabulary as module
+
+    whole = module.chunk_rows
+    module.chunk_rows = lambda *_: 6
+    try:
+        return loss_and_gradient(mesh, *arguments)
+    finally:
+        module.chunk_rows = whole
+
+
+def test_several_chunks(two):
+    results = two.run(in_small_chunks, ("shard",), 101, (37, 20), torch.float32, {}, layout={"shard": 2})
+    assert_as_one(results, 101, (37, 20), {})
+
+
+def test_float64(two):
+    results = two.run(loss_and_gradient, ("shard",), 101, (9, 4), torch.float64, CAPPED, layout={"shard": 2})
+    assert all(result[2].dtype == torch.float64 for result in results)
+    assert_as_one(results, 101, (9, 4), CAPPED, torch.float64)
+
+
+def of_confident_tokens(mesh):
+    """In 16 bits, where the likeliest token has nearly all of the probability: a gradient is a small difference."""
+    over, weight = divided(mesh, ("shard",), 64, torch.eye(64).bfloat16())
+    hidden = (torch.eye(64)[::3] * 8.5).bfloat16().requires_grad_()
+    labels = torch.arange(64)[::3]
+    over.cross_entropy(hidden, weight, labels).backward()
+    return hidden.grad
+
+
+def test_a_small_difference_is_not_rounded_away(two):
+    hidden = (torch.eye(64)[::3] * 8.5).requires_grad_()
+    F.cross_entropy(hidden, torch.arange(64)[::3], reduction="sum").backward()
+    for found in two.run(of_confident_tokens, layout={"shard": 2}):
+        torch.testing.assert_close(found.float(), hidden.grad, rtol=0.01, atol=1e-6)
+
+
+def looked_up(mesh, axes, tokens, dtype):
+    random = torch.Generator().manual_seed(1)
+    table = torch.randn(101, WIDTH, generator=random).to(dtype)
+    over, rows = divided(mesh, axes, 101, table)
+    own = mesh.place("shard")
+    ids = [torch.randint(101, (2, n), generator=random) for n in tokens][own]
+    return torch.equal(over.embedded(ids, lambda local: F.embedding(local, rows)), table[ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_looking_up_is_exact(two, four, dtype):
+    assert two.run(looked_up, ("shard",), (7, 3), dtype, layout={"shard": 2}) == [True] * 2
+    assert two.run(looked_up, ("tensor",), (7,), dtype, layout={"tensor": 2}) == [True] * 2
+    axes = ("shard", "tensor")
+    assert four.run(looked_up, axes, (7, 0), dtype, layout={"shard": 2, "tensor": 2}) == [True] * 4
+
+
+def with_label(mesh, label):
+    over, weight = divided(mesh, ("shard",), 101, torch.randn(101, WIDTH))
+    labels = torch.tensor([3, label if mesh.rank else 5])
+    over.cross_entropy(torch.randn(2, WIDTH), weight, labels)
+
+
+@pytest.mark.parametrize("label", [101, -1])
+def test_a_label_outside_is_everybodys_error(two, label):
+    said = rf"(?s)rank 0.*label {label} is outside the model's vocabulary of 101.*rank 1.*label {label} is outside"
+    with pytest.raises(AssertionError, match=said):
+        two.run(with_label, label, layout={"shard": 2})
+
+
+def trained(mesh):
+    over, weight = divided(mesh, ("shard",), 101, torch.randn(101, WIDTH))
+    over.cross_entropy(torch.randn(2, WIDTH), weight.requires_grad_(), torch.tensor([3, 5]))
+
+
+def test_a_trained_head_is_refused(two):
+    with pytest.raises(AssertionError, match="a head that is trained is not divided by vocabulary"):
+        two.run(trained, layout={"shard": 2})
+
+
+# ---- models
+
+
+def of_a_model(family, tied, rows, mesh=None, axes=()):
+    """Loss, gradients of the adapters, log-probabilities, and an answer, of `rows` of a batch."""
+    torch.manual_seed(3)
+    model = tiny(family, shape={"tie_word_embeddings": tied})
+    inputs = {name: value[rows] for name, value in batch().items()}
+    if mesh is not None:
+        head = model.get_base_model().lm_head
+        divide_vocabulary(model, mesh, axes)
+        assert len(head.weight) < 101
+        assert (head.weight is model.get_input_embeddings().weight) == tied
+        assert "lm_head.weight" not in {name for name, p in model.named_parameters() if p.requires_grad}
+    loss, tokens = causal_lm_loss(model, inputs)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        model.eval()
+        log_probs, likeliest = token_log_probs(model, {"input_ids": inputs["input_ids"]}, inputs["labels"])
+        logits = model(input_ids=inputs["input_ids"]).logits
+    answer = generate(model, inputs["input_ids"][:, :5].tolist(), max_new_tokens=4, stops=[])
+    return loss.detach(), tokens, grads, log_probs, likeliest, logits, answer
+
+
+def divided_model(mesh, family, tied, axes):
+    rows = slice(mesh.place("shard"), None, mesh.ways("shard"))
+    loss, tokens, grads, *rest = of_a_model(family, tied, rows, mesh, axes)
+    return (
+        mesh.sum(loss, ("shard",)),
+        mesh.sum(tokens, ("shard",)),
+        {n: mesh.sum(g, ("shard",)) for n, g in grads.items()},
+        *rest,
+    )
+
+
+@pytest.mark.parametrize("axis", ["shard", "tensor"])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("Llama", False), ("Llama", True), ("Gemma2", True), ("Gemma3Text", True)]
+)
+def test_models(two, family, tied, axis):
+    ways = 2 if axis == "shard" else 1
+    results = two.run(divided_model, family, tied, (axis,), layout={axis: 2})
+    loss, tokens, grads, *_ = of_a_model(family, tied, slice(None))
+    for rank, found in enumerate(results):
+        torch.testing.assert_close(found[0], loss, rtol=1e-6, atol=0)
+        assert found[1] == tokens
+        for name, grad in grads.items():
+            torch.testing.assert_close(found[2][name], grad, rtol=1e-5, atol=1e-5 * grad.abs().max().item(), msg=name)
+        *_, log_probs, likeliest, logits, answer = of_a_model(family, tied, slice(rank % ways, None, ways))
+        torch.testing.assert_close(found[3], log_probs, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[4], likeliest)
+        torch.testing.assert_close(found[5], logits, rtol=1e-4, atol=1e-5)
+        assert found[6] == answer
+
+
+def test_what_is_not_divided():
+    """By name, and before anything is changed."""
+    model = tiny("Llama", modules_to_save=["lm_head"])
+    assert "not a plain linear" in undivided(model)
+    model = tiny("Llama", modules_to_save=["embed_tokens"])
+    assert "its embedding is a ModulesToSaveWrapper" in undivided(model)
+    model = tiny("Llama")
+    assert undivided(model) is None
+    model.get_base_model().lm_head.weight.requires_grad_()
+    assert "its head is trained" in undivided(model)
+    before = dict(model.named_parameters())
+    with pytest.raises(ModelError, match="the vocabulary is not divided: its head is trained"):
+        divide_vocabulary(model, Mesh(), ("shard",))
+    assert all(p is before[name] for name, p in model.named_parameters())
