@@ -16,7 +16,7 @@ from ..errors import ModelError
 from ..notices import notice
 from ..parallel import Mesh
 from .head import divide_vocabulary, undivided
-from .layer import causal_lm_of, decoder_layers
+from .layer import LayerView, causal_lm_of, decoder_layers, layer_view
 
 if TYPE_CHECKING:
     from ..parallel.shard import Sharded, Stay
@@ -74,3 +74,9 @@ def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:
 def sharded(model: nn.Module) -> Sharded | None:
     """What `shard_model` made of `model`; None: its weights are whole."""
     return _sharded.get(causal_lm_of(model))
+
+
+def trains_alike(model: nn.Module) -> bool:
+    """Whether each backward gives all trained parameters a gradient, whatever the tokens: no experts choose."""
+    views = [layer_view(layer) for layer in decoder_layers(model)[1]]
+    return all(isinstance(view, LayerView) and view.mlp is not None for view in views)
