@@ -16,7 +16,6 @@ from all_families import build
 from patch_models import tiny
 from safetensors.torch import load_file, save_file
 from test_load_imports import CONFIGS, converted
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +26,8 @@ from halfbyte.formats import FORMATS, from_spec
 from halfbyte.models import divided
 from halfbyte.models.load import load_model
 from halfbyte.parallel import ALONE
-from halfbyte.parallel.placement import Placement, fill, templates
+from halfbyte.parallel.placement import Placement
+from halfbyte.parallel.shard import shard_blocks
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
 
 pytestmark = pytest.mark.dist
@@ -314,23 +314,20 @@ def test_no_rank_holds_the_model(two, tiny_checkpoint):
 
 
 def computes(mesh, folder):
-    """The logits of a model whose layers are filled after FSDP2 has cut their templates, and of one process's."""
+    """The logits of a model whose layers came in pieces, and of one process's."""
     tokens = torch.arange(10, 20)[None]
     keys = {"dtype": "float32", "device": "cpu"}
     with torch.no_grad():
         wanted = load_model(folder, **keys)(tokens).logits
         model = load_model(folder, mesh=mesh, along=SHARD, **keys)
-        pieces = templates(model)
-        assert len(pieces) == sum(1 for name, _ in model.named_parameters() if ".layers." in name)
-        for layer in model.model.layers:
-            assert layer.mlp.up_proj.weight.shape == (96, 64)
-            fully_shard(layer, mesh=mesh.devices["shard"])
-        fill(pieces)
+        model.requires_grad_(False)
+        shard_blocks(model.model, list(model.model.layers), mesh, ["call"] * len(model.model.layers))
+        assert model.model.layers[0].mlp.up_proj.weight.shape == (96, 64)
         found = [model(tokens).logits for _ in range(2)]
     return [torch.equal(each, wanted) for each in found]
 
 
-def test_pieces_fill_what_fsdp_has_cut(two, folder):
+def test_pieces_are_what_is_gathered(two, folder):
     assert two.run(computes, folder, layout={"shard": 2}) == [[True, True]] * 2
 
 
