@@ -22,7 +22,7 @@ from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.errors import TrainingError
+from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
@@ -47,14 +47,15 @@ from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
 
+from ..reading import read_json
 from ..runs.lock import run_lock
 from . import checks, samples, staged
 from .loop import TrainingLoop
-from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
+from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reproducible import repeatable, verdict
-from .setup import OpenRun, open_run, write_environment, write_memory
+from .setup import OpenRun, is_finished, open_run, write_environment, write_memory
 from .snapshot import save_weights
 
 
@@ -101,9 +102,20 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
                 say_idle(config)
             check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
+            if mesh.from_main(mesh.is_main and is_finished(prepared)):
+                return _finished(prepared, console)
             with _locked(prepared), open_run(prepared, resume) as run:
                 check_shared(mesh, run.output)
                 return _run_or_report(run, console)
+
+
+def _finished(run: PreparedRun, console: Console) -> RunResult:
+    """A run that has nothing left to do: its files stay as they are."""
+    output = run.config.output_path
+    job = OpenRun(run, output, MetricsFile(output / "metrics.jsonl"))
+    console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
+    measured = read_json(output / "memory.json", ConfigError, "remove it, and train again")["measured"]
+    return RunResult(output, _summary(job, measured))
 
 
 def _locked(run: PreparedRun) -> contextlib.AbstractContextManager[Any]:
