@@ -33,8 +33,13 @@ def ranks(case, folder, count=2, **keys):
 # --- what is started --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _no_rank(monkeypatch):
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def wanted(monkeypatch, gpus, **keys):
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     return layout_wanted(RunConfig(model_name_or_path="m", dataset="d", **keys)).size
 
@@ -58,8 +63,9 @@ def test_a_process_for_each_device(monkeypatch, gpus, keys, count):
     assert wanted(monkeypatch, gpus, **keys) == count
 
 
-def test_a_rank_starts_no_ranks(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")])
+def test_a_rank_starts_no_ranks(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     config = RunConfig(model_name_or_path="m", dataset="d", device="cpu", parallel={"data": 2})
     assert layout_wanted(config).size == 1
 
@@ -69,6 +75,11 @@ def test_more_than_there_are_gpus(monkeypatch):
         wanted(monkeypatch, 2, parallel={"data": 8})
     with pytest.raises(ConfigError, match=r"parallel: \{data: 1000000\} takes 1,000,000 processes on a CPU"):
         wanted(monkeypatch, 0, parallel={"data": 1000000})
+
+
+def test_axes_that_do_not_go_together(monkeypatch):
+    with pytest.raises(ConfigError, match="pipeline goes with data and shard, not with tensor"):
+        wanted(monkeypatch, 4, parallel={"pipeline": 2, "tensor": 2})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +105,6 @@ def test_stages_do_not_fit_on_fewer():
 )
 def test_gpus_left_idle_are_named(monkeypatch, gpus, keys):
     notices.forget()
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     say_idle(RunConfig(model_name_or_path="m", dataset="d", **keys))
     said = notices.said().get("idle_gpus", "")
