@@ -79,8 +79,9 @@ ROWS = [
     ),
     Case("9 colours in output_dir", "check run.yaml", code=0, files=config(output_dir=RED), says="ready"),
     Case(
-        "9 colours in output_dir",
+        "9 colours in output_dir that is written",
         "train run.yaml",
+        slow=True,
         code=0,
         files=config(output_dir=RED),
         says=r"saved: a\x1b[31mred\nnew/adapter",

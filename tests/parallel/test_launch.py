@@ -77,11 +77,6 @@ def test_more_than_there_are_gpus(monkeypatch):
         wanted(monkeypatch, 0, parallel={"data": 1000000})
 
 
-def test_axes_that_do_not_go_together(monkeypatch):
-    with pytest.raises(ConfigError, match="pipeline goes with data and shard, not with tensor"):
-        wanted(monkeypatch, 4, parallel={"pipeline": 2, "tensor": 2})
-
-
 @pytest.mark.parametrize(
     ("layout", "most", "smaller"),
     [

@@ -32,7 +32,6 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from ..config import Parallel, RunConfig, resolve
-from ..config.combinations import AXES, obstacle
 from ..errors import ConfigError, TrainingError
 from ..hardware import chosen_device
 from ..notices import notice
@@ -52,8 +51,7 @@ def layout_wanted(config: RunConfig) -> Parallel:
     """The mesh whose processes are to be started; of one: none is, since it is this one, or a launcher has done it.
 
     Raises:
-        ConfigError: `parallel` divides as no run can be, or asks for more GPUs than there are, or for several of a kind
-            that cannot work together.
+        ConfigError: `parallel` asks for more GPUs than there are, or for several of a kind that cannot work together.
     """
     if is_rank():
         return Parallel()
@@ -62,8 +60,6 @@ def layout_wanted(config: RunConfig) -> Parallel:
         return Parallel(data=max(1, torch.cuda.device_count()) if kind in (None, "cuda") else 1)
     if layout.size == 1:
         return layout
-    if impossible := obstacle(layout, AXES):
-        raise ConfigError(*impossible)
     gpus = 0 if kind == "cpu" else torch.cuda.device_count()
     if not gpus and kind in (None, "cpu") and layout.size > (most := ON_A_CORE * _cores()):
         what = f"parallel: {layout} takes {layout.size:,} processes on a CPU of {_cores()} cores"
