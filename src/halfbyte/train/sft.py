@@ -31,11 +31,12 @@ from halfbyte.memory.limit import held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
+from halfbyte.models.layer import decoder_layers
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
-from halfbyte.models.sharding import shard_model
+from halfbyte.models.sharding import shard_model, stays_of
 from halfbyte.models.slices import divided
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
@@ -240,7 +241,8 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         _recompute_activations(model)
     model = add_adapter(model, adapter) if adapter else model
     divide_products(model, run.mesh)
-    shard_model(model, run.mesh)
+    stays = stays_of(len(decoder_layers(model)[1]), run.plan.stays) if run.plan.stays else None
+    shard_model(model, run.mesh, stays)
     return model
 
 
