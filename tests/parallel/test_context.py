@@ -94,7 +94,9 @@ def compares(mesh, family, inputs, shape=None):
 
 
 @pytest.mark.parametrize("way", ["whole", "packed"])
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Qwen3Moe", "Qwen2_5_VL"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Qwen3Moe", "Qwen2_5_VL", "Gemma3"]
+)
 def test_two_ranks(two, family, way):
     assert_close(two.run(compares, family, batch(way == "packed"), layout={"context": 2}))
 
