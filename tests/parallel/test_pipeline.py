@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from halfbyte.methods import METHODS
+from halfbyte.models.head import take_head
 from halfbyte.models.patch import patch
 from halfbyte.models.stages import Stages, check_stages, layer_seconds
 from halfbyte.optim import trained_parameters
@@ -93,12 +94,13 @@ def whole(family, keys, layers, window, activations):
 
 def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahead):
     model = model_of(family, layers, **keys)
-    check_stages(model)
+    head = check_stages(model)
     schedule = Schedule(name, mesh.ways("pipeline"), chunks)
-    seconds, head = layer_seconds(model, recomputed=activations is not None)
-    parts = cut_layers(schedule, seconds, head)
+    seconds, end = layer_seconds(model, recomputed=activations is not None)
+    parts = cut_layers(schedule, seconds, end)
     how = {"width": SHAPE["hidden_size"], "dtype": torch.float32, "device": torch.device("cpu"), "ahead": ahead}
-    pipeline = Pipeline(mesh, schedule, [stage_seconds(part, seconds, head) for part in parts], **how)
+    pipeline = Pipeline(mesh, schedule, [stage_seconds(part, seconds, end) for part in parts], **how)
+    take_head(model, head)
     stages = Stages(model, parts, pipeline.own)
     if activations is not None:
         patch(model, activations)
@@ -178,6 +180,17 @@ def test_a_run_in_stages(two, place, alone, tmp_path, name):
     """From `parallel: {pipeline: 2}` to a finished folder: losses, adapter and answers are one process's."""
     keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": name, "gradient_accumulation_steps": 4}
     whole_runs.run(two, place, tmp_path / "run", **keys).same_as(alone)
+
+
+@pytest.mark.parametrize("other", ["data", "shard"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_stages_and_rows(four, place, alone, tmp_path_factory, tmp_path, other, packing):
+    """Two stages of two processes each, which have other rows, and of frozen weights slices."""
+    if packing:
+        alone = whole_runs.run(None, place, tmp_path_factory.mktemp("packed"), gradient_accumulation_steps=4,
+                               packing=True)  # fmt: skip
+    keys = {"parallel": {"pipeline": 2, other: 2}, "gradient_accumulation_steps": 2, "packing": packing}
+    whole_runs.run(four, place, tmp_path / "run", **keys).same_as(alone)
 
 
 @pytest.mark.parametrize("before", ["stages", "alone"])

@@ -39,7 +39,8 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
         return
     from ..parallel.shard import shard_blocks  # half a second of torch
 
-    name, layers = decoder_layers(model)
+    name, every = decoder_layers(model)
+    layers = [layer for layer in every if next(layer.parameters(), None) is not None]  # other stages' have none
     stays = stays_of(len(layers)) if stays is None else stays
     if len(stays) != len(layers):
         raise ModelError(f"{len(stays)} stays for {len(layers)} layers", "give one a layer")
@@ -47,7 +48,7 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
         raise ModelError("parallel: shard slices frozen weights, and all are trained", "use parallel: {data: N}")
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
-    _sharded[causal_lm] = shard_blocks(root, list(layers), mesh, stays, on_host=on_host)
+    _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=on_host)
     if why := undivided(model):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     else:

@@ -28,7 +28,7 @@ from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
-from halfbyte.models.stages import WITHOUT, Cut, check_stages, check_trained, cut_model
+from halfbyte.models.stages import WITHOUT, Cut, check_trained, cut_model
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.estimate import MemoryPlan, estimate
@@ -174,9 +174,8 @@ def _cut(config: RunConfig, mesh: Mesh, shapes: ModelShapes, plan: MemoryPlan) -
         key = "packing" if config.packing else "padding_free"
         raise ConfigError(f"{key}: documents of this model's rows are not kept apart by positions, as stages need",
                           f"set {key}: false, or {WITHOUT}")  # fmt: skip
-    check_stages(shapes.causal_lm, config.trust_remote_code)
-    batches = config.gradient_accumulation_steps
-    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, batches, plan.activation_checkpointing)
+    how = config.gradient_accumulation_steps, plan.activation_checkpointing, config.trust_remote_code
+    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, *how)
     check_trained(shapes.model, cut)
     return cut
 

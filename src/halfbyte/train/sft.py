@@ -139,6 +139,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
     model = _trainable_model(run, measured)
     stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
+    shard_model(model, run.mesh)
     collate = run.method.collator(run.config, run.tokenizer, device)
     loop = _loop(job, model, collate)
     if stages is not None:
@@ -222,9 +223,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    model = add_adapter(model, run.sections.adapter) if run.sections.adapter else model
-    shard_model(model, run.mesh)
-    return model
+    return add_adapter(model, run.sections.adapter) if run.sections.adapter else model
 
 
 def _recompute_activations(model: Any) -> None:
