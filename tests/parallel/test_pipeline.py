@@ -12,14 +12,15 @@ import whole as whole_runs
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from halfbyte.errors import HalfbyteError, ModelError
 from halfbyte.methods import METHODS
-from halfbyte.models.head import take_head
+from halfbyte.models.head import Head, take_head
 from halfbyte.models.patch import patch
-from halfbyte.models.stages import Stages, check_stages, layer_seconds
+from halfbyte.models.stages import Cut, Stages, check_stages, check_trained, layer_seconds
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
 from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule, cut_layers, stage_seconds
+from halfbyte.parallel.schedules import Schedule, Seconds, cut_layers, stage_seconds
 from halfbyte.train.pipelined import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 
@@ -208,3 +209,55 @@ def test_resume_with_and_without_stages(two, place, alone, tmp_path, before):
     left = whole_runs.run(then[0], place, tmp_path / "run", resume=True, **keys, **then[1])
     left.answers = alone.answers  # a resumed run answers before it, too
     left.same_as(alone)
+
+
+def refused(mesh, place, output, keys):
+    try:
+        whole_runs.trains(mesh, place, output, keys, None)
+    except HalfbyteError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, None),  # from full logits, in the last stage
+        ({"gradient_accumulation_steps": 1}, "1f1b over 2 processes takes no step of 1 micro-batches"),
+        ({"use_peft": False, "load_in_4bit": False}, "a pipeline trains adapters, and use_peft is false"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save: a pipeline trains low-rank adapters alone"),
+        ({"target_modules": r".*layers\.[0-2]\..*q_proj"}, "with layers 3 to 5 has nothing to train"),
+    ],
+)
+def test_what_stages_do_not_train(two, place, tmp_path, keys, said):
+    """One error that names the key, before anything is loaded or written; and a run that goes well after them."""
+    keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": "1f1b", "max_steps": 1, **keys}
+    keys = {"gradient_accumulation_steps": 2, "eval_split_size": 0, "sample_prompts": 0} | keys
+    if said is None:
+        assert whole_runs.run(two, place, tmp_path / "run", **keys).trained
+        return
+    for error in two.run(refused, place, tmp_path / "run", keys):
+        assert said in error
+        assert "fix: " in error
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_more_stages_than_layers(four, tmp_path):
+    place = whole_runs.write_place(tmp_path, num_hidden_layers=3)
+    for error in four.run(refused, place, tmp_path / "run", {"parallel": {"pipeline": 4}}):
+        assert "4 pipeline stages for a model of 3 decoder layers" in error
+
+
+def test_what_is_no_pipeline():
+    """A layer that keeps state for later ones, a tied embedding that is trained."""
+    with pytest.raises(ModelError, match="Gemma3nForCausalLM cannot be cut into stages"):
+        check_stages(transformers.AutoModelForCausalLM.from_config(transformers.Gemma3nTextConfig(**SHAPE | {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 96, "layer_types": None,
+            "activation_sparsity_pattern": None, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16,
+        })))  # fmt: skip
+    model = model_of("Qwen3", 4, tie_word_embeddings=True)
+    schedule = Schedule("1f1b", 2, 1)
+    cut = Cut(schedule, (range(2), range(2, 4)), (Seconds(1, 1), Seconds(1, 1)), Head())
+    check_trained(model, cut)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    with pytest.raises(ModelError, match="the embedding is trained and is the head too"):
+        check_trained(model, cut)

@@ -252,7 +252,7 @@ def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     return _heads[causal_lm]
 
 
-def take_head(model: nn.Module, head: Head) -> None:
+def take_head(model: nn.Module, head: Head | str) -> None:
     """Believe what `found_head` says of another model of this architecture, where this one cannot compute logits: its
     layers are in several processes."""
     _heads[causal_lm_of(model)] = head
