@@ -24,6 +24,7 @@ from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
 from ..ops.glu import glu
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
+from ..parallel.tensor import is_divided
 from .linears import Linears, Unknown, adapter_names
 
 FP8 = torch.float8_e4m3fn
@@ -146,7 +147,11 @@ class StaticEngine:
         Raises:
             Unknown: as above.
         """
-        return all(each.renew() for each in [self.head, *(each for layer in self.layers for each in layer.linears)])
+        if not all(each.renew() for each in [self.head, *(each for layer in self.layers for each in layer.linears)]):
+            return False
+        if self.device.type == "cpu":  # its kernel may have copies
+            self.one_launch = self._one_launch(len(self.tokens))
+        return True
 
     def _one_launch(self, batch: int) -> Run | None:
         """A token's way through all layers as one kernel, where there is one and all layers are of Llama's kind."""
@@ -319,6 +324,8 @@ def _views(causal: Any) -> list[LayerView]:
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
+    if any(is_divided(view.attention_half.inner) for view in views):
+        raise Unknown("its products are divided over processes")
     if any(hooked(module) for module in (causal.lm_head, backbone.embed_tokens, backbone.norm)):
         raise Unknown("it has hooks")
     return views

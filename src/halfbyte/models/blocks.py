@@ -22,6 +22,7 @@ from ..autograd.norms import add_rms_norm, rms_norm
 from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
 from ..families import Family
+from ..parallel.tensor import Leaving
 from . import layer
 from .layer import Attention, GatedMLP, Half, epsilon
 from .patched import NAME, is_bound
@@ -107,7 +108,8 @@ def _may_skip(half: Half) -> bool:
     """Whether nothing reads the MLP's result but the residual stream."""
     dropped = half.dropout is not None and half.dropout.p
     untouched = not dropped and half.leave is None and half.scale == 1
-    return untouched and is_bound(half.inner) and not half.inner._forward_hooks
+    watched = any(not isinstance(hook, Leaving) for hook in half.inner._forward_hooks.values())
+    return untouched and is_bound(half.inner) and not watched
 
 
 def _again(store: Store | None, norm: Any, normed: Tensor, residual: Tensor) -> contextlib.AbstractContextManager[None]:

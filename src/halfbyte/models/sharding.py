@@ -52,7 +52,7 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
     if why := undivided(model):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     else:
-        divide_vocabulary(model, mesh, ("shard",))
+        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
 
 
 def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:

@@ -44,6 +44,7 @@ class Optimizer:
         capturable: its step may be part of a CUDA graph, if its groups have `capturable=True`.
         paged: CUDA moves its state to the host where the device is full.
         scratch: a step on an accelerator needs as many bytes as the trained parameters have.
+        elementwise: it steps a slice of a parameter as it would in the whole.
         package: to be installed for it.
     """
 
@@ -53,6 +54,7 @@ class Optimizer:
     capturable: bool = False
     paged: bool = False
     scratch: bool = False
+    elementwise: bool = False
     package: str | None = None
 
 
@@ -68,7 +70,10 @@ def _torch(kind: str, copies: int, betas: bool = False, fused: bool = False, **r
         groups = parameter_groups(model, settings.weight_decay)
         return getattr(torch.optim, kind)(groups, lr=settings.learning_rate, **options)
 
-    return Optimizer(make, lambda model: copies * sum(p.nbytes for p in trained_parameters(model).values()), **row)
+    def state_bytes(model: nn.Module) -> int:
+        return copies * sum(p.nbytes for p in trained_parameters(model).values())
+
+    return Optimizer(make, state_bytes, elementwise=True, **row)
 
 
 def _make_adafactor(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:

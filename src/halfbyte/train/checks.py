@@ -17,6 +17,8 @@ from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.sharding import sharded
 from halfbyte.optim import trained_parameters
+from halfbyte.parallel import Mesh, slice_of
+from halfbyte.parallel.tensor import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
 
@@ -78,6 +80,26 @@ def fused(loss: float, reference: float) -> dict[str, Any]:
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
 
 
+@torch.no_grad()
+def divided_check(
+    model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float, mesh: Mesh
+) -> dict[str, Any]:
+    """The loss of a row cut along its tokens, inside `divided`, against `reference`, that of the whole row.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute(model, dtype):
+        loss_sum, _ = causal_lm_loss(model, slice_of({"input_ids": ids, "labels": ids}, mesh))
+    loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
+    if not abs(loss - reference) <= ROUNDING * abs(reference):
+        raise TrainingError(
+            f"with its row cut {mesh.ways('context')} ways the loss is {loss:.6g}, of the whole row {reference:.6g}",
+            "leave context out of `parallel`, and please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
+
+
 def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Take the adapter off and let plain PEFT put the saved one on the same base: logits must not change.
 
@@ -88,14 +110,16 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         TrainingError: the saved adapter computes something else.
     """
     trained = logits(model, ids, dtype)
-    if sharded(model) is None:
+    if sharded(model) is None and are_whole(model.parameters()):
         with quiet_peft():
             model = PeftModel.from_pretrained(model.unload(), str(folder))
         round_merged(model)
     else:
-        for parameter in trained_parameters(model).values():
-            parameter.detach().zero_()
-        load_adapter_weights(model, folder)
+        parameters = trained_parameters(model).values()
+        with whole_inside(parameters):
+            for parameter in parameters:
+                parameter.detach().zero_()
+            load_adapter_weights(model, folder)
     again = logits(model, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}

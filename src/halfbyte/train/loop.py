@@ -42,8 +42,9 @@ from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, sum_gradients
+from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, slice_of, sum_gradients
 from halfbyte.parallel.pipeline import Pipeline
+from halfbyte.parallel.tensor import whole_inside
 from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
@@ -173,7 +174,10 @@ class TrainingLoop:
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
             return
         try:
-            with noisy_embeddings(self.model, self.config.neftune_noise_alpha), as_requests(announce) as self.request:
+            with (
+                noisy_embeddings(self.model, self.config.neftune_noise_alpha, self.mesh),
+                as_requests(announce) as self.request,
+            ):
                 self._run(checkpoint)
         except BaseException:
             self.records.read_all()
@@ -184,7 +188,8 @@ class TrainingLoop:
     def _begin(self, checkpoint: Path | None, steps: int) -> None:
         """Weights, optimizer, schedule and state, new or as `checkpoint` has them."""
         if checkpoint is not None:
-            load_weights(self.model, checkpoint, self.gathered.stages.elsewhere if self.gathered else None)
+            with whole_inside(self.trained):
+                load_weights(self.model, checkpoint, self.gathered.stages.elsewhere if self.gathered else None)
             if self.scaling is not None:
                 checkpoints.load_scaling(checkpoint, self.scaling)
             state = checkpoints.read_state(checkpoint)
@@ -194,7 +199,8 @@ class TrainingLoop:
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
             parts = (partial(self.gathered.own_part, self.optimizer),) if self.gathered else ()
-            load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, *parts)
+            with whole_inside(self.trained, self.optimizer):
+                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, *parts)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / checkpoints.TRAINER_STATE
@@ -270,11 +276,12 @@ class TrainingLoop:
         return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Without waiting for the copy."""
-        return {
+        """What this process computes of `batch`, without waiting for the copy."""
+        batch = {
             key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for key, value in batch.items()
         }
+        return slice_of(batch, self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
@@ -417,15 +424,31 @@ class TrainingLoop:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
         states = self.mesh.gather(random or random_states())
-        weights = self.gathered.weights() if self.gathered else None
-        optimizer = self.gathered.optimizer(self.optimizer) if self.gathered else self.optimizer.state_dict()
-        if not self.mesh.is_main:
-            return
+        with whole_inside(self.trained, self.optimizer):
+            weights = self.gathered.weights() if self.gathered else None
+            optimizer = self.gathered.optimizer(self.optimizer) if self.gathered else self.optimizer.state_dict()
+            if self.mesh.is_main:
+                self._write(weights, optimizer, states, owes_evaluation)
+
+    def _write(
+        self,
+        weights: dict[str, torch.Tensor] | None,
+        optimizer: dict[str, Any],
+        random: list[dict[str, Any]],
+        owes_evaluation: bool,
+    ) -> None:
+        """The files of a checkpoint.
+
+        Args:
+            weights: of a model in stages, whole; None: as the model has them.
+            optimizer: its whole state.
+            random: states of every process.
+        """
         try:
             with new_directory(self._place()) as aside:
                 save_weights(self.model, aside, weights)
                 save_optimizer(aside, optimizer, self.schedule, self.scaler)
-                save_random(aside, states)
+                save_random(aside, random)
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))

@@ -27,8 +27,11 @@ from halfbyte.methods import Method, method_of
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
+from halfbyte.models.products import check_products
 from halfbyte.models.recipes import check_recipe, configured_recipe
+from halfbyte.models.slices import check_divided_like, unknown_documents
 from halfbyte.models.stages import WITHOUT, Cut, check_trained, cut_model
+from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.estimate import MemoryPlan, estimate
@@ -132,10 +135,12 @@ def prepare_run(
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
+    _check_divided(shapes, mesh)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
+    _check_products(sections, shapes, mesh)
     if not mesh.equal(size_of(data)):
         raise DataError("the processes of this run read different data", "give each the same files")
     if checkpoint is not None:
@@ -204,6 +209,32 @@ def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) 
     check_dtype(config, device, compute)
     facts = {**environment(str(device)), "numbers": method.numbers.document(), "started": time.time()}
     return Machine(device, compute, weights, facts)
+
+
+def _check_products(sections: Resolved, shapes: ModelShapes, mesh: Mesh) -> None:
+    """Whether this model is trained with its products divided, if they are."""
+    if (ways := mesh.ways("tensor")) == 1:
+        return
+    check_products(shapes.model, ways)
+    key, recipe = f"parallel: {{tensor: {ways}}}", sections.precision.recipe
+    if recipe != "bf16":
+        raise ConfigError(f"{key}: recipe {recipe} would scale each process's part by itself", "set recipe: bf16")
+    if not OPTIMIZERS[shapes.config.optim].elementwise:
+        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        raise ConfigError(
+            f"{key}: optim {shapes.config.optim} cannot step slices of a parameter", f"use one of {known}"
+        )
+
+
+def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
+    """Whether the rows of the model can be cut along their tokens, where they are to be."""
+    ways = mesh.ways("context")
+    if ways == 1:
+        return
+    if shapes.packed_way != "positions":
+        raise ConfigError(*unknown_documents(ways))
+    attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
+    check_divided_like(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:

@@ -33,10 +33,16 @@ from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
+from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.models.sharding import shard_model
+from halfbyte.models.slices import divided
+from halfbyte.models.stages import Stages
 from halfbyte.notices import forget, silent
+from halfbyte.optim import trained_parameters
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
+from halfbyte.parallel.launch import say_idle
+from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
@@ -91,6 +97,8 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     with present_mesh(resolve(config).parallel, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
+            if mesh.size == 1:
+                say_idle(config)
             check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
             with _locked(prepared), open_run(prepared, resume) as run:
@@ -138,8 +146,7 @@ def _release(device: torch.device) -> None:
 def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
     model = _trainable_model(run, measured)
-    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
-    shard_model(model, run.mesh)
+    stages = _own_part(run, model)
     collate = run.method.collator(run.config, run.tokenizer, device)
     loop = _loop(job, model, collate)
     if stages is not None:
@@ -148,7 +155,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     with no_input_casts(model, run.machine.compute_dtype):
         results, report = _make_ready(run, model, loop, ids, console)
         before = _answers(run, loop)
-        _train(job, loop, console)
+        with divided(model, run.mesh):
+            _train(job, loop, console)
         after = _answers(run, loop)
         measured |= _peaks(device, loop, measured["base_bytes"])
         release(model)
@@ -192,10 +200,15 @@ def _make_ready(
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, dtype, loss)
     plain = make_collator(run.config, run.tokenizer, device)
-    isolation = isolate_run(model, run.config, plain, run.data.train, dtype)
+    isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
-    if run.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+    if run.mesh.ways("context") > 1:
+        loss = results.get("fused", results["first_step"])["loss"]
+        with divided(model, run.mesh):
+            results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
+    by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
+    if run.plan.use_graphs and by_positions and not run.mesh.computes_together:
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
@@ -217,13 +230,22 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
-    how["along"] = ("shard",) if run.sections.adapter else ()  # what is trained whole is whole
+    # what is trained whole is whole, and what products are divided of is cut before it is sharded
+    how["along"] = ("shard",) if run.sections.adapter and run.mesh.ways("tensor") == 1 else ()
     model = load_model(run.files, run.sections.storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
     return add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+
+
+def _own_part(run: PreparedRun, model: Any) -> Stages | None:
+    """Leave this process its part of the model; the stages among it, where there are any."""
+    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
+    divide_products(model, run.mesh)
+    shard_model(model, run.mesh)
+    return stages
 
 
 def _recompute_activations(model: Any) -> None:
@@ -290,14 +312,15 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
     if not run.config.use_peft and run.sections.storage.qat_scheme is None:
         # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
         model.to(run.files.config.dtype or torch.float32)
-    if run.mesh.is_main:
-        with new_directory(folder) as aside:
-            save_weights(model, aside, weights)
-            run.tokenizer.save_pretrained(aside)
+    with whole_inside(trained_parameters(model).values()):
+        if run.mesh.is_main:
+            with new_directory(folder) as aside:
+                save_weights(model, aside, weights)
+                run.tokenizer.save_pretrained(aside)
     run.mesh.wait()
     if loop.gathered:
         return {"adapter_file": staged.adapter_file(loop.gathered.stages, folder)}
-    if not run.mesh.is_main and run.mesh.size == run.mesh.ways("data"):
+    if not run.mesh.is_main and not run.mesh.computes_together:
         return {}
     if run.config.use_peft:
         return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}

@@ -1,0 +1,182 @@
+"""Products divided over processes, against the same model on one."""
+
+import pytest
+import torch
+from patch_models import batch, tiny
+from torch import nn
+
+from halfbyte.errors import ModelError
+from halfbyte.formats import from_spec
+from halfbyte.generation import generate
+from halfbyte.layers import QuantizedLinear
+from halfbyte.models.head import causal_lm_loss, divide_vocabulary
+from halfbyte.models.patch import patch
+from halfbyte.models.products import check_products, divide_products
+from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
+from halfbyte.parallel.reduce import cut_along
+from halfbyte.parallel.tensor import part_of, whole_inside
+
+pytestmark = pytest.mark.dist
+
+# Sides whose halves and quarters are multiples of every block.
+SHAPE = {"hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
+KINDS = ["blockwise4:nf4:64:nested", "int8", "fp8:row", "nvfp4:2d:plain", "mxfp4", "kbit:3:bnf", "hqq:4:64"]
+
+
+def stored(model, spec):
+    """`model` with its frozen linears in a format."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and "lora" not in name and name not in ("lm_head", "default"):
+                setattr(module, name, QuantizedLinear.from_linear(child, from_spec(spec)))
+    return model
+
+
+def prepared(mesh, family, spec, fused, level=None, **lora):
+    torch.manual_seed(3)
+    model = tiny(family, shape=SHAPE, **lora)
+    model = stored(model, spec) if spec else model.double()
+    if mesh.size > 1:
+        divide_products(model, mesh)
+        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
+    if fused:
+        report = patch(model, level)
+        assert report.fused["gated activation"] == 2
+    return model
+
+
+def trained(mesh, family, spec, fused, level=None):
+    """Losses, gradients, norms, adapters and an answer of three steps on the rows that this process has."""
+    model = prepared(mesh, family, spec, fused, level)
+    factors = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer, found = torch.optim.AdamW(factors.values(), lr=1e-3), []
+    for step in range(3):
+        torch.manual_seed(step)
+        inputs = {
+            key: value[mesh.place("shard") :: mesh.ways("shard")] for key, value in batch(packed=step == 1).items()
+        }
+        loss, _ = causal_lm_loss(model, inputs)
+        (loss / 40).backward()
+        sums = sum_gradients(mesh, list(factors.values()), loss.detach().reshape(1))
+        norm = clip_gradients(mesh, list(factors.values()), 0.5)
+        found.append((sums, norm, {name: _whole(p, p.grad) for name, p in factors.items()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    answer = generate(model, batch()["input_ids"][:2, :5].tolist(), max_new_tokens=4, stops=[])
+    with whole_inside(factors.values()):
+        return found, {name: p.detach().clone() for name, p in factors.items()}, answer
+
+
+def _whole(parameter, part):
+    return part.clone() if part_of(parameter) is None else part_of(parameter).whole(part)
+
+
+def assert_close(name, found, expected, error):
+    relative = (found - expected).norm() / expected.norm()
+    assert relative <= error, f"{name}: {relative:.2g}"
+
+
+def assert_same_training(results, expected, loss_error=1e-6, error=1e-5):
+    for steps, adapters, answer in results:
+        for (loss, norm, grads), (true_loss, true_norm, true_grads) in zip(steps, expected[0], strict=True):
+            torch.testing.assert_close(loss, true_loss, rtol=loss_error, atol=0)
+            torch.testing.assert_close(norm.float(), true_norm.float(), rtol=1e-5, atol=0)
+            assert grads.keys() == true_grads.keys()
+            for name, grad in grads.items():
+                error = (grad - true_grads[name]).norm() / true_grads[name].norm()
+                assert error <= 1e-5, f"{name}: {error:.2g}"
+        for name, adapter in adapters.items():
+            assert_close(name, adapter, expected[1][name], error)
+        assert answer == expected[2]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
+def test_families(two, family, fused):
+    """Biases of all linears; norms of q and k; norms behind the blocks and capped scores. In float64, so that what is
+    wrong is not taken for rounding."""
+    results = two.run(trained, family, None, fused, layout={"tensor": 2})
+    assert_same_training(results, trained(ALONE, family, None, fused), 1e-8, 1e-6)
+
+
+@pytest.mark.parametrize("spec", KINDS)
+def test_formats(two, spec):
+    assert_same_training(
+        two.run(trained, "Llama", spec, True, layout={"tensor": 2}), trained(ALONE, "Llama", spec, True)
+    )
+
+
+@pytest.mark.parametrize("level", ["recompute", "recompute_mlp", "checkpoint", "tiled"])
+def test_levels(two, level):
+    results = two.run(trained, "Mistral", KINDS[0], True, level, layout={"tensor": 2})
+    assert_same_training(results, trained(ALONE, "Mistral", KINDS[0], True, level))
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 4}, {"shard": 2, "tensor": 2}], ids=str)
+def test_four_processes(four, layout):
+    results = four.run(trained, "Llama", KINDS[0], True, layout=layout)
+    assert_same_training(results, trained(ALONE, "Llama", KINDS[0], True))
+
+
+def held(mesh):
+    """Bytes of the linears here, and which factors are cut."""
+    model = prepared(mesh, "Llama", KINDS[0], True)
+    layers = model.get_base_model().model.layers
+    bytes_ = sum(p.nbytes for name, p in layers.named_parameters() if "base_layer.weight" in name)
+    cut = {name.split("layers.")[1].removesuffix(".default.weight") for name, p in model.named_parameters()
+           if p.requires_grad and cut_along(p)}  # fmt: skip
+    return bytes_, {name for name in cut if name.startswith("0.")}
+
+
+def test_each_holds_its_part(two):
+    (one, cut), (other, _) = two.run(held, layout={"tensor": 2})
+    whole_bytes, _ = held(ALONE)
+    assert one == other
+    assert one <= whole_bytes / 2 * 1.12  # columns have scales that are not nested
+    rows, columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    assert {name.split(".", 2)[2] for name in cut} == {
+        *(f"{name}.lora_B" for name in rows), *(f"{name}.lora_A" for name in columns)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "ways", "said"),
+    [
+        ("Llama", {}, 4, "4 heads, 2 of them of keys, are not divided 4 ways"),
+        (
+            "Llama",
+            {"intermediate_size": 50, "num_key_value_heads": 4},
+            4,
+            "50 channels of the MLP are not divided 4 ways",
+        ),
+        ("Phi3", {}, 2, "q, k and v of Phi3 are one linear"),
+        ("Mixtral", {}, 2, "nothing divides the experts of Mixtral"),
+        ("Llama", {"attention_dropout": 0.1}, 2, "each process would drop other scores"),
+    ],
+)
+def test_models_that_are_not_divided(family, shape, ways, said):
+    with pytest.raises(ModelError, match=f"parallel: {{tensor: {ways}}}: {said}"):
+        check_products(tiny(family, adapter=False, shape=shape), ways)
+
+
+def test_a_format_whose_blocks_do_not_divide():
+    model = stored(tiny("Llama", shape=SHAPE | {"intermediate_size": 160}), "kbit:4:bnf")
+    with pytest.raises(ModelError, match=r"parallel: {tensor: 2}: down_proj: kbit:4:bnf: .*\(64, 160\).*by columns"):
+        check_products(model, 2)
+    check_products(stored(tiny("Llama", shape=SHAPE), "kbit:4:bnf"), 2)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"use_dora": True}, "q_proj: its LoRA is a variant"),
+        ({"lora_dropout": 0.1}, "q_proj: each process would drop other inputs"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head.* is trained, and no adapter"),
+        ({"target_modules": ["q_proj", "lm_head"]}, r"lm_head.* is trained, and no adapter"),
+    ],
+)
+def test_adapters_that_are_not_divided(lora, said):
+    model = tiny("Llama", **lora)
+    with pytest.raises(ModelError, match=said):
+        check_products(model, 2)

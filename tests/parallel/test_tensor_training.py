@@ -1,0 +1,72 @@
+"""Whole runs whose products are divided are the run of one process, and resume on another mesh."""
+
+import json
+import shutil
+
+import pytest
+from whole import configured, run, write_place
+
+from halfbyte.train.sft import train
+
+pytestmark = pytest.mark.dist
+
+KEYS = {"save_steps": 3, "save_total_limit": 9}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_place(tmp_path_factory.mktemp("place"), intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def alone(place, tmp_path_factory):
+    return run(None, place, tmp_path_factory.mktemp("alone") / "out", gradient_accumulation_steps=2, **KEYS)
+
+
+@pytest.fixture(scope="module")
+def divided(place, two, tmp_path_factory):
+    keys = {"gradient_accumulation_steps": 2, "parallel": {"tensor": 2}, **KEYS}
+    return run(two, place, tmp_path_factory.mktemp("divided") / "out", **keys)
+
+
+def test_two_parts_are_the_run_of_one_process(alone, divided):
+    divided.same_as(alone)
+    assert json.loads((divided.folder / "checks.json").read_text())["adapter_reload"]["equal"]
+
+
+def resumed(ranks, place, left, folder, **keys):
+    """What comes of going on from the first checkpoint of a run that left `left`."""
+    shutil.copytree(left.folder, folder)
+    shutil.rmtree(folder / "adapter")
+    return run(ranks, place, folder, resume=str(folder / "checkpoint-3"), **keys, **KEYS)
+
+
+def test_resumed_by_one_process_and_by_two(alone, divided, place, two, tmp_path):
+    resumed(None, place, divided, tmp_path / "one", gradient_accumulation_steps=2).same_as(alone)
+    parallel = {"gradient_accumulation_steps": 2, "parallel": {"tensor": 2}}
+    resumed(two, place, alone, tmp_path / "two", **parallel).same_as(alone)
+
+
+def test_with_slices_of_bytes(alone, place, four, tmp_path):
+    keys = {"gradient_accumulation_steps": 1, "parallel": {"shard": 2, "tensor": 2}, **KEYS}
+    run(four, place, tmp_path / "out", **keys).same_as(alone)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"optim": "adafactor"}, "optim adafactor cannot step slices of a parameter"),
+        ({"recipe": "fp8-hybrid"}, "recipe fp8-hybrid would scale each process's part by itself"),
+        ({"lora_dropout": 0.1}, "each process would drop other inputs of the adapter"),
+        ({"use_dora": True}, "its LoRA is a variant"),
+        ({"use_peft": False, "load_in_4bit": False}, "is trained, and no adapter of a divided linear"),
+    ],
+)
+def test_refusals(place, two, tmp_path, keys, said):
+    with pytest.raises(AssertionError, match=said):
+        two.run(refused, place, tmp_path / "out", keys)
+    assert not (tmp_path / "out").exists()
+
+
+def refused(mesh, place, output, keys):
+    train(configured(place, output, parallel={"tensor": 2}, **keys))
