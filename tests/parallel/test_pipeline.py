@@ -19,6 +19,7 @@ from halfbyte.models.patch import patch
 from halfbyte.models.stages import Cut, Stages, check_stages, check_trained, layer_seconds
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
+from halfbyte.parallel import pipeline as pipelines
 from halfbyte.parallel.pipeline import Pipeline
 from halfbyte.parallel.schedules import Schedule, Seconds, cut_layers, stage_seconds
 from halfbyte.train.pipelined import PipelinedStepper
@@ -146,22 +147,21 @@ def test_four_processes(four, name, chunks, window):
     check(four, name, chunks, window=window)
 
 
-@pytest.mark.parametrize("level", ["checkpoint", "recompute_mlp", "recompute"])
-@pytest.mark.parametrize("ahead", [1, 99])
+@pytest.mark.parametrize(("level", "ahead"), [("checkpoint", 1), ("checkpoint", 99), ("recompute_mlp", 99)])
 def test_recomputing_ahead_of_the_gradient(two, level, ahead):
     """In a patched model, some of a stage's layers or all, before the gradient is there."""
     check(two, "interleaved", 2, activations=level, ahead=ahead)
 
 
 @pytest.mark.parametrize(
-    ("family", "keys"),
+    ("family", "keys", "patched"),
     [
-        ("Gemma2", {"sliding_window": 4, "final_logit_softcapping": 5.0}),  # two kinds of layers, a tied head
-        ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}),
-        ("Qwen3", {"tie_word_embeddings": True}),
+        ("Gemma2", {"sliding_window": 4, "final_logit_softcapping": 5.0}, False),  # two kinds of layers, a tied head
+        ("Gemma2", {"sliding_window": 4}, True),
+        ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}, False),
+        ("Qwen3", {"tie_word_embeddings": True}, True),
     ],
 )
-@pytest.mark.parametrize("patched", [False, True])
 def test_families(two, family, keys, patched):
     check(two, "zb-v", 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
 
@@ -183,8 +183,7 @@ def test_a_run_in_stages(two, place, alone, tmp_path, name):
     whole_runs.run(two, place, tmp_path / "run", **keys).same_as(alone)
 
 
-@pytest.mark.parametrize("other", ["data", "shard"])
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("other", "packing"), [("data", True), ("shard", False)])
 def test_stages_and_rows(four, place, alone, tmp_path_factory, tmp_path, other, packing):
     """Two stages of two processes each, which have other rows, and of frozen weights slices."""
     if packing:
@@ -261,3 +260,29 @@ def test_what_is_no_pipeline():
     model.get_input_embeddings().weight.requires_grad_(True)
     with pytest.raises(ModelError, match="the embedding is trained and is the head too"):
         check_trained(model, cut)
+
+
+class Left:
+    """What a layer leaves for backward, without a layer."""
+
+
+def test_as_many_layers_ahead_as_there_is_room_for(monkeypatch):
+    """100 bytes a layer and token: of 500 spare bytes and 2 tokens, two layers beside the one that is free."""
+    ran, held = [], [0]
+    monkeypatch.setattr(pipelines, "run_ahead", lambda left: (ran.append(left), held.__setitem__(0, held[0] + 200)))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
+    how = {"width": 4, "dtype": torch.float32, "device": torch.device("cpu"), "ahead": 9}
+    line = Pipeline(ALONE, Schedule("interleaved", 1, 2), [Seconds(1, 1)] * 2, **how, spare=500)
+    layers = [Left() for _ in range(6)]
+    line.recompute_ahead(layers, 2)
+    assert ran == layers[:-2:-1]  # not known yet: the one that backward would run first
+    ran.clear()
+    line.recompute_ahead(layers, 2)
+    assert ran == layers[:-4:-1]
+    ran.clear()
+    line.recompute_ahead(layers, 20)
+    assert ran == layers[:-2:-1]
+    unbounded = Pipeline(ALONE, Schedule("interleaved", 1, 2), [Seconds(1, 1)] * 2, **how)
+    ran.clear()
+    unbounded.recompute_ahead(layers, 20)
+    assert ran == layers[::-1]
