@@ -38,6 +38,7 @@ from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.models.sharding import shard_model, stays_of
 from halfbyte.models.slices import divided
+from halfbyte.models.stages import Stages
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
@@ -158,7 +159,7 @@ def _release(device: torch.device) -> None:
 def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
     model = _trainable_model(run, measured)
-    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
+    stages = _own_part(run, model)
     collate = run.method.collator(run.config, run.tokenizer, device)
     loop = _loop(job, model, collate)
     if stages is not None:
@@ -251,11 +252,16 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    model = add_adapter(model, adapter) if adapter else model
+    return add_adapter(model, adapter) if adapter else model
+
+
+def _own_part(run: PreparedRun, model: Any) -> Stages | None:
+    """Leave this process its part of the model; the stages among it, where there are any."""
+    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
     divide_products(model, run.mesh)
     stays = stays_of(len(decoder_layers(model)[1]), run.plan.stays) if run.plan.stays else None
     shard_model(model, run.mesh, stays)
-    return model
+    return stages
 
 
 def _recompute_activations(model: Any) -> None:
