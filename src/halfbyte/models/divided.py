@@ -24,8 +24,10 @@ from ..errors import HalfbyteError
 from ..notices import notice
 from ..parallel import Mesh
 from ..parallel.placement import WHOLE, Placement, all_read, crew_of, hand_out
+from ..parallel.tensor import AXIS
 from ..reading.tensors import read_header, safetensors_files
 from .layer import decoder_layers
+from .products import divided_along
 from .stored import TYPES, folder_of
 from .whole import meta_model
 
@@ -41,7 +43,8 @@ def load_together(
 
     Args:
         place: the checkpoint's folder, or its hub id.
-        along: axes of the mesh along which the weights of decoder layers are cut; the rest is whole everywhere.
+        along: axes of the mesh along which the weights of decoder layers are cut; the rest is whole everywhere. Along
+            "tensor", those whose products are divided, by rows or columns.
         load: called with `device`, and with a `state_dict` and the model's class `cls` where entries are given.
 
     Returns:
@@ -102,6 +105,9 @@ def _own_share(
 
 
 def _placements(model: Any, along: tuple[str, ...]) -> Callable[[str], Placement]:
+    if along == (AXIS,):
+        dims = divided_along(model)
+        return lambda name: Placement(along, dims[name]) if name in dims else WHOLE
     layers = f"{decoder_layers(model)[0]}." if along else ""
     cut = Placement(along)
     return lambda name: cut if along and name.startswith(layers) else WHOLE

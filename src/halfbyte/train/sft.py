@@ -211,8 +211,9 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
-    # what is trained whole is whole, and what products are divided of is cut before it is sharded
-    how["along"] = ("shard",) if run.sections.adapter and run.mesh.ways("tensor") == 1 else ()
+    wide = run.mesh.wide(("shard", "tensor"))
+    # what is trained whole is loaded whole, and so is what is cut twice
+    how["along"] = wide if run.sections.adapter and len(wide) == 1 else ()
     model = load_model(run.files, run.sections.storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
