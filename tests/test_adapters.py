@@ -83,6 +83,12 @@ def test_lists_and_patterns(wanted, found):
         ({"rank_pattern": {"down_pro": 2}}, "down_proj"),
         ({"alpha_pattern": {"o_projj": 2.0}}, "o_proj"),
         ({"target_modules": ["input_layernorm"]}, "linear layers"),
+        ({"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 2}}, "in target_modules, too"),
+        (
+            {"target_modules": r".*\.0\.self_attn\.q_proj", "alpha_pattern": {r"layers\.1\..*": 2.0}},
+            "in target_modules, too",
+        ),
+        ({"alpha_pattern": {"lm_head": 2.0}}, "in target_modules, too"),
     ],
 )
 def test_a_name_that_matches_nothing_names_the_closest(keys, named):

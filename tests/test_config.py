@@ -203,6 +203,7 @@ class TestRefusing:
         [
             (["use_peft=false"], "quantized weights cannot be trained"),
             (["use_peft=false", "load_in_4bit=false", "use_dora=true"], "use_dora has no meaning with use_peft: false"),
+            (["device=cuda:1", "parallel={data: 2}"], "device: cuda:1 with parallel: {data: 2}: it is one device"),
             (["use_peft=false", "load_in_4bit=false", "adapter_path=x"], "adapter_path has no meaning"),
         ],
     )
@@ -285,6 +286,11 @@ class TestForeignNames:
             ("use_gradient_checkpointing: unsloth", {"activation_checkpointing": "offload"}),
             ("bias: none\ntask_type: CAUSAL_LM", {"r": 16}),
             ("full_finetuning: true", {"use_peft": False}),
+            ("dp_shard_size: 2\ncontext_parallel_size: 2", {"parallel": {"shard": 2, "context": 2}}),
+            ("dp_replicate_size: 2\ntp_size: 1", {"parallel": {"data": 2}}),
+            ("parallelism_config: {dp_shard_size: 4, tp_size: 2}", {"parallel": {"shard": 4, "tensor": 2}}),
+            ("tensor_parallel_size: 1\npipeline_parallel_size: 1", {"parallel": "auto"}),
+            ("fsdp: [full_shard, auto_wrap]\nfsdp_config: {version: 2}", {"parallel": "auto"}),
         ],
     )
     def test_converted_values(self, write, line, ours):
@@ -295,8 +301,13 @@ class TestForeignNames:
         ("line", "said", "fix"),
         [
             ("load_in_8bit: true\nload_in_4bit: true", "load_in_8bit and load_in_4bit are both true", "keep one"),
-            ("fsdp_config: {version: 2}", "fsdp_config is not built yet", "one device"),
-            ("deepspeed: zero3.json", "deepspeed is not built yet", "one device"),
+            ("fsdp: full_shard offload", "offload of parameters by FSDP has no equivalent", "memory plan"),
+            ("fsdp_config: {offload_params: true}", "offload of parameters by FSDP", "memory plan"),
+            ("deepspeed: zero3.json", "deepspeed has no equivalent", "{shard: N}"),
+            ("tp_size: 2\ntensor_parallel_size: 4", "tp_size: 2 and tensor_parallel_size: 4 both", "set parallel"),
+            ("cp_size: 0", "cp_size must be a whole number above 0", "set parallel"),
+            ("cp_size: two", "cp_size cannot be 'two'", "as its tool does"),
+            ("parallelism_config: {ep_size: 2}", "parallelism_config has ep_size", "set parallel"),
             ("quantization_bit: 5", "quantization_bit: 5 of bitsandbytes has no equivalent", "4 or 8"),
             ("qat: {weight_dtype: int4, group_size: 32}", "qat: group_size has no equivalent", "qat_scheme: int4"),
             ("activation_offloading: disk", "activation_offloading: disk has no equivalent", "true"),

@@ -91,15 +91,20 @@ def quiet_peft() -> Iterator[None]:
 
 
 def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
-    _check_targets(model, adapter.target_modules)
+    adapted = _adapted(model, adapter.target_modules)
     names = {name for name, _ in model.named_modules() if name}
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
-            if not _matching(key, pattern, names, rf"(.*\.)?({pattern})"):
-                raise ModelError(*_unknown(key, pattern, linears))
+            found = _matching(key, pattern, names, rf"(.*\.)?({pattern})")
+            if not found:
+                raise ModelError(*_unknown(key, pattern, adapted))
+            if not found & adapted:
+                raise ModelError(
+                    f"{key}: what matches {pattern!r} gets no adapter ({brief(min(found))})",
+                    "name it in target_modules, too, or leave it out here",
+                )
     return LoraConfig(
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
@@ -135,23 +140,33 @@ def _say_what_differs(lora: PeftConfig, adapter: Adapter) -> None:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _check_targets(model: nn.Module, targets: str | list[str]) -> None:
+def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
+    """Names of the modules that get adapters.
+
+    Raises:
+        ModelError: a target names no module, or one that is no linear layer.
+        ConfigError: not a regular expression.
+    """
+    names = [name for name, _ in model.named_modules() if name]
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if isinstance(targets, list):
-        _check_names("target_modules", targets, {name for name, _ in model.named_modules() if name}, suggest=linears)
-    elif targets != ALL_LINEAR:
-        matching = _matching("target_modules", targets, [name for name, _ in model.named_modules()])
-        if not matching:
-            raise ModelError(*_unknown("target_modules", targets, linears))
     if targets == ALL_LINEAR:
-        return
-    for name, module in model.named_modules():
-        wanted = name in matching if isinstance(targets, str) else any(_names(name, each) for each in targets)
-        if wanted and not is_linear(module):
+        listed = all_linear(model)
+        return {name for name in names if any(_names(name, each) for each in listed)}
+    if isinstance(targets, list):
+        _check_names("target_modules", targets, names, suggest=linears)
+        found = {name for name in names if any(_names(name, each) for each in targets)}
+    else:
+        found = _matching("target_modules", targets, names)
+        if not found:
+            raise ModelError(*_unknown("target_modules", targets, linears))
+    for name in sorted(found):
+        module = model.get_submodule(name)
+        if not is_linear(module):
             raise ModelError(
                 f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to",
                 "leave it out, or use all-linear",
             )
+    return found
 
 
 def _names(module: str, target: str) -> bool:

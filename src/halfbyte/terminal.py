@@ -302,6 +302,8 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     words.append(f"{sum(dropped.values()):,} dropped ({reasons})" if dropped else "none dropped")
     words.append(f"{split['truncated']:,} truncated" if split["truncated"] else "none truncated")
+    if split.get("empty_answers"):
+        words.append(f"{split['empty_answers']:,} empty answers")
     if split.get("packing_efficiency") is not None:
         words.append(f"packing {split['packing_efficiency']:.1%} full")
     line = Text(" · ".join(words))

@@ -71,6 +71,43 @@ COMMANDS = {
 }
 
 
+# Ends a command where it begins to import torch.
+FIRST_IMPORT = """
+import contextlib, gc, io, json, sys
+from halfbyte.cli import main
+
+class Met:
+    collecting = None
+
+    def find_spec(self, name, *_):
+        if name == "torch":
+            self.collecting = gc.isenabled()
+            sys.exit(99)
+
+met, found = Met(), []
+sys.meta_path.insert(0, met)
+for arguments in json.loads(sys.argv[1]):
+    met.collecting = None
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        main(arguments)
+    found.append(met.collecting)
+print(json.dumps(found))
+"""
+GOOD = [
+    "check run.yaml model_name_or_path=model dataset=one.jsonl",
+    "preview run.yaml model_name_or_path=model dataset=one.jsonl",
+    "train run.yaml model_name_or_path=model dataset=one.jsonl",
+    "init model one.jsonl",
+    "mix model one.jsonl",
+    "eval model one.jsonl",
+    "chat model",
+    "generate model prompts.txt",
+    "merge trained",
+    "export model --gguf q8_0",
+    "serve model",
+]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model and a dataset as far as they are looked at, and what is wrong in every way above."""
@@ -82,6 +119,8 @@ def folder(tmp_path_factory):
     (place / "torn" / "model.safetensors").write_bytes(bytes([200, *[0] * 20]))
     (place / "moved" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./base"}))
     (place / "run.yaml").write_text("max_steps: 1\n")
+    (place / "trained").mkdir()
+    (place / "trained" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "model"}))
     for name in ("one.jsonl", "one.bin", "prompts.txt"):
         (place / name).write_text('{"text": "one"}\n')
     return place
@@ -99,6 +138,15 @@ def test_a_wrong_input_is_said_before_torch_is_imported(folder, command):
         assert "fix: " in said, given
     assert found["heavy"] == []
     assert found["seconds"] < 1.5  # of the processor: half a second where nothing else runs
+
+
+def test_torch_is_imported_without_garbage_collections(folder):
+    """Which would be a third of the first seconds."""
+    program = [sys.executable, "-c", FIRST_IMPORT, json.dumps([words.split() for words in GOOD])]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=folder)
+    found = dict(zip(GOOD, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    assert found == dict.fromkeys(GOOD, False)
+    assert {words.split()[0] for words in GOOD} == COMMANDS.keys()
 
 
 def test_every_command_that_reads_is_here():

@@ -121,6 +121,37 @@ def test_overlong_rows_are_counted_and_said(config, make_tokenizer, write):
     assert any("2 of 3 training documents dropped: longer than max_length" in text for text in said().values())
 
 
+@pytest.mark.parametrize("template", ["marked", None])
+def test_empty_answers_are_counted_and_said(config, make_tokenizer, write, template):
+    tokenizer = make_tokenizer(template)
+    empty, full = {"prompt": "p", "completion": " \n"}, {"prompt": "p", "completion": "c"}
+    prepared = prepare(config(write([empty, full, empty])), tokenizer)
+    assert prepared.report["train"]["empty_answers"] == 2
+    assert said()["empty:training"] == "2 of 3 training documents have empty answers: they teach to say nothing"
+    with pytest.raises(DataError, match=r"all answers are empty: of 1 training.*\n.*column_mapping"):
+        prepare(config(write([empty])), tokenizer)
+    assert prepare(config(write([full])), tokenizer).report["train"]["empty_answers"] == 0
+    everything = prepare(config(write([empty]), completion_only_loss=False), tokenizer)
+    assert everything.report["train"]["empty_answers"] == 0
+
+
+def test_answers_that_say_something_otherwise(config, make_tokenizer, write):
+    """Calls of tools, and turns of which one is empty. What is given before a completion is no answer."""
+    user, nothing = {"role": "user", "content": "q"}, {"role": "assistant", "content": ""}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
+    said_once = [user, {"role": "assistant", "content": "a"}, user, nothing]
+    rows = [{"messages": [user, call]}, {"messages": said_once}]
+    tokenizer = make_tokenizer("marked")
+    assert prepare(config(write(rows)), tokenizer).report["train"]["empty_answers"] == 0
+    rows = [{"prompt": said_once[:3], "completion": [nothing]}]
+    with pytest.raises(DataError, match="all answers are empty"):
+        prepare(config(write(rows)), tokenizer)
+
+
 @pytest.mark.parametrize(
     ("rows", "keys", "message"),
     [

@@ -1,6 +1,7 @@
 """What leaves the trainer is what was trained: how much of the update and of the loss survives in every target."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.cli.merge import merge_run
 from halfbyte.errors import ConfigError
+from halfbyte.export import judge
+from halfbyte.export.fidelity import Loss
 from halfbyte.export.judge import EXCESS
 from halfbyte.export.kept import Kept
 from halfbyte.export.merge import merge
@@ -102,6 +105,26 @@ def test_without_verifying_the_share_is_printed_all_the_same(tmp_path, run, caps
     assert "takes back what training changed" in said()["merge-kept"]
 
 
+def test_what_costs_more_than_training_did_is_refused_in_the_runs_own_format_too(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(judge, "EXCESS", -1.0)
+    with pytest.raises(ConfigError, match="bnb-nf4 loses more than the run was trained with") as refused:
+        merge(run, tmp_path / "merged", quantize="bnb-nf4")
+    assert "in 16 bits" in refused.value.fix
+    assert "--no-verify" in refused.value.fix
+    assert not (tmp_path / "merged").exists()
+    assert merge(run, tmp_path / "merged", quantize="bnb-nf4", verify=False).target == "original"
+
+
+@pytest.mark.parametrize(
+    ("merged", "bits", "quantized", "refused"),
+    [(1.02, 4, True, True), (1.011, 4, True, False), (1.02, 4, False, False), (1.02, 3, True, False)],
+)
+def test_a_hundredth_of_a_nat_beyond_doubt(merged, bits, quantized, refused):
+    """In doubt are two standard errors. Below 4 bits, and of a run on 16-bit weights, the loss is only said."""
+    loss, packing = Loss(merged, 1.0, 0.002, 4000, True), SimpleNamespace(bits=bits, name="nf4")
+    assert (judge.loss_is_higher(loss, packing, quantized) is not None) == refused
+
+
 @pytest.mark.parametrize("onto", ["original", pytest.param("dequantized", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", [*QUICK, *SLOW])
 def test_every_target_keeps_what_was_trained_or_is_refused(tmp_path, run, target, onto):
@@ -113,7 +136,7 @@ def test_every_target_keeps_what_was_trained_or_is_refused(tmp_path, run, target
     else:
         kept, loss = report.kept[onto], report.targets[onto].loss
         assert kept.share + 2 * kept.error >= needed
-        assert loss.excess - 2 * loss.error <= EXCESS or target == "bnb-nf4"  # what the run was trained on
+        assert loss.excess - 2 * loss.error <= EXCESS
         assert loss.tokens > 500
         return
     assert target in FOUR_BITS

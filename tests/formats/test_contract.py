@@ -2,7 +2,7 @@
 
 Rules that no format's own code takes part in run for three of them (`any_format`; conftest.py).
 A new format needs nothing here but its golden entry: `python tests/formats/golden.py` prints it for every example.
-Compiling and checkpointing are in test_contract_compile.py, sharding in test_contract_fsdp.py.
+Compiling and checkpointing are in test_contract_compile.py, slices of weights in parallel/test_shard_formats.py.
 """
 
 import copy

@@ -5,13 +5,14 @@ import weakref
 
 import pytest
 import torch
-from patch_models import tiny
+from patch_models import quantize, tiny
 
 from halfbyte import generation, notices
 from halfbyte.generation import engine_cache
 from halfbyte.generation.engine import StaticEngine
 
 PROMPTS = [[5, 9, 17, 33], [7, 64]]
+WIDE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32}  # whole blocks of 64 in every row
 
 
 @pytest.fixture
@@ -60,6 +61,20 @@ def test_adapters_that_were_trained_on_are_read_again(built):
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_(std=0.5)  # without a trace in its version
+    after = greedy(model, new=20)
+    assert len(built) == 1
+    assert after == fresh(model, new=20) != before
+
+
+def test_adapters_in_16_bits_are_read_again_by_the_kernel_of_all_layers(built):
+    """It has copies in float32."""
+    model = quantize(tiny("Llama", shape=WIDE).eval()).to(torch.bfloat16)
+    before = greedy(model, new=20)
+    if next(iter(engine_cache._engines[model].values())).one_launch is None:
+        pytest.skip("there is no C compiler")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.5)
     after = greedy(model, new=20)
     assert len(built) == 1
     assert after == fresh(model, new=20) != before

@@ -5,18 +5,34 @@ import torch
 from patch_models import quantize, tiny
 
 from halfbyte import generation
+from halfbyte.dispatch import Unavailable
+from halfbyte.generation.engine import StaticEngine
 from halfbyte.hardware import compute_dtype
 from halfbyte.ops.gemv4 import linear_blockwise4
+from halfbyte.ops.rows import linear_rows
 
 # As real models have them: elementwise functions of what is left over beyond a CPU's vectors round otherwise.
 SHAPE = {
     "hidden_size": 64,
-    "intermediate_size": 160,
+    "intermediate_size": 192,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # of which all of a token's layers are one kernel, where the family and the format allow it
 }
 LENGTHS = [1, 3, 31, 32, 33, 7, 70, 66, 2, 5, 5, 5, 40]  # of 13 rows: more than a GEMV of 4-bit weights takes at once
+
+
+def compiler():
+    try:
+        from halfbyte.kernels.native import decode_layers  # noqa: F401
+    except Unavailable:
+        return False
+    return True
+
+
+def needs_bfloat16():
+    if compute_dtype(torch.device("cpu")).dtype is not torch.bfloat16:
+        pytest.skip("this CPU does not compute in bfloat16")
 
 
 def logits_of(model, prompts):
@@ -33,14 +49,16 @@ def logits_of(model, prompts):
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
 def test_a_rows_logits_are_those_it_has_alone(family, quantized, dtype):
-    if dtype is torch.bfloat16 and compute_dtype(torch.device("cpu")).dtype is not dtype:
-        pytest.skip("this CPU does not compute in bfloat16")
+    if dtype is torch.bfloat16:
+        needs_bfloat16()
     torch.manual_seed(1)
     model = tiny(family, shape=SHAPE).eval()
     model = (quantize(model) if quantized else model).to(dtype)
+    if quantized and family != "Gemma2" and compiler():
+        assert StaticEngine(model, [None], 64, None).one_launch is not None
     prompts = [torch.randint(3, 90, (length,)).tolist() for length in LENGTHS]
     together = logits_of(model, prompts)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(prompts):  # a wrong order of sums shows in one row of ten
         alone = logits_of(model, [prompt])[:, 0]
         if dtype is torch.bfloat16:
             assert torch.equal(together[:, row], alone), row
@@ -64,3 +82,17 @@ def test_4_bit_rows_are_multiplied_alike():
     for rows in (1, 2, 4, 5, 13):
         assert torch.equal(linear_blockwise4(x[:rows], *of_weight), whole[:rows])
         assert torch.equal(linear_blockwise4(x[-rows:], *of_weight), whole[-rows:])
+
+
+@pytest.mark.parametrize(("columns", "width"), [(64, 16), (64, 32), (8, 64), (1536, 512), (2048, 64)])
+def test_16_bit_rows_are_multiplied_alike(columns, width):
+    """torch itself has another order of sums for one row, and for several of a small product."""
+    needs_bfloat16()
+    x, weight = torch.randn(64, columns).bfloat16(), torch.randn(width, columns).bfloat16()
+    bias, whole = torch.randn(width).bfloat16(), []
+    for rows in (1, 2, 3, 4, 16, 64):
+        parts = [linear_rows(part, weight, bias) for part in x.split(rows)]
+        whole.append(torch.cat(parts))
+    assert all(torch.equal(each, whole[-1]) for each in whole)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(whole[0].double(), expected, rtol=1e-2, atol=0.05)

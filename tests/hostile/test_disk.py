@@ -1,6 +1,7 @@
 """Killed at any moment, and a disk that is full from any write on: a clean error or none, nothing left, the same bytes.
 
-The slow tests try 100 moments and every write; what runs always is a sample of both.
+The slow tests try 100 moments and every write, in parts that processes can share (-n 14 --dist worksteal); what runs
+always is a sample of both. KILLS is another number of moments.
 """
 
 import json
@@ -30,7 +31,8 @@ COMMANDS = {
 }
 OUTPUTS = {"train": "out", "merge": "m", "export": "x.gguf"}
 MEASURED = {"time", "seconds", "step_seconds", "tokens_per_second", "memory_bytes"}
-SAMPLE = 1  # in `make test`
+MOMENTS = range(int(os.environ.get("KILLS", "100")))
+SHARES = 28  # of a command's writes
 # What shows that a command is somewhere in the middle of writing.
 SIGNS = {
     "train": "out/.lock out/metrics.jsonl out/.checkpoint-2* out/.checkpoint-2*/optimizer.pt out/checkpoint-2"
@@ -100,16 +102,6 @@ def written(folder: Path, name: str) -> object:
     return {file: digest for file, digest in snapshot(folder).items() if file.startswith("x.")}
 
 
-@contextmanager
-def collected(wrong: list[str]) -> Iterator[None]:
-    """One failure does not hide the others."""
-    try:
-        yield
-    except AssertionError as error:
-        print(f"WRONG {error}", flush=True)
-        wrong.append(str(error))
-
-
 def check_rerun(disk: Disk, folder: Path, name: str, when: str) -> None:
     """The next command ends as if nothing had happened, and nothing hidden is left."""
     done = name != "train" and (folder / OUTPUTS[name]).exists()  # all of it, and not to be overwritten
@@ -123,29 +115,16 @@ def check_rerun(disk: Disk, folder: Path, name: str, when: str) -> None:
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
-def kill(disk: Disk, name: str, moments: int, seed: int) -> None:
-    seconds, chance, wrong = disk.whole(name)[1], random.Random(seed), []
-    for _ in range(moments):
-        with disk.folder("run") as folder, collected(wrong):
-            when = chance.choice([chance.uniform(0.0, 1.1 * seconds), chance.choice(SIGNS[name].split())])
-            ended = disk.run(folder, COMMANDS[name], signal="SIGKILL", when=when)
-            left = [path.name for path in folder.rglob(".*")]
-            said = f"killed at {when} (exit {ended.code}, left {left})"
-            print(name, said, flush=True)
-            check_rerun(disk, folder, name, said)
-    assert not wrong, "\n\n".join(wrong)
-
-
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", [pytest.param(at, marks=[pytest.mark.slow] if at else []) for at in MOMENTS])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed_at_some_moments(disk, name):
-    kill(disk, name, SAMPLE, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", COMMANDS)
-def test_killed_at_100_moments(disk, name):
-    kill(disk, name, int(os.environ.get("KILLS", "100")), seed=2)
+def test_killed(disk, name, moment):
+    chance, seconds = random.Random(f"{name} {moment}"), disk.whole(name)[1]
+    when = chance.choice([chance.uniform(0.0, 1.1 * seconds), chance.choice(SIGNS[name].split())])
+    with disk.folder("run") as folder:
+        ended = disk.run(folder, COMMANDS[name], signal="SIGKILL", when=when)
+        left = [path.name for path in folder.rglob(".*")]
+        check_rerun(disk, folder, name, f"killed at {when} (exit {ended.code}, left {left})")
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------
@@ -177,20 +156,20 @@ def fill(disk: Disk, name: str, full: int, seen: set[frozenset[str]]) -> bool:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_full_from_some_writes_on(disk, name):
-    chance = random.Random(3)
-    for _ in range(SAMPLE):
-        fill(disk, name, chance.randrange(60), set())
+def test_full_from_some_write_on(disk, name):
+    fill(disk, name, random.Random(3).randrange(60), set())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("name", COMMANDS)
-def test_full_from_every_write_on(disk, name):
-    full, fails, wrong, seen = 0, True, [], set()
+def test_full_from_every_write_on(disk, name, share):
+    full, fails, wrong, seen = share, True, [], set()
     while fails:
-        with collected(wrong):
+        try:
             fails = fill(disk, name, full, seen)
-        full += 1
-        print(f"{name}: {full} writes, {len(seen)} states, {len(wrong)} wrong", flush=True)
+        except AssertionError as error:  # one failure does not hide the others
+            wrong.append(str(error))
+        full += SHARES
     assert not wrong, "\n\n".join(wrong)

@@ -171,15 +171,9 @@ def disagreement(number: int, stage, base: Path, environment: dict[str, str]) ->
     return f"{number} {changed}: {'; '.join(wrong)}" if wrong else ""
 
 
-def agree(numbers: range, stage, base: Path, environment: dict[str, str]) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", [pytest.param(at, marks=[pytest.mark.slow] if at else []) for at in range(0, 200, 5)])
+def test_check_says_what_train_does(first, stage, base, environment):
+    numbers = range(first, first + 5)
     found = [wrong for number in numbers if (wrong := disagreement(number, stage, base, environment))]
     assert not found, "\n\n".join(found)
-
-
-def test_check_says_what_train_does(stage, base, environment):
-    agree(range(5), stage, base, environment)
-
-
-@pytest.mark.slow
-def test_check_says_what_train_does_200_times(stage, base, environment):
-    agree(range(200), stage, base, environment)

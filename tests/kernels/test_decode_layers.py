@@ -49,6 +49,8 @@ def native():
         {"batch": 3, "lora": True, "masked": True, "bias": True},
         {"batch": 4, "qk_norm": True, "window": 7, "nested": False},
         {"batch": 1, "size": 32, "heads": 6, "key_heads": 1, "slots": 33, "slot": 32, "width": 192},
+        {"batch": 6, "dtype": BF16, "lora": True, "masked": True, "bias": True, "qk_norm": True},
+        {"batch": 1, "dtype": BF16, "size": 32, "heads": 6, "key_heads": 1, "slots": 33, "slot": 32, "window": 7},
     ],
     ids=str,
 )
@@ -57,17 +59,32 @@ def test_on_a_cpu(native, given, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        decode_cases.check(run_of, *decode_cases.stack(dtype=FP32, **given))
+        decode_cases.check(run_of, *decode_cases.stack(**({"dtype": FP32} | given)))
     finally:
         torch.set_num_threads(before)
 
 
 def test_what_a_cpu_leaves_to_torch(native):
     hidden, made = decode_cases.stack(1, FP32)
-    assert one_launch(hidden.bfloat16(), made) is None
     assert one_launch(hidden.expand(17, -1), made) is None
-    assert one_launch(hidden, dataclasses.replace(made, cos=made.cos.bfloat16())) is None
+    assert one_launch(hidden, dataclasses.replace(made, cos=made.cos.double())) is None
     assert one_launch(*decode_cases.stack(1, FP32, fp8=True)) is None
+    assert one_launch(*decode_cases.stack(1, FP16)) is None
+    assert one_launch(*decode_cases.stack(1, BF16, size=48)) is None
+
+
+def test_numbers_in_bf16_are_kept_as_torch_rounds_them(native):
+    """Ties, the largest finite number, infinities and NaN among the values of the one new token."""
+    given = [1.00390625, 1.01171875, -0.0, 3.3895e38, 3.4e38, float("inf"), float("nan"), 1e-40]
+    hidden, made = decode_cases.stack(1, BF16, layers=1, bias=True)
+    hidden, value = torch.zeros_like(hidden), made.layers[0].qkv.weights[2]
+    bias = torch.tensor(given).repeat(value.rows // 8)
+    linears = [*made.layers[0].qkv.weights[:2], dataclasses.replace(value, bias=bias)]
+    qkv = dataclasses.replace(made.layers[0].qkv, weights=linears)
+    made = dataclasses.replace(made, layers=[dataclasses.replace(made.layers[0], qkv=qkv)])
+    run_of(hidden, made)(hidden)
+    kept = made.layers[0].values[0, :, int(made.slot)].flatten()
+    torch.testing.assert_close(kept, bias.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfbyte import notices
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.errors import ConfigError, DataError, TrainingError
 from halfbyte.parallel import launch as launching
-from halfbyte.parallel.launch import fewer, launch, layout_wanted
+from halfbyte.parallel.launch import fewer, launch, layout_wanted, say_idle
 from halfbyte.processes import Process
 
 pytestmark = pytest.mark.dist
@@ -86,6 +87,18 @@ def test_stages_do_not_fit_on_fewer():
     assert fewer(Parallel(pipeline=4), 3) is None
 
 
+@pytest.mark.parametrize(
+    ("gpus", "keys"), [(1, {}), (3, {"device": "cuda:1"}), (3, {"parallel": {"data": 1}}), (3, {})]
+)
+def test_gpus_left_idle_are_named(monkeypatch, gpus, keys):
+    notices.forget()
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    say_idle(RunConfig(model_name_or_path="m", dataset="d", **keys))
+    said = notices.said().get("idle_gpus", "")
+    assert ("2 more GPUs are here: `halfbyte train`" in said) == (gpus == 3 and not keys)
+
+
 # --- failure ----------------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +152,7 @@ def test_a_restart_on_the_devices_that_are_left(tmp_path, monkeypatch):
 
 PARENT = """
 import sys
+from halfbyte import notices
 from halfbyte.config import Parallel
 from halfbyte.parallel.launch import launch
 from halfbyte.signals import as_exceptions

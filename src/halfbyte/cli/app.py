@@ -110,14 +110,21 @@ def evaluate(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Print loss and perplexity on a dataset."""
-    from ..evaluate import evaluate as measure
+    from ..runs.inputs import look_over_datasets
+    from ..runs.saved import look_up
+    from .imports import import_models
 
     check_order("eval", model, data)
     for word in overrides or []:
         if word.startswith("--"):
             check_option(word, ["--trust-remote-code"])
-    trusting = ["trust_remote_code=true"] if trust_remote_code else []
-    result = measure(model, data, [*(overrides or []), *trusting])
+    given = [*(overrides or []), *(["trust_remote_code=true"] if trust_remote_code else [])]
+    look_over_datasets(data)
+    look_up(model, given, data)
+    import_models()
+    from ..evaluate import evaluate as measure
+
+    result = measure(model, data, given)
     typer.echo(f"{result.shown} · {result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s")
 
 
@@ -130,6 +137,11 @@ def chat(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Talk to a model; /reset starts over, /quit leaves."""
+    from ..runs.saved import look_up
+    from .imports import import_models
+
+    look_up(model, [f"trust_remote_code={trust_remote_code}"])
+    import_models()
     from ..chat import chat as talk
 
     talk(

@@ -1,6 +1,7 @@
 """What stops a command becomes one message on stderr and an exit code.
 
 0: done. 1: an error. 2: wrong usage. 130: Ctrl-C; 143 and 129: SIGTERM and SIGHUP. 141: nobody reads the output.
+A server that a signal stops has done its work: `serve` ends with 0.
 What is no `HalfbyteError` is a bug: its traceback goes into a file that the message names.
 """
 

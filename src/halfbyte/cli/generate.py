@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import DataError
 from ..reading import parse_json, read_text
+from .imports import import_models
 
 if TYPE_CHECKING:
     from ..chat import Conversation
@@ -39,6 +40,7 @@ def answer_file(
 
     trusting = [f"trust_remote_code={trust_remote_code}"]
     look_up(name, trusting)
+    import_models()
     from ..chat import Conversation
     from ..generation import Sampling
     from ..generation import generate as continue_prompts

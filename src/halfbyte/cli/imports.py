@@ -8,6 +8,14 @@ import sys
 from collections.abc import Iterator
 
 
+def import_models() -> None:
+    """What loads a saved model and answers with it, quickly."""
+    with quick_imports():
+        from .. import adapters  # noqa: F401
+        from ..generation import run  # noqa: F401
+        from ..models import load  # noqa: F401
+
+
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
     """What a command imports inside takes two thirds of the time.

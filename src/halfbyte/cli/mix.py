@@ -11,6 +11,7 @@ from ..errors import ConfigError, DataError, ModelError, UsageError
 from ..models.find import find_model, look_over
 from ..runs.inputs import look_over_datasets
 from ..runs.saved import find, saved_config
+from .imports import import_models
 
 if TYPE_CHECKING:
     from ..models.mixed import Mixture
@@ -42,6 +43,7 @@ def mix_formats(
         raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit model that it was trained on")
     look_over(Origin(place.base))
     look_over_datasets(dataset)
+    import_models()
     from ..data.calibration import ROW, batched, packed_rows
     from ..data.collate import make_collator
     from ..models.isolation import isolate_run

@@ -12,6 +12,7 @@ from ..config import RunConfig, resolve
 from ..console import Console, coloured
 from ..ops import IGNORE_INDEX
 from ..runs.inputs import look_over_inputs
+from .imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,8 +23,9 @@ TRAINED, MASKED, EOS = "green", "dim", "reverse"
 def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
     look_over_inputs(config)
-    from ..methods import method_of
-    from ..models.load import load_tokenizer
+    with quick_imports():
+        from ..methods import method_of
+        from ..models.load import load_tokenizer
 
     tokenizer = load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
     method = method_of(config)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ConfigError, UsageError
+from .imports import import_models
 
 
 def serve_model(
@@ -43,6 +44,7 @@ def serve_model(
     for folder in folders.values():
         find_adapter(folder)
     look_up(name, [f"trust_remote_code={trust_remote_code}"])
+    import_models()
     from ..serve.model import Limits
     from ..serve.run import serve
 

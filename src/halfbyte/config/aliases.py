@@ -56,6 +56,8 @@ _BY_ITSELF = "the checkpoint says it"
 _SPEED = "it does not change the result"
 _NO_CACHE = "each run tokenizes its data, and keeps no cache"
 _OWN_KERNELS = "halfbyte has fused kernels of its own, see use_kernels"
+_NO_DDP = "gradients of all adapters are summed at once, without DDP"
+_BLOCKS = "what is sharded together is a decoder layer"
 HARMLESS = {
     "model_type": _BY_ITSELF,
     "task_type": "halfbyte trains causal language models",
@@ -65,11 +67,21 @@ HARMLESS = {
     "tokenizer_use_fast": _BY_ITSELF,
     "use_fast_tokenizer": _BY_ITSELF,
     "bnb_4bit_quant_storage": "halfbyte packs two weights per byte",
-    "quantization_device_map": "halfbyte uses one device, see the key device",
+    "quantization_device_map": "each process has its model on one device, see the keys device and parallel",
     "strict": "unknown keys are always errors",
     "debug": "use halfbyte --debug",
     "local_rank": "set by the launcher",
     "ddp_timeout": _SPEED,
+    "ddp_backend": "NCCL on GPUs, gloo on CPUs",
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "fsdp_version": "it is FSDP2 where parallel has shard",
+    "fsdp_min_num_params": _BLOCKS,
+    "fsdp_transformer_layer_cls_to_wrap": _BLOCKS,
+    "heads_k_stride": "attention over several GPUs exchanges all heads at once",
+    "ring_attn_func": "attention over several GPUs exchanges all heads at once",
     "tf32": _SPEED,
     "dataloader_num_workers": _SPEED,
     "dataloader_pin_memory": _SPEED,
@@ -108,16 +120,8 @@ HARMLESS = {
     "unsloth_lora_mlp": _OWN_KERNELS,
 }
 
-_ONE_DEVICE = "remove it; halfbyte trains on one device now, and activation_checkpointing: true saves memory"
 NOT_BUILT = {
-    "fsdp": _ONE_DEVICE,
-    "fsdp_config": _ONE_DEVICE,
-    "fsdp_version": _ONE_DEVICE,
-    "deepspeed": _ONE_DEVICE,
-    "tensor_parallel_size": _ONE_DEVICE,
-    "context_parallel_size": _ONE_DEVICE,
-    "sequence_parallel_degree": _ONE_DEVICE,
-    "use_ray": _ONE_DEVICE,
+    "use_ray": "remove it, and start the run with `halfbyte train`, or torchrun on each host",
     "rl": "remove it; supervised fine-tuning works now",
     "pref_beta": "remove it; supervised fine-tuning works now",
     "reward_model": "remove it; supervised fine-tuning works now",
@@ -147,6 +151,7 @@ NOT_BUILT = {
 }
 
 NO_EQUIVALENT = {
+    "deepspeed": "remove it; parallel: auto, or {shard: N} in place of ZeRO-3",
     "default_system_message": "put a system message into the data",
     "default_system": "put a system message into the data",
     "tokens": "add them to the tokenizer's files first",
@@ -208,6 +213,9 @@ HINTS = {
     "warmup": "warmup_steps",
     "scheduler": "lr_scheduler_type",
     "output": "output_dir",
+    "gpus": "parallel",
+    "num_gpus": "parallel",
+    "nproc_per_node": "parallel",
 }
 
 

@@ -5,6 +5,7 @@ Every rule gives the key to change, what is wrong, and the fix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,9 @@ def in_run(config: RunConfig) -> Iterator[Contradiction]:
         yield from _in_qat_training(config)
     if not config.use_peft:
         yield from _in_full_fine_tuning(config)
+    if config.device and ":" in config.device and config.parallel != "auto" and math.prod(config.parallel.values()) > 1:
+        wrong = f"{_said(config, 'device')} with {_said(config, 'parallel')}: it is one device"
+        yield "device", wrong, "remove device, or parallel"
 
 
 def _in_recipe(config: RunConfig) -> Iterator[Contradiction]:

@@ -13,6 +13,7 @@ from typing import Any
 from ..words import brief
 from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, RENAMED
 from .datasets import axolotl_datasets, axolotl_test_datasets
+from .divided import SEVERAL, WAYS, divided
 
 
 @dataclass(frozen=True)
@@ -318,6 +319,25 @@ def _qlora_bnb(value: Any, values: Values) -> Outcome:
     return Mapped({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) if value else Ignored("")
 
 
+def _divided(value: Any, values: Values) -> Outcome:
+    """Keys of several tools that each give one axis of `parallel`."""
+    ways, problem = divided(values)
+    if problem:
+        return Refused(problem, "set parallel, as in {data: 2, tensor: 2}, and remove the other keys")
+    return Mapped({"parallel": ways}) if ways else Ignored("")
+
+
+def _fsdp(value: Any, values: Values) -> Outcome:
+    """What it divides is the machine's to say: `auto` shards where memory asks for it."""
+    if _is_off(value):
+        return Ignored("")
+    words = value if isinstance(value, dict) else {word: True for word in " ".join(_split(value)).split()}
+    off = ("offload", "offload_params", "fsdp_offload_params", "cpu_offload")
+    if any(words.get(word) in (True, "true") for word in off):
+        return Refused("offload of parameters by FSDP has no equivalent", "remove it; the memory plan says what fits")
+    return Ignored("parallel: auto shards where the memory plan asks for it, and {shard: N} always")
+
+
 def _peft(value: Any, values: Values) -> Outcome:
     return Refused(f"peft: {', '.join(value)} is not built yet", NOT_BUILT["loftq_config"]) if value else Ignored("")
 
@@ -345,6 +365,9 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "qlora_fp4": _stored("nvfp4"),
     "qlora_bnb": _qlora_bnb,
     "peft": _peft,
+    **dict.fromkeys([*WAYS, SEVERAL], _divided),
+    "fsdp": _fsdp,
+    "fsdp_config": _fsdp,
     "lora_target_modules": _axolotl_targets,
     "lora_target_linear": lambda value, _: Mapped({"target_modules": "all-linear"}) if value else Ignored(""),
     "lora_target": _targets,

@@ -75,17 +75,19 @@ class Encoder:
         self.prefix = _written_before(tokenizer)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """`document` and `where` to input_ids, labels, length (before cutting), dropped (reason or "") and ends.
+        """`document` and `where` to input_ids, labels, length (before cutting), dropped (reason or ""), ends and empty.
 
         A document's `numbers` become columns of lists of one.
 
         `ends` holds, for each trained turn that was not cut, the id of the token that ends it, -1 when none does.
+        `empty` is whether no answer says anything: all that is trained is where to stop.
         """
         documents = [json.loads(document) for document in batch["document"]]
         texts = self._texts(documents, batch["where"])
         rows = [self._label(text, *found) for text, found in zip(texts, self._tokenize(texts), strict=True)]
         for row, document in zip(rows, documents, strict=True):
             row |= {name: [number] for name, number in document.get("numbers", {}).items()}
+            row["empty"] = not document.get("train_all") and not any(map(_says, _answers(document)))
         return {key: [row[key] for row in rows] for key in rows[0]}
 
     def _texts(self, documents: list[Document], places: list[str]) -> list[_Text]:
@@ -191,6 +193,22 @@ class Encoder:
         ids = np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(suffix, dtype=np.int64)])
         trained = np.concatenate([np.zeros(len(prefix), dtype=bool), trained, np.ones(len(suffix), dtype=bool)])
         return ids, trained
+
+
+def _answers(document: Document) -> list[dict[str, Any]]:
+    """The messages that are trained on."""
+    if "messages" not in document:
+        return [{"content": document.get("text", document.get("completion"))}]
+    said = [message for message in document["messages"] if message["role"] == "assistant"]
+    return said[document.get("given", 0) :]
+
+
+def _says(message: dict[str, Any]) -> bool:
+    """Whether there is anything in a message but white space."""
+    content = message.get("content")
+    said = content if isinstance(content, list) else [content]
+    more = [value for key, value in message.items() if key not in ("role", "content")]  # calls, thoughts
+    return any(part.strip() if isinstance(part, str) else part for part in (*said, *more))
 
 
 def _written_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -32,7 +32,16 @@ from .sources import read_sources
 ROWS_PER_PROCESS = 5_000  # with fewer, a process costs more to start than it saves
 ROWS_WITH_PROGRESS = 2_000
 IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
-ENCODED = Features({"input_ids": IDS, "labels": IDS, "length": Value("int64"), "dropped": Value("string"), "ends": IDS})
+ENCODED = Features(
+    {
+        "input_ids": IDS,
+        "labels": IDS,
+        "length": Value("int64"),
+        "dropped": Value("string"),
+        "ends": IDS,
+        "empty": Value("bool"),
+    }
+)
 REMEDY = {
     TOO_LONG: "raise max_length, or set overlong: truncate",
     CUT_AWAY: "raise max_length: the answers begin behind it",
@@ -246,10 +255,18 @@ def _finish(found: _Documents, encoder: Encoder, config: RunConfig, name: str) -
         notice(f"truncated:{name}", f"{truncated} of {total} {name} documents cut to max_length {config.max_length}")
     for reason, count in dropped.items():
         notice(f"dropped:{name}:{reason}", f"{count} of {total} {name} documents dropped: {reason}")
+    empty = sum(kept["empty"])
+    if empty == len(kept) and name == "training":
+        raise DataError(
+            f"all answers are empty: of {total} training documents, nothing is trained but where to stop",
+            "check the rows and columns of the data (column_mapping, dataset_format)",
+        )
+    if empty:
+        notice(f"empty:{name}", f"{empty} of {total} {name} documents have empty answers: they teach to say nothing")
     columns = ["input_ids", "labels", *found.columns]
     rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
-    return _Split(kept, rows, split_report(encoded, kept, rows, truncated, capacity))
+    return _Split(kept, rows, split_report(encoded, kept, rows, truncated, empty, capacity))
 
 
 def _encode(found: _Documents, encoder: Encoder, config: RunConfig) -> Dataset:

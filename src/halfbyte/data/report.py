@@ -18,7 +18,7 @@ BINS = 30
 
 
 def split_report(
-    encoded: Dataset, kept: Dataset, rows: Dataset, truncated: int, row_capacity: int | None
+    encoded: Dataset, kept: Dataset, rows: Dataset, truncated: int, empty: int, row_capacity: int | None
 ) -> dict[str, Any]:
     """The report's part on one split.
 
@@ -27,6 +27,7 @@ def split_report(
         kept: the documents that are trained on.
         rows: what they became; packed rows, or the same.
         truncated: how many of them were cut.
+        empty: how many of them have empty answers.
         row_capacity: tokens a packed row may hold; None when rows are not packed.
     """
     labels, lengths = ragged(kept, "labels")
@@ -38,6 +39,7 @@ def split_report(
         "trained_tokens": int(np.count_nonzero(labels != IGNORE_INDEX)),
         "dropped": dict(Counter(reason for reason in encoded["dropped"] if reason)),
         "truncated": truncated,
+        "empty_answers": empty,
         "packing_efficiency": tokens / (len(rows) * row_capacity) if row_capacity else None,
         "length_histogram": _histogram(np.array(list(encoded["length"]))),
     }

@@ -9,10 +9,7 @@ is measured and said. Both are samples, of weights and of tokens: what the stand
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from halfbyte.errors import ConfigError
-from halfbyte.formats import Format
 
 from .fidelity import Loss
 from .kept import Kept
@@ -54,20 +51,18 @@ def update_is_lost(kept: Kept, packing: Packing, target: Target, original: bool)
     )
 
 
-def loss_is_higher(loss: Loss | None, packing: Packing, trained_on: Collection[Format] | None) -> ConfigError | None:
+def loss_is_higher(loss: Loss | None, packing: Packing, trained_quantized: bool) -> ConfigError | None:
     """The refusal of a merge that lost accuracy beyond what its run was trained with; None for one that did not.
 
     Args:
-        trained_on: what the original base was quantized to for training: the merge in the same formats costs what they
-            cost the base, and no more. Empty where there is no original base; None for a run on 16-bit weights.
+        trained_quantized: the run trained on quantized weights. That it trained on these formats is no excuse: the
+            update is rounded now, too, and the 16-bit merge is better.
     """
-    if loss is None or trained_on is None or packing.bits < FEW_BITS:
-        return None
-    if set(packing.formats.values()) <= set(trained_on):
+    if loss is None or not trained_quantized or packing.bits < FEW_BITS:
         return None
     if loss.excess - CERTAIN * loss.error <= EXCESS:
         return None
     return ConfigError(
         f"quantize: {packing.name} loses more than the run was trained with: {loss}, where {EXCESS} passes",
-        "take 8 bits (fp8-block), or the format that the run was trained on; --no-verify writes it all the same",
+        f"{IN_16_BITS}, or into 8 bits (--quantize fp8-block); --no-verify writes it all the same",
     )

@@ -341,9 +341,7 @@ def _write_and_verify(
     if lost := _lost(job, target):
         return lost
     measured = verifier.verify(aside, target)
-    weights = job.weights
-    quantized = () if weights.base.quantized else tuple(weights.adapter.quantized.values())
-    return loss_is_higher(measured.loss, weights.packing, quantized if job.run.storage.quantized else None) or measured
+    return loss_is_higher(measured.loss, job.weights.packing, job.run.storage.quantized) or measured
 
 
 def _lost(job: _Job, target: Target) -> ConfigError | None:

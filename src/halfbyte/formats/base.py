@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
 from ..ops.low_rank import add_term
+from ..ops.rows import linear_rows
 from ..reading import parse_json
 
 Parts = Mapping[str, Tensor]
@@ -72,7 +72,7 @@ class Format(abc.ABC):
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         """[M, N] = x·Wᵀ + b for x [M, K], no gradient. Formats override it where few rows need no dequantized copy."""
-        return F.linear(x, self.dequantize(parts, shape, x.dtype), bias)
+        return linear_rows(x, self.dequantize(parts, shape, x.dtype), bias)
 
     def linear_plus(
         self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None, term: tuple[Tensor, Tensor] | None

@@ -147,7 +147,11 @@ class StaticEngine:
         Raises:
             Unknown: as above.
         """
-        return all(each.renew() for each in [self.head, *(each for layer in self.layers for each in layer.linears)])
+        if not all(each.renew() for each in [self.head, *(each for layer in self.layers for each in layer.linears)]):
+            return False
+        if self.device.type == "cpu":  # its kernel may have copies
+            self.one_launch = self._one_launch(len(self.tokens))
+        return True
 
     def _one_launch(self, batch: int) -> Run | None:
         """A token's way through all layers as one kernel, where there is one and all layers are of Llama's kind."""

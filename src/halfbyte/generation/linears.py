@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..formats import Blockwise4
 from ..layers.plain import read_linear
 from ..ops.decode_layers import Projections, Weight4
 from ..ops.low_rank import add_term, low_rank_rows
+from ..ops.rows import linear_rows
 from ..tensor import QuantizedTensor
 
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [r, K], B [N, r], scaling
@@ -60,7 +60,7 @@ def _product(linear: nn.Linear, plain: _Plain) -> Callable[..., Tensor]:
 
 
 def _linear_plus(x: Tensor, weight: Tensor, bias: Tensor | None, term: tuple[Tensor, Tensor] | None) -> Tensor:
-    return add_term(F.linear(x, weight, bias), term)
+    return add_term(linear_rows(x, weight, bias), term)
 
 
 def _weight4(linear: nn.Linear, plain: _Plain) -> Weight4 | None:

@@ -26,6 +26,7 @@ from ..adapters import compute, no_input_casts
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..notices import notice
+from ..parallel import ALONE, Mesh
 from .head import backbone_inputs, reads_hidden_states
 from .layer import causal_lm_of
 from .tiny import tiny_model
@@ -101,7 +102,14 @@ class Isolation:
 
 
 def isolate(
-    model: nn.Module, collate: Collate, *, key: str, length: int, tokens: Sequence[int], dtype: Any = None
+    model: nn.Module,
+    collate: Collate,
+    *,
+    key: str,
+    length: int,
+    tokens: Sequence[int],
+    dtype: Any = None,
+    mesh: Mesh = ALONE,
 ) -> Isolation:
     """Probe `model` and, where packed documents see each other, bind forwards that keep them apart; see `release`.
 
@@ -112,12 +120,13 @@ def isolate(
         length: tokens that a row may hold.
         tokens: ids that the probe's documents are made of.
         dtype: of matrix products, a torch.dtype; None: the weights'.
+        mesh: processes that probe their models, or their parts of one, together, and find the same.
 
     Raises:
         ConfigError: nothing keeps the documents apart.
     """
     release(model)
-    probe = _Probe(model, collate, length, tokens, dtype)
+    probe = _Probe(model, collate, length, tokens, dtype, mesh)
     causal_lm = causal_lm_of(model)
     backbone = getattr(causal_lm, "base_model", causal_lm)
     tried: dict[str, Found] = {}
@@ -145,7 +154,12 @@ def isolate(
 
 
 def isolate_run(
-    model: nn.Module, config: RunConfig, collate: Collate, rows: Sequence[Mapping[str, Any]], dtype: Any = None
+    model: nn.Module,
+    config: RunConfig,
+    collate: Collate,
+    rows: Sequence[Mapping[str, Any]],
+    dtype: Any = None,
+    mesh: Mesh = ALONE,
 ) -> Isolation | None:
     """`isolate` as `config` asks for it, with tokens of the first of `rows`; None where rows are documents.
 
@@ -156,7 +170,7 @@ def isolate_run(
         return None
     tokens = [token for index in range(min(len(rows), ROWS)) for token in rows[index]["input_ids"]]
     key = "packing" if config.packing else "padding_free"
-    return isolate(model, collate, key=key, length=config.max_length, tokens=tokens, dtype=dtype)
+    return isolate(model, collate, key=key, length=config.max_length, tokens=tokens, dtype=dtype, mesh=mesh)
 
 
 def isolate_like(
@@ -193,8 +207,16 @@ def _said(model: nn.Module, isolation: Isolation) -> Isolation:
 class _Probe:
     """Two rows of documents, one of each replaced; and what the others see of it, in training and evaluation."""
 
-    def __init__(self, model: nn.Module, collate: Collate, length: int, tokens: Sequence[int], dtype: Any):
-        self.model, self.collate, self.dtype = model, collate, dtype
+    def __init__(
+        self,
+        model: nn.Module,
+        collate: Collate,
+        length: int,
+        tokens: Sequence[int],
+        dtype: Any,
+        mesh: Mesh = ALONE,
+    ):
+        self.model, self.collate, self.dtype, self.mesh = model, collate, dtype, mesh
         self.tokens = torch.tensor(sorted({*tokens} if len({*tokens}) > 1 else {0, 1}))
         scale = min(1.0, length / sum(LENGTHS))
         self.lengths = [max(1, int(scale * each)) for each in LENGTHS]
@@ -226,10 +248,11 @@ class _Probe:
         before = self._run(batch)
         changes = _changes(before, self._run(other))
         of_each = [changes[documents == document] for document in documents[untouched].unique()]
-        change = max(float(each.max()) for each in of_each)
-        typical = max(float(each.median()) for each in of_each)
-        order_of_sums = self._order_of_sums() if change else 0.0
-        return Found(change, typical, order_of_sums, 0.0 if training else self._alone(before))
+        # rounding may differ from one process to another: what is run next, all decide alike
+        change = self.mesh.max(max(float(each.max()) for each in of_each))
+        typical = self.mesh.max(max(float(each.median()) for each in of_each))
+        order_of_sums = self.mesh.max(self._order_of_sums()) if change else 0.0
+        return Found(change, typical, order_of_sums, 0.0 if training else self.mesh.max(self._alone(before)))
 
     def _batches(self) -> tuple[dict[str, Any], dict[str, Any], Tensor, Tensor]:
         """Two batches as the run collates them, the second with other documents in the place of some; each token's

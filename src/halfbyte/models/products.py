@@ -102,9 +102,13 @@ def divided_along(model: nn.Module) -> dict[str, int]:
     for view in _views(model):
         for _, block in _blocks(view):
             dims |= {linear: int(linear is block.output) for linear in block.linears.values()}
-    names = {name: dims[module] for name, module in model.named_modules() if module in dims}
-    rows = {f"{name}.bias": 0 for name, dim in names.items() if dim == 0}
-    return {f"{name}.weight": dim for name, dim in names.items()} | rows
+    found = {}
+    for name, module in model.named_modules():
+        if (dim := dims.get(module)) is not None:
+            found[f"{name}.weight"] = dim
+            if dim == 0 and module.bias is not None:
+                found[f"{name}.bias"] = 0
+    return found
 
 
 def _views(model: nn.Module) -> Iterator[LayerView]:

@@ -147,6 +147,7 @@ def decode_layers(hidden: Tensor, stack: Stack) -> Tensor:
 def one_launch(hidden: Tensor, stack: Stack) -> Run | None:
     """`decode_layers` of this stack as one kernel for inputs like `hidden`, or None where there is none.
 
-    What it returns may be captured in a CUDA graph; its results share memory with those of its next call.
+    What it returns may be captured in a CUDA graph; its results share memory with those of its next call. On a CPU it
+    computes with the norms, biases and adapters as they are now: what is not fp32 is copied.
     """
     return None

@@ -6,12 +6,12 @@ so the kernels decode W in registers and never write it: K·N/2 bytes of codes a
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import op
 from .blockwise4 import dequantize_blockwise4
 from .low_rank import add_term
+from .rows import linear_rows
 
 
 @op("cuda.gemv4_row", "cuda.gemm4", "cuda.gemv4", "triton.gemv4", "native.gemv4")
@@ -41,7 +41,7 @@ def linear_blockwise4(
     Returns:
         [M, N] in x's dtype.
     """
-    return add_term(F.linear(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias), term)
+    return add_term(linear_rows(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias), term)
 
 
 def dequantized(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import op
 from .float8 import E4M3, Scaling, dequantize_float8
 from .int8 import dequantize_rows_int8
+from .rows import linear_rows
 
 
 @op("triton.gemv8")
@@ -25,7 +25,7 @@ def linear_float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bia
     Returns:
         [M, N] in x's dtype.
     """
-    return F.linear(x, dequantize_float8(codes.view(E4M3), scale, scaling, x.dtype), bias)
+    return linear_rows(x, dequantize_float8(codes.view(E4M3), scale, scaling, x.dtype), bias)
 
 
 @op("triton.gemv8")
@@ -40,4 +40,4 @@ def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -
     Returns:
         [M, N] in x's dtype.
     """
-    return F.linear(x, dequantize_rows_int8(codes, absmax, x.dtype), bias)
+    return linear_rows(x, dequantize_rows_int8(codes, absmax, x.dtype), bias)

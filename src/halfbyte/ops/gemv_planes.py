@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import op
 from .bitplane import dequantize_bitplane
 from .hqq import dequantize_hqq
+from .rows import linear_rows
 
 
 @op("cuda.gemv_planes_row", "cuda.gemm_planes", "cuda.gemv_planes")
@@ -28,7 +28,7 @@ def linear_bitplane(
         [M, N] in x's dtype.
     """
     weight = dequantize_bitplane(packed, scales, None, factor, codebook, rows, x.shape[1], x.dtype)
-    return F.linear(x, weight, bias)
+    return linear_rows(x, weight, bias)
 
 
 @op("cuda.gemm_planes", "cuda.gemv_planes")
@@ -48,4 +48,4 @@ def linear_hqq(
     Returns:
         [M, N] in x's dtype.
     """
-    return F.linear(x, dequantize_hqq(packed, scales, zeros, bits, group, rows, x.shape[1], x.dtype), bias)
+    return linear_rows(x, dequantize_hqq(packed, scales, zeros, bits, group, rows, x.shape[1], x.dtype), bias)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import op
+from .rows import linear_rows
 
 
 def add_term(y: Tensor, term: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -15,7 +15,7 @@ def add_term(y: Tensor, term: tuple[Tensor, Tensor] | None) -> Tensor:
     """
     if term is None:
         return y
-    return y.add_(F.linear(*term)) if y.device.type == "cpu" else y.addmm_(term[0], term[1].t())
+    return y.add_(linear_rows(*term)) if y.device.type == "cpu" else y.addmm_(term[0], term[1].t())
 
 
 @op("cuda.low_rank")
@@ -30,5 +30,5 @@ def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         [M, R] in x's dtype.
     """
-    u = F.linear(x, a)
+    u = linear_rows(x, a)
     return u if mask is None else u * mask

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..words import cut
 from .mesh import Mesh
 
 OWN = frozenset(["device", "dataset_num_proc"])  # keys that may differ between hosts
-PACKAGES = ("halfbyte", "torch", "transformers", "peft")
+PACKAGES = ("torch", "transformers", "peft")
 PATIENCE = 15.0  # seconds until a file that one host has written is seen by another, whose file system may remember
 
 
@@ -29,7 +31,7 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
     if mesh.size == 1:
         return
     keys = {key: repr(value) for key, value in config.model_dump().items() if key not in OWN}
-    versions = {name: metadata.version(name) for name in PACKAGES}
+    versions = {"halfbyte": __version__} | {name: metadata.version(name) for name in PACKAGES}
     facts: dict[str, Any] = {"keys": keys, "versions": versions, "gpu": _gpu(mesh)}
     told = mesh.gather(facts)
     for what, fix in (
@@ -39,10 +41,8 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
         for rank, theirs in enumerate(told):
             if differing := _difference(told[0][what], theirs[what]):
                 name, first, other = differing
-                said = (
-                    f"the processes of this run differ: {name} is {first} in process 0, and {other} in process {rank}"
-                )
-                raise ConfigError(said, fix)
+                said = f"{name} is {cut(first, 80)} in process 0, and {cut(other, 80)} in process {rank}"
+                raise ConfigError(f"the processes of this run differ: {said}", fix)
     gpus = [each["gpu"] for each in told]
     for rank, gpu in enumerate(gpus):
         if gpu and gpus.index(gpu) < rank:

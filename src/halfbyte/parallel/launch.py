@@ -70,6 +70,14 @@ def layout_wanted(config: RunConfig) -> Parallel:
     return layout
 
 
+def say_idle(config: RunConfig) -> None:
+    """Say in a run that is one process, though nobody asked for that, which GPUs it leaves idle."""
+    if config.parallel == "auto" and (others := layout_wanted(config).size - 1):
+        more = f"{others} more GPU{'s are' if others > 1 else ' is'} here"
+        how = "`halfbyte train`, or torchrun with this program, starts a process for each"
+        notice("idle_gpus", f"this process trains on one GPU, and {more}: {how}; device: cuda:0 leaves them idle")
+
+
 def launch(program: Callable[[Parallel], Sequence[str]], layout: Parallel, max_restarts: int = 0) -> None:
     """Run a program as the ranks of a mesh, until all have ended well.
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from itertools import combinations
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import Parallel
 from ..errors import ConfigError
+from .patience import OWN_LIMITS, finish, say_done, wait_until_done
 from .ranks import check_device, meeting
 
 T = TypeVar("T")
@@ -28,7 +28,6 @@ ONE = Parallel()
 AXES = ("pipeline", "data", "shard", "context", "tensor")  # neighbours on the last ones share the fastest links
 ROWS = ("data", "shard")  # along these, processes take different rows
 TOKENS = (*ROWS, "context")  # along these, different tokens
-PATIENCE = timedelta(minutes=10)  # for a process that does not come; what takes longer is loading, which keeps in touch
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,11 @@ class Mesh:
     def is_main(self) -> bool:
         """Whether this process writes files, says notices and shows the run."""
         return self.rank == 0
+
+    @property
+    def computes_together(self) -> bool:
+        """Whether a process cannot run the model alone: it has a part of it, or of each row."""
+        return self.size > self.ways("data")
 
     def ways(self, *axes: str) -> int:
         """How many processes differ along `axes` alone."""
@@ -102,7 +106,7 @@ class Mesh:
             return value
         named = value if isinstance(value, dict) else {"": value}
         numbers = torch.tensor([*named.values()], dtype=torch.float64)
-        dist.all_reduce(numbers, operation, group=group)
+        finish(dist.all_reduce(numbers, operation, group=group, async_op=True), group)
         found = {name: type(own)(number) for (name, own), number in zip(named.items(), numbers.tolist(), strict=True)}
         return found if isinstance(value, dict) else found[""]  # type: ignore[return-value]
 
@@ -111,11 +115,13 @@ class Mesh:
         if self.size == 1:
             return make()
         made: list[T] = []
-        try:
-            if self.local == 0:
+        hosts, number = self.sum(int(self.local == 0), AXES), next(_numbers)
+        if self.local == 0:
+            try:
                 made.append(make())
-        finally:  # what `make` raises, it raises in the others too: they need not wait
-            self.wait()
+            finally:  # what `make` raises, it raises in the others too: they need not wait
+                say_done(number)
+        wait_until_done(number, hosts)
         return made[0] if made else make()
 
     def equal(self, value: Any) -> bool:
@@ -126,6 +132,7 @@ class Mesh:
         """Every process's value, by rank; it can be pickled."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
+            self.wait()
             dist.all_gather_object(values, value)
         return values
 
@@ -134,6 +141,7 @@ class Mesh:
         if self.size == 1:
             return value
         values = [value]
+        self.wait()
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
@@ -151,7 +159,7 @@ class Mesh:
         if layout.size != self.size:
             raise ConfigError(
                 f"parallel: {layout} takes {layout.size} processes, and {self.size} were started",
-                f"start {layout.size}, or change `parallel` so that its numbers multiply to {self.size}",
+                f"start {layout.size} (`halfbyte train` does, or torchrun), or let `parallel` multiply to {self.size}",
             )
         if self.devices is None:
             return replace(self, layout=layout)
@@ -161,6 +169,7 @@ class Mesh:
 
 
 ALONE = Mesh()
+_numbers = itertools.count()  # of the calls of `first`, which all processes make in one order
 
 
 def _in_order(axes: Iterable[str]) -> tuple[str, ...]:
@@ -174,14 +183,14 @@ def _groups(sizes: tuple[int, ...]) -> dict[tuple[str, ...], Any]:
     wide = [i for i, size in enumerate(sizes) if size > 1]
     made: dict[tuple[int, ...], Any] = {}
     for count in range(1, len(wide) + 1):
-        for along in combinations(wide, count):
+        for along in itertools.combinations(wide, count):
             rest = [i for i in range(len(sizes)) if i not in along]
             rows = ranks.permute(*rest, *along).reshape(-1, torch.Size(sizes[i] for i in along).numel())
             if len(rows) == 1:
                 made[along] = dist.group.WORLD
             else:
                 made[along] = dist.new_subgroups_by_enumeration(rows.tolist())[0]
-    every = [_in_order(axes) for count in range(1, len(AXES) + 1) for axes in combinations(AXES, count)]
+    every = [_in_order(axes) for count in range(1, len(AXES) + 1) for axes in itertools.combinations(AXES, count)]
     return {axes: made.get(tuple(i for i in wide if AXES[i] in axes)) for axes in every}
 
 
@@ -207,7 +216,7 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
     joined_before = dist.is_initialized()
     if not joined_before:  # without `device_id`: with it every group would take its share of the GPU, used or not
         with meeting(size):
-            dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
+            dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=OWN_LIMITS)
     world = init_device_mesh(kind, (1, size, 1, 1, 1), mesh_dim_names=AXES)
     mesh = Mesh(dist.get_rank(), Parallel(data=size), local, world, _groups((1, size, 1, 1, 1)))
     yield mesh.laid_out(parallel) if parallel else mesh

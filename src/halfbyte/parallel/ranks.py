@@ -133,7 +133,7 @@ def leave_error(error: HalfbyteError, cause: BaseException, *, bug: bool) -> boo
     trace = "".join(traceback.format_exception(cause))
     said = f"error: {error.message}\nfix: {error.fix}"
     ours: dict[str, Any] = {"kind": type(error).__name__, "message": error.message, "fix": error.fix, "trace": trace}
-    ours |= {"follows": follows, "passing": bug or follows}
+    ours |= {"follows": follows, "passing": bug or follows or lost_another(cause.__cause__) is not None}
     when = int(time.time()) + (LATER if follows else 0)
     extra = {"py_callstack": f"{trace}\n{said}" if bug else said, "timestamp": str(when)}
     try:

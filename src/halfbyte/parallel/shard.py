@@ -130,7 +130,15 @@ def shard_blocks(
     for block, stay in zip(sharded.blocks, stays, strict=True):
         block.set_custom_all_gather(sharded.gathers)
         block.set_reshard_after_backward(stay != "always", recurse=False)
+        if stay == "backward":
+            block.register_forward_hook(_without_backward)
     return sharded
+
+
+def _without_backward(block: Any, *_: Any) -> None:
+    """A block that stays until its backward does not stay where none will come: in an evaluation, say."""
+    if not torch.is_grad_enabled():
+        block.reshard()
 
 
 def _is_divisible(parameter: nn.Parameter) -> bool:

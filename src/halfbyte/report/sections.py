@@ -214,6 +214,7 @@ def _split_rows(splits: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             "–" if split.get("packing_efficiency") is None else f"{split['packing_efficiency']:.1%} full"
         ),
         "truncated": lambda split: text(split.get("truncated")),
+        "empty answers": lambda split: text(split.get("empty_answers", 0)),
         "dropped": lambda split: text(sum((split.get("dropped") or {}).values())),
     }
     rows = [[fact, *(value(split) for split in splits.values())] for fact, value in facts.items()]

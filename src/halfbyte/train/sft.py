@@ -38,6 +38,7 @@ from halfbyte.models.sharding import shard_model
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
+from halfbyte.parallel.launch import say_idle
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
@@ -91,6 +92,8 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     with present_mesh(resolve(config).parallel, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
+            if mesh.size == 1:
+                say_idle(config)
             check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
             with _locked(prepared), open_run(prepared, resume) as run:
@@ -186,10 +189,11 @@ def _make_ready(
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, dtype, loss)
     plain = make_collator(run.config, run.tokenizer, device)
-    isolation = isolate_run(model, run.config, plain, run.data.train, dtype)
+    isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
-    if run.plan.use_graphs and (isolation is None or isolation.way == "positions"):  # other ways look at the batch
+    by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
+    if run.plan.use_graphs and by_positions and not run.mesh.computes_together:
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
@@ -294,7 +298,7 @@ def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:
                 (save_adapter if run.config.use_peft else type(model).save_pretrained)(model, aside)
                 run.tokenizer.save_pretrained(aside)
     run.mesh.wait()
-    if not run.mesh.is_main and run.mesh.size == run.mesh.ways("data"):
+    if not run.mesh.is_main and not run.mesh.computes_together:
         return {}
     if run.config.use_peft:
         return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}

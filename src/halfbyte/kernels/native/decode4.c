@@ -162,6 +162,44 @@ INLINE float dot(const float *a, const float *b, int64_t length) {
     return sum(total);
 }
 
+/* 32 values in bf16: those at even places, and those at odd ones. No lane changes its width, which GCC would do one by
+   one; the other side of a product lies in this order, too (`part`). */
+INLINE void halves(const uint16_t *from, f16v *even, f16v *odd) {
+    u16v pairs;
+    memcpy(&pairs, from, 64);
+    *even = (f16v)(pairs << 16);
+    *odd = (f16v)(pairs & 0xffff0000u);
+}
+
+/* x in place, of each 32 values those at even places first; and back. */
+static void part(float *x, int64_t length, int back) {
+    for (int64_t at = 0; at < length; at += 32) {
+        float copy[32];
+        memcpy(copy, x + at, sizeof copy);
+        for (int i = 0; i < 32; i++) {
+            int to = i % 2 * 16 + i / 2;
+            if (back) x[at + i] = copy[to];
+            else x[at + to] = copy[i];
+        }
+    }
+}
+
+INLINE float dot_bf16(const float *parted, const uint16_t *b, int64_t length) {
+    f16v total[2] = {{0}}, even, odd;
+    for (int64_t i = 0; i < length; i += 32) {
+        halves(b + i, &even, &odd);
+        total[0] += load(parted + i) * even;
+        total[1] += load(parted + i + 16) * odd;
+    }
+    return sum(total[0] + total[1]);
+}
+
+INLINE uint16_t to_bf16(float x) { /* to the nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 /* exp(x) for x ≤ 0, to 1 or 2 ulp; 0 below the least normal result. */
 INLINE f16v exp_of(f16v x) {
     f16v n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
@@ -344,7 +382,7 @@ typedef struct {
 typedef struct {
     projections qkv, out, gate_up, down;
     const float *norm, *post_norm, *q_norm, *k_norm;
-    float *keys, *values; /* [batch, kv_heads, slots, size] */
+    void *keys, *values; /* [batch, kv_heads, slots, size], fp32 or bf16 */
     int64_t window;       /* 0: all */
 } layer4;
 
@@ -356,7 +394,7 @@ typedef struct {
     float *scratch; /* halfbyte_decode_scratch's length */
     int64_t count, heads, kv_heads, size, slots, rotated, width, inner, ranks;
     float eps, scale;
-    int32_t batch, threads;
+    int32_t batch, threads, bf16; /* bf16: the cache */
 } stack4;
 
 typedef struct { /* a stage's job: what lies in the scratch */
@@ -464,54 +502,77 @@ static void turn(const state *t, float *x, const float *norm, int64_t position) 
     }
 }
 
-/* The new keys and values into the cache. */
+/* A new key or value into the cache. */
+INLINE void keep(void *cache, int64_t at, const float *x, int64_t size, const int bf16) {
+    if (!bf16) memcpy((float *)cache + at, x, (size_t)size * 4);
+    else for (int64_t i = 0; i < size; i++) ((uint16_t *)cache)[at + i] = to_bf16(x[i]);
+}
+
 static void remember(const state *t) {
     const stack4 *s = t->s;
     for (int64_t pair = 0; pair < s->batch * s->kv_heads; pair++) {
         float *k = t->k + pair * s->size;
         turn(t, k, t->layer->k_norm, *s->slot - s->padding[pair / s->kv_heads]);
         int64_t at = (pair * s->slots + *s->slot) * s->size;
-        memcpy(t->layer->keys + at, k, (size_t)s->size * 4);
-        memcpy(t->layer->values + at, t->v + pair * s->size, (size_t)s->size * 4);
+        keep(t->layer->keys, at, k, s->size, s->bf16);
+        keep(t->layer->values, at, t->v + pair * s->size, s->size, s->bf16);
     }
 }
 
-/* out [size] = Σ weight·value over slots [from, to), `wide` vectors of a head at a time. */
-INLINE void mix(const float *weights, const float *values, float *out, int64_t size, int64_t from, int64_t to, float by,
-                const int wide) {
+/* out [size] = Σ weight·value over slots [from, to), `wide` vectors of a head at a time; of bf16, in `part`'s order. */
+INLINE void mix(const float *weights, const void *values, float *out, int64_t size, int64_t from, int64_t to, float by,
+                const int wide, const int bf16) {
     for (int64_t d = 0; d < size; d += 16 * wide) {
-        f16v total[4] = {{0}};
-        for (int64_t j = from; j < to; j++)
-            for (int i = 0; i < wide; i++) total[i] += weights[j - from] * load(values + j * size + d + 16 * i);
+        f16v total[4] = {{0}}, even, odd;
+        for (int64_t j = from; j < to; j++) {
+            int64_t at = j * size + d;
+            if (bf16)
+                for (int i = 0; i < wide; i += 2) {
+                    halves((const uint16_t *)values + at + 16 * i, &even, &odd);
+                    total[i] += weights[j - from] * even;
+                    total[i + 1] += weights[j - from] * odd;
+                }
+            else
+                for (int i = 0; i < wide; i++) total[i] += weights[j - from] * load((const float *)values + at + 16 * i);
+        }
         for (int i = 0; i < wide; i++) store(out + d + 16 * i, total[i] * by);
     }
 }
 
+INLINE void attend(const state *t, int64_t head, const int bf16) { /* head: of batch · heads */
+    const stack4 *s = t->s;
+    int64_t row = head / s->heads, group = s->heads / s->kv_heads, to = *s->slot + 1, from = s->padding[row];
+    int64_t size = s->size, cache = (row * s->kv_heads + head % s->heads / group) * s->slots * size;
+    if (t->layer->window && to - t->layer->window > from) from = to - t->layer->window;
+    float *q = t->q + head * size, *scores = t->scores + head * round16(s->slots), most = -INFINITY, all = 0;
+    turn(t, q, t->layer->q_norm, *s->slot - s->padding[row]);
+    if (bf16) part(q, size, 0);
+    for (int64_t j = from; j < to; j++) {
+        int64_t at = cache + j * size;
+        float score = s->scale * (bf16 ? dot_bf16(q, (const uint16_t *)t->layer->keys + at, size)
+                                       : dot(q, (const float *)t->layer->keys + at, size));
+        scores[j - from] = score;
+        most = score > most ? score : most;
+    }
+    int64_t seen = round16(to - from);
+    for (int64_t j = to - from; j < seen; j++) scores[j] = -INFINITY;
+    for (int64_t j = 0; j < seen; j += 16) {
+        f16v e = exp_of(load(scores + j) - most);
+        store(scores + j, e);
+        all += sum(e);
+    }
+    float *out = t->plain + head * size;
+    const void *values = bf16 ? (void *)((uint16_t *)t->layer->values + cache) : (void *)((float *)t->layer->values + cache);
+    if (size % 64 == 0) mix(scores, values, out, size, from, to, 1 / all, 4, bf16);
+    else mix(scores, values, out, size, from, to, 1 / all, bf16 ? 2 : 1, bf16);
+    if (bf16) part(out, size, 1);
+}
+
 static void attend_piece(const void *job, int64_t first, int64_t last) {
     const state *t = job;
-    const stack4 *s = t->s;
-    for (int64_t head = first; head < last; head++) { /* of batch · heads */
-        int64_t row = head / s->heads, group = s->heads / s->kv_heads, to = *s->slot + 1, from = s->padding[row];
-        int64_t cache = (row * s->kv_heads + head % s->heads / group) * s->slots * s->size;
-        if (t->layer->window && to - t->layer->window > from) from = to - t->layer->window;
-        float *q = t->q + head * s->size, *scores = t->scores + head * round16(s->slots), most = -INFINITY, all = 0;
-        turn(t, q, t->layer->q_norm, *s->slot - s->padding[row]);
-        for (int64_t j = from; j < to; j++) {
-            float score = s->scale * dot(q, t->layer->keys + cache + j * s->size, s->size);
-            scores[j - from] = score;
-            most = score > most ? score : most;
-        }
-        int64_t seen = round16(to - from);
-        for (int64_t j = to - from; j < seen; j++) scores[j] = -INFINITY;
-        for (int64_t j = 0; j < seen; j += 16) {
-            f16v e = exp_of(load(scores + j) - most);
-            store(scores + j, e);
-            all += sum(e);
-        }
-        float *out = t->plain + head * s->size;
-        if (s->size % 64) mix(scores, t->layer->values + cache, out, s->size, from, to, 1 / all, 1);
-        else mix(scores, t->layer->values + cache, out, s->size, from, to, 1 / all, 4);
-    }
+    for (int64_t head = first; head < last; head++)
+        if (t->s->bf16) attend(t, head, 1);
+        else attend(t, head, 0);
 }
 
 static void add_branch(state *t) {

@@ -1,4 +1,4 @@
-"""C: a token's way through all decoder layers as one call, in fp32."""
+"""C: a token's way through all decoder layers as one call. It computes in fp32; the cache may be bf16."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .gemv4 import GEMV_ROWS, ROWS, Weight, lib
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 VECTOR = 16
+HALF = torch.bfloat16, torch.float16
+CACHES = {torch.float32: VECTOR, torch.bfloat16: 2 * VECTOR}  # dtype: what a head's size is a multiple of
 PARTS = "qkv", "out", "gate_up", "down"
 
 
@@ -41,6 +43,7 @@ class _Stack(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("batch", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("bf16", ctypes.c_int32),
     )
 
 
@@ -53,7 +56,7 @@ class _Refused(Exception):
 
 
 class _Pointers:
-    """Pointers of tensors; holds the tensors, so that the pointers stay good."""
+    """Pointers of tensors; holds the tensors, so that the pointers stay good. What is 16-bit is copied into fp32."""
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []
@@ -61,6 +64,8 @@ class _Pointers:
     def __call__(self, tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
         if tensor is None:
             return None
+        if dtype is torch.float32 and tensor.dtype in HALF:
+            tensor = tensor.float()
         if tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise _Refused
         self.held.append(tensor)
@@ -94,16 +99,19 @@ class _Pointers:
             self.projections(given.qkv, width), self.projections(given.out, attention),
             self.projections(given.gate_up, width), self.projections(given.down, inner),
             *[self(norm) for norm in (given.norm, given.post_norm, given.q_norm, given.k_norm)],
-            self(given.keys), self(given.values), given.window or 0,
+            *[self(cache, cache.dtype) for cache in (given.keys, given.values)], given.window or 0,
         )  # fmt: skip
 
 
 def obstacle(hidden: Tensor, stack: Stack) -> str | None:
-    if not 1 <= hidden.shape[0] <= ROWS or hidden.dtype is not torch.float32:
-        return "takes 1 to 16 rows in fp32"
+    if not 1 <= hidden.shape[0] <= ROWS:
+        return "takes 1 to 16 rows"
+    cache = stack.layers[0].keys
+    if cache.dtype not in CACHES:
+        return "takes a cache in fp32 or bf16"
     shapes = {(layer.keys.shape, layer.gate_up.weights[0].rows) for layer in stack.layers}
-    alike = len(shapes) == 1 and not stack.layers[0].keys.shape[3] % VECTOR
-    return None if alike else f"needs layers alike, and heads in multiples of {VECTOR}"
+    alike = len(shapes) == 1 and not cache.shape[3] % CACHES[cache.dtype]
+    return None if alike else f"needs layers alike, and heads in multiples of {CACHES[cache.dtype]}"
 
 
 def _some_rows(stack: Stack, rows: slice) -> Stack:
@@ -142,7 +150,7 @@ def _few(hidden: Tensor, stack: Stack) -> Run | None:
         call = _Stack(
             layers, at(stack.cos), at(stack.sin), at(stack.padding, torch.int32), at(stack.slot, torch.int64), None,
             len(layers), stack.heads, kv_heads, size, slots, stack.cos.shape[1], width, inner, _ranks(layers),
-            stack.eps, stack.scale, batch,
+            stack.eps, stack.scale, batch, bf16=stack.layers[0].keys.dtype is torch.bfloat16,
         )  # fmt: skip
     except _Refused:
         return None
@@ -150,10 +158,10 @@ def _few(hidden: Tensor, stack: Stack) -> Run | None:
     call.scratch = at(scratch)
 
     def run(hidden: Tensor, kept: Any = (at, layers)) -> Tensor:
-        out = hidden.clone(memory_format=torch.contiguous_format)
+        out = torch.empty(hidden.shape).copy_(hidden)
         call.threads = torch.get_num_threads()
         lib.halfbyte_decode(ctypes.byref(call), out.data_ptr())
-        return out
+        return out.to(hidden.dtype)
 
     return run
 

@@ -1,0 +1,107 @@
+"""SIGKILL of a random rank at a random moment: all end, no half checkpoint is chosen, the resumed run is the same."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from whole import Left, configured, run, write_place
+
+from halfbyte.config import dump_given
+from halfbyte.train import checkpoint as checkpoints
+
+pytestmark = pytest.mark.dist
+STEPS = {"num_train_epochs": 6, "save_steps": 2, "save_total_limit": 3, "eval_steps": 10, "sample_prompts": 0}
+ROWS = 4  # micro-batches of a step, in all ranks
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="module")
+def alone(place, tmp_path_factory):
+    return run(None, place, tmp_path_factory.mktemp("alone") / "out", gradient_accumulation_steps=ROWS, **STEPS)
+
+
+def keys_on(ranks):
+    return {"gradient_accumulation_steps": ROWS // ranks, "parallel": {"data": ranks}, **STEPS}
+
+
+def start(place, output, ranks, **more):
+    """`halfbyte train` on so many ranks, as a process of its own."""
+    file = output.with_suffix(".yaml")
+    file.write_text(dump_given(configured(place, output, **keys_on(ranks), **more)))
+    said = open(output.with_suffix(".txt"), "w")  # noqa: SIM115 - for as long as the process runs
+    command = [sys.executable, "-P", "-m", "halfbyte", "train", str(file)]
+    return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def kill_one(process, output, ranks, chance):
+    """Once a random number of steps is recorded, and a moment later; the seconds until all have ended, if `process`
+    does."""
+    metrics, steps, until = output / "metrics.jsonl", chance.randrange(1, 20), time.monotonic() + 120
+    while time.monotonic() < until and not (metrics.exists() and metrics.read_text().count('"train"') >= steps):
+        assert process.poll() is None, "it ended before it was killed"
+        time.sleep(0.01)
+    family = [child for child in psutil.Process(process.pid).children() if "RANK" in child.environ()]
+    assert len(family) == ranks
+    time.sleep(chance.random() * 0.1)
+    chance.choice(family).kill()
+    return family, time.monotonic()
+
+
+def killed(place, output, ranks, seed):
+    """A run of which a rank was killed; everything has ended within 30 seconds, with a failing exit code."""
+    process = start(place, output, ranks)
+    family, when = kill_one(process, output, ranks, random.Random(seed))
+    assert process.wait(30) == 1
+    assert time.monotonic() - when < 30
+    assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    last = output.with_suffix(".txt").read_text().strip().splitlines()
+    assert "was ended by SIGKILL" in last[-2]
+    assert "continue with --resume" in last[-1]
+    whole = checkpoints.checkpoints(output)
+    assert all(checkpoints.damage(path, contents=True) is None for path in whole)
+
+
+def test_a_rank_is_killed_and_the_command_goes_on(place, alone, tmp_path):
+    output = tmp_path / "out"
+    process = start(place, output, 2, max_restarts=1)
+    kill_one(process, output, 2, random.Random(time.time_ns()))
+    assert process.wait(120) == 0
+    assert "goes on from its last checkpoint (1 of 1 restarts)" in output.with_suffix(".txt").read_text()
+    Left(output).same_as(alone, loss=1e-5, weights=1e-4)
+
+
+def test_a_rank_is_killed_and_the_run_resumed_on_one_process(place, alone, tmp_path):
+    killed(place, tmp_path / "out", 2, time.time_ns())
+    run(None, place, tmp_path / "out", resume=True, **keys_on(2) | {"parallel": "auto"}).same_as(
+        alone, loss=1e-5, weights=1e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_are_killed_at_random_moments(place, alone, tmp_path, ranks, seed):
+    output = tmp_path / "out"
+    killed(place, output, ranks, seed)
+    fewer = ranks if seed % 2 else ranks // 2
+    keys = keys_on(ranks) | {"parallel": {"data": fewer} if fewer > 1 else "auto"}
+    if fewer == 1:
+        run(None, place, output, resume=True, **keys).same_as(alone, loss=1e-5, weights=1e-4)
+        return
+    file = output.with_suffix(".yaml")
+    file.write_text(dump_given(configured(place, output, **keys)))
+    program = [sys.executable, "-P", "-m", "halfbyte", "train", str(file), "--resume"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    Left(output).same_as(alone, loss=1e-5, weights=1e-4)
+    steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)

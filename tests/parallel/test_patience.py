@@ -1,0 +1,56 @@
+"""A process that does not come is named; one that is known to work is waited for."""
+
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+
+from halfbyte.errors import TrainingError
+from halfbyte.parallel import patience
+
+pytestmark = pytest.mark.dist
+SHORT = {"SLICE": timedelta(seconds=0.1), "PATIENCE": timedelta(seconds=0.6)}
+
+
+def one_is_late(mesh, late, seconds):
+    """What the others say of it; then it comes."""
+    with mock.patch.multiple(patience, **SHORT):
+        if mesh.rank == late:
+            time.sleep(seconds)
+        try:
+            return mesh.sum(1)
+        except TrainingError as error:  # which ends a run, and its marks with it
+            patience.meeting_place().delete_key(patience._key("waits", mesh.rank))
+            return error.message
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_does_not_come_is_named(two, late):
+    found = two.run(one_is_late, late, 2.0)
+    assert found[late] == 2
+    assert found[1 - late] == f"process {late} of this run did not come within 0.01 minutes; the others waited"
+
+
+def test_who_comes_late_is_waited_for_and_its_wait_forgotten(two):
+    assert two.run(one_is_late, 1, 0.3) == [2, 2]
+    assert two.run(one_is_late, 0, 2.0)[1].startswith("process 0 ")
+
+
+def slow_first(mesh):
+    """Longer than the others would wait for a collective."""
+    made = []
+
+    def make():
+        made.append(time.monotonic())
+        time.sleep(0 if mesh.rank else 1.0)
+        return time.monotonic()
+
+    with mock.patch.multiple(patience, **SHORT):
+        return mesh.first(make), made
+
+
+def test_what_the_first_makes_may_take_long(two):
+    (done, _), (_, others_began) = two.run(slow_first)
+    assert len(others_began) == 1
+    assert others_began[0] >= done
