@@ -19,13 +19,14 @@ import difflib
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from safetensors.torch import save_file
 from torch import nn
 
 from .architectures import ALL_LINEAR, all_linear, is_linear
@@ -289,9 +290,14 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
     return model
 
 
-def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") -> None:
+def load_adapter_weights(
+    model: PeftModel, folder: Path, name: str = "default", skip: Callable[[str], bool] | None = None
+) -> None:
     """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype. One on the
     meta device is only compared with it.
+
+    Args:
+        skip: whether a tensor, by its name in the file, is of a layer that another process has.
 
     Raises:
         CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or
@@ -302,6 +308,8 @@ def load_adapter_weights(model: PeftModel, folder: Path, name: str = "default") 
     expected = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
+    if skip is not None:
+        tensors = {key: tensor for key, tensor in tensors.items() if not skip(key)}
     for key, tensor in expected.items():
         if key not in tensors:
             raise CheckpointError(f"{path} lacks the tensor {key}", ANOTHER_MODEL)
@@ -346,14 +354,26 @@ def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, tor
             del tensors[key]
 
 
-def save_adapter(model: PeftModel, folder: Path) -> None:
+def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write the adapter as plain PEFT does: adapter_config.json and adapter_model.safetensors.
 
     Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. Base
     weights are not asked for their state, which FSDP2 would take for a reason to drop what it has gathered.
+
+    Args:
+        weights: of the whole adapter, as `adapter_weights` gives them, where `model` has a part of it.
     """
     own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     model.save_pretrained(str(folder), state_dict=own, save_embedding_layers=False)
+    if weights is not None:
+        save_file(dict(weights), folder / ADAPTER, metadata={"format": "pt"})  # as PEFT does
+
+
+def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The tensors that `save_adapter` writes, by their names in the file, on the CPU."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = get_peft_model_state_dict(model, own, save_embedding_layers=False)
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

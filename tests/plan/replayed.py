@@ -19,4 +19,4 @@ def moving(config: RunConfig, model_config: Any, batch: Shape, level: str) -> tu
     shapes = ModelShapes(config, model_config, torch.device("cpu"))
     planner = _Planner(shapes, Batches.alike(batch.rows, batch.length), GIB)
     choice = Choice((level,) * planner.depth, graphs=False)
-    return planner._moving(batch, choice), planner._step(batch, choice).logits
+    return planner._moving(batch, choice, planner.stages[0]), planner._step(batch, choice).logits

@@ -5,6 +5,9 @@ count in a training step. The last product is left out the second time: a block 
 not y. The rows can go through in tiles, of whose inner tensors only one tile's exist at a time. And it keeps no random
 state unless something draws numbers, so a CUDA graph can hold it.
 
+A function that waits for a gradient from elsewhere need not wait with running again: what is left for backward is
+`gathered`, and `run_ahead` runs it.
+
 `computed_again` does the same for one tensor that several functions save: the result of a norm, say, which one
 elementwise pass makes again.
 
@@ -98,6 +101,9 @@ class _Recompute(torch.autograd.Function):
         ctx.save_for_backward(x)
         # An attribute: hooks that offload what is saved must not carry parameters along.
         ctx.parameters = parameters
+        ctx.graph = None
+        if _gathering is not None and rows is None:
+            _gathering.append(ctx)
         if not output:
             return torch.empty_like(x)
         if rows is None:
@@ -110,13 +116,14 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (x,), need_x = ctx.saved_tensors, ctx.needs_input_grad[4]
+        need_x = ctx.needs_input_grad[4]
         wanted = [p for p, need in zip(ctx.parameters, ctx.needs_input_grad[5:], strict=True) if need]
         with ctx.surroundings.restored():
             if ctx.rows is None:
-                dx, found = _gradients(ctx.function, x, grad, need_x, wanted)
+                graph, ctx.graph = ctx.graph or _graph(ctx.function, ctx.saved_tensors[0], need_x), None
+                dx, found = _gradients(graph, grad, need_x, wanted)
             else:
-                dx, found = _tiled_gradients(ctx.function, x, grad, need_x, wanted, ctx.rows)
+                dx, found = _tiled_gradients(ctx.function, ctx.saved_tensors[0], grad, need_x, wanted, ctx.rows)
         gradients = iter(found)
         rest = [next(gradients) if need else None for need in ctx.needs_input_grad[5:]]
         return None, None, None, None, dx, *rest
@@ -130,11 +137,18 @@ def _tiles(x: Tensor, rows: int) -> tuple[Tensor, ...]:
     return x.reshape(1, -1, x.shape[-1]).split(rows, dim=1)
 
 
-def _gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, wanted: list[Tensor]):
-    """∂/∂x and ∂/∂parameters of one run."""
+Graph = tuple[Tensor, list[Tensor]]  # of one run: its input, and the parts that want gradients
+
+
+def _graph(function: Parts, x: Tensor, need_x: bool) -> Graph:
     x = x.detach().requires_grad_(need_x)
     with torch.enable_grad():
-        parts = [part for part in function(x, False) if part.requires_grad]
+        return x, [part for part in function(x, False) if part.requires_grad]
+
+
+def _gradients(graph: Graph, grad: Tensor, need_x: bool, wanted: list[Tensor]):
+    """∂/∂x and ∂/∂parameters of one run."""
+    x, parts = graph
     inputs = [x, *wanted] if need_x else wanted
     found = torch.autograd.grad(parts, inputs, [grad] * len(parts), allow_unused=True)
     return (found[0], found[1:]) if need_x else (None, found)
@@ -145,12 +159,32 @@ def _tiled_gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, wan
     sums: list[Tensor | None] = [None] * len(wanted)
     places = _tiles(x if dx is None else dx, rows)
     for tile, tile_grad, place in zip(_tiles(x, rows), _tiles(grad, rows), places, strict=True):
-        tile_dx, found = _gradients(function, tile, tile_grad, need_x, wanted)
+        tile_dx, found = _gradients(_graph(function, tile, need_x), tile_grad, need_x, wanted)
         if dx is not None:
             place.copy_(tile_dx)
         pairs = zip(sums, found, strict=True)
         sums = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
     return dx, sums
+
+
+_gathering: list[Any] | None = None
+
+
+@contextlib.contextmanager
+def gathered() -> Iterator[list[Any]]:
+    """Inside, what each `recompute` leaves for backward, in the order of the forwards; not what runs in tiles."""
+    global _gathering
+    before, _gathering = _gathering, []
+    try:
+        yield _gathering
+    finally:
+        _gathering = before
+
+
+def run_ahead(left: Any) -> None:
+    """Run again now what `gathered` gave: its backward finds the graph, and holds until then what the graph saves."""
+    with left.surroundings.restored():
+        left.graph = _graph(left.function, left.saved_tensors[0], left.needs_input_grad[4])
 
 
 class Store(Protocol):

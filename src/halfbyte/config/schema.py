@@ -265,6 +265,11 @@ class ParallelSection(Section):
         " the bytes of frozen weights (shard), products (tensor), layers (pipeline), tokens of a row (context);"
         " auto: over the GPUs there are, as the memory plan finds best",
     )
+    pipeline_schedule: Literal["auto", "1f1b", "interleaved", "zb-1p", "zb-v"] = Field(
+        "auto",
+        description="in which order a pipeline's stages compute; auto: 1f1b or interleaved, as its simulation ends"
+        " first (zero-bubble schedules gain nothing where adapters alone are trained)",
+    )
     max_restarts: Annotated[int, Field(ge=0)] = Field(
         0, description="how often `halfbyte train` goes on from the last checkpoint when a process of several dies"
     )

@@ -20,9 +20,10 @@ lengths 3.8 ms, SDPA with a dense mask 50 ms (docs/design.md).
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +40,14 @@ from ..autograd.capped_attention import Scores, capped_attention
 from ..dispatch import on_compiler
 from ..notices import notice
 from ..ops.attention import Spans, spans
+from ..parallel import Context
 from .copies import fresh_copies
 from .patched import patched, record
 
 NAME = "halfbyte"
 CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
+DIVIDED = "halfbyte_divided"  # transformers' own in forwards whose rows are cut (`models.slices`), as NAME and CAPPED
+DIVIDED_CAPPED = "halfbyte_divided_capped"
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
 
 
@@ -82,9 +86,9 @@ def implementation(
     eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
     obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
     if not obstacle and not padded:
-        if _is_capped(config) and causal.flash3() is None:
+        if is_capped(config) and causal.flash3() is None:
             return Implementation("tiles of queries", False, False, tiles=True)
-        if packed or window or _is_capped(config):
+        if packed or window or is_capped(config):
             return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
         return Implementation("cuDNN", False, False)
     obstacle = obstacle or "rows are padded"
@@ -101,7 +105,7 @@ def _name_of(config: Any) -> str:
     return {NAME: "sdpa", CAPPED: "eager"}.get(name, name)
 
 
-def _is_capped(config: Any) -> bool:
+def is_capped(config: Any) -> bool:
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 
@@ -113,7 +117,7 @@ def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _unbound(config: Any, device: torch.device) -> str:
     """Why a model keeps transformers' attention altogether; "" where it does not."""
-    capped, chosen = _is_capped(config), _name_of(config)
+    capped, chosen = is_capped(config), _name_of(config)
     if device.type != "cuda":
         return f"on {device.type}"
     if getattr(config, "use_bidirectional_attention", False):
@@ -129,7 +133,7 @@ def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: b
         return "attention_dropout is set"
     if dtype not in causal.DTYPES:
         return f"it is computed in {dtype}"
-    if (causal.capability(device) or causal.AMPERE) < causal.AMPERE and not _is_capped(config):
+    if (causal.capability(device) or causal.AMPERE) < causal.AMPERE and not is_capped(config):
         return "FlashAttention needs a GPU of compute capability 8.0 (Ampere) or later"
     return ""
 
@@ -148,15 +152,17 @@ def bind_attention(backbone: Any) -> str:
         return f"transformers' {config._attn_implementation}: {obstacle}"
     register()
     record(backbone).implementation = config._attn_implementation
-    config._attn_implementation = CAPPED if _is_capped(config) else NAME
+    config._attn_implementation = CAPPED if is_capped(config) else NAME
     if causal.flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
 
 
 def register() -> None:
-    """Make both names known to transformers, each with the mask that its fallback reads."""
-    for name, mask in ((NAME, sdpa_mask), (CAPPED, eager_mask)):
+    """Make the names known to transformers, each with the mask that its fallback reads."""
+    for name, mask in (
+        (NAME, sdpa_mask), (DIVIDED, sdpa_mask), (CAPPED, eager_mask), (DIVIDED_CAPPED, eager_mask)
+    ):  # fmt: skip
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, mask)
 
@@ -188,7 +194,7 @@ def _with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[str, Any
     chosen = backbone.config._attn_implementation in (NAME, CAPPED) and kwargs.get("use_cache") is False
     if chosen and not _has_images(kwargs):
         inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-        kwargs |= _metadata(backbone, inputs, kwargs)
+        kwargs |= metadata(backbone, inputs.shape[0], inputs.shape[1], inputs.device, kwargs)
     return own(**kwargs)
 
 
@@ -200,23 +206,26 @@ def _has_images(kwargs: dict[str, Any]) -> bool:
     return types is not None and (on_compiler() or bool(types.any()))
 
 
-def _metadata(backbone: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for the layers; none where transformers' mask is needed."""
+def metadata(backbone: Any, rows: int, length: int, device: torch.device, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for the layers of a bound `backbone`; none where transformers' mask is needed.
+
+    Args:
+        rows, length: of the batch that attention sees.
+        kwargs: of it: `attention_mask`, `position_ids`, `cu_seq_lens_q` and what comes with it, if there are.
+    """
     capped = backbone.config._attn_implementation == CAPPED
     if kwargs.get("attention_mask") is not None or (capped and on_compiler()):
         return {}
-    kind = inputs.device.type
     dtype = next(backbone.parameters()).dtype
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-    if reason := _unmasked(backbone.config, inputs.device, dtype, backbone.training):
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    if reason := _unmasked(backbone.config, device, dtype, backbone.training):
         notice(f"attention-{reason}", f"attention is transformers' own, with a dense mask for packed rows: {reason}")
         return {}
-    rows, length = inputs.shape[:2]
-    return _where_documents_begin(backbone, rows, length, inputs.device, kwargs)
+    return _where_documents_begin(backbone, rows, length, device, kwargs)
 
 
 def _where_documents_begin(
-    backbone: Any, rows: int, length: int, device: torch.device, kwargs: dict[str, Any]
+    backbone: Any, rows: int, length: int, device: torch.device, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     no_mask = {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=device)}
     if kwargs.get("cu_seq_lens_q") is not None:
@@ -257,7 +266,7 @@ def documents(position_ids: Tensor) -> dict[str, Any] | None:
     return _lengths(bounds.to(torch.int32).to(position_ids.device, non_blocking=True), int(bounds.diff().max()))
 
 
-def _spans(places: dict[str, Any], tokens: int) -> dict[str, Any]:
+def _spans(places: Mapping[str, Any], tokens: int) -> dict[str, Any]:
     """What the repeatable backward reads, once a batch and not once a layer."""
     bounds = places["cu_seq_lens_q"]
     if on_compiler() or not causal.is_hopper(bounds.device):
@@ -282,6 +291,7 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     document_spans: Spans | None = None,
+    context: Context | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -289,15 +299,24 @@ def attend(
     Args:
         query: [B, Hq, T, D].
         key, value: [B, Hk, T, D], Hk dividing Hq.
-        attention_mask: of shape `NO_MASK`, or one that transformers made.
+        attention_mask: of shape `NO_MASK`, or one that transformers made; of whole rows, as all that follows.
         sliding_window: tokens that a token sees, itself among them.
         softcap: scores become softcap · tanh(score / softcap).
         cu_seq_lens_q, max_length_q: as `documents` gives them.
         document_spans: `ops.attention.spans` of them.
+        context: the processes that hold slices of these rows; None: the rows are whole.
 
     Returns:
         [B, T, Hq, D], and None (no weights).
     """
+    if context is not None:
+        heads = query.shape[1]
+        query, key, value = context.to_heads(query, key, value)
+        out, _ = attend(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap,
+            cu_seq_lens_q, max_length_q, document_spans, **kwargs,
+        )  # fmt: skip
+        return context.to_tokens(out, heads), None
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         options = kwargs | {"dropout": dropout, "scaling": scaling}
         return _transformers(module, query, key, value, attention_mask, softcap, options)
@@ -323,6 +342,10 @@ def _transformers(
 ) -> tuple[Tensor, None]:
     """What the model was loaded with."""
     causal.may_differ(query, "transformers' attention")
+    groups = query.shape[1] // key.shape[1]
+    if getattr(module, "num_key_value_groups", groups) != groups:  # of rows that are cut, see `parallel.context`
+        module = copy.copy(module)
+        module.num_key_value_groups = groups
     if softcap is not None:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, mask, softcap=softcap, **options)

@@ -27,6 +27,7 @@ from ..parallel import Mesh
 from ..parallel.vocabulary import Vocabulary
 from .layer import causal_lm_of
 
+LABELS = ("labels", "shift_labels")  # in a batch
 PROBE_TOKENS = 8
 ARGMAX_ROWS = 256  # positions whose logits are made at a time
 
@@ -63,8 +64,9 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
 
     Args:
         model: a Hugging Face causal LM, alone or beside a vision tower, plain or inside a `peft.PeftModel`.
-        batch: `input_ids` and `labels` [B, T] (unshifted, -100 where nothing is trained), and any further input of the
-            model: `attention_mask`, `position_ids`, `pixel_values` and what comes with them.
+        batch: `input_ids` and `labels` [B, T] (unshifted, -100 where nothing is trained; or `shift_labels`, where
+            position i has the label of the token behind it), and any further input of the model: `attention_mask`,
+            `position_ids`, `pixel_values` and what comes with them.
 
     Returns:
         loss_sum: 0-d fp32, differentiable.
@@ -76,7 +78,8 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     """
     _check_batch(batch)
     inputs = backbone_inputs(model, batch)
-    labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX)
+    labels = batch.get("shift_labels")
+    labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX) if labels is None else labels
     trained_tokens = (labels != IGNORE_INDEX).sum()
     head, causal_lm = _head_of(model, inputs), causal_lm_of(model)
     if isinstance(head, str):
@@ -92,7 +95,8 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:
     """Raise a DataError that names the input no step can take; looks at shapes and dtypes alone."""
-    if batch.get("labels") is None:
+    labels = batch.get("labels", batch.get("shift_labels"))
+    if labels is None:
         raise DataError("the batch has no labels", "give labels [B, T], -100 where nothing is trained")
     name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
     tokens = batch.get(name)
@@ -103,7 +107,7 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
     shape = tokens.shape[:2]
     if 0 in shape:
         raise DataError(f"{name} is {list(tokens.shape)}: there is no token", "leave empty batches out")
-    labels, positions = batch["labels"], batch.get("position_ids")
+    positions = batch.get("position_ids")
     if labels.dtype is not torch.int64 or labels.shape != shape:
         raise DataError(f"labels are {labels.dtype} {list(labels.shape)}, and {name} {list(tokens.shape)}",
                         f"give int64 {list(shape)}")  # fmt: skip
@@ -120,7 +124,7 @@ def backbone_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     Positions [B, T] become [4, B, T] for M-RoPE: the text's first, without which transformers looks for no documents
     and packed ones would see each other; then time, height and width, which are the same in text.
     """
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs = {key: value for key, value in batch.items() if key not in LABELS}
     positions = inputs.get("position_ids")
     rope = getattr(_config(model), "rope_parameters", None) or {}
     if positions is not None and positions.dim() == 2 and "mrope_section" in rope:
@@ -250,6 +254,12 @@ def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     if causal_lm not in _heads:
         _heads[causal_lm] = _probe(causal_lm, head, inputs)
     return _heads[causal_lm]
+
+
+def take_head(model: nn.Module, of: nn.Module) -> None:
+    """Let the head of `model` be what that of another model of its architecture was found to be; for a model that
+    cannot compute logits here, since its layers are in several processes."""
+    _heads[causal_lm_of(model)] = _heads[causal_lm_of(of)]
 
 
 def _obstacle(model: nn.Module) -> str | None:

@@ -35,16 +35,20 @@ def wrap(module: nn.Module, forward: Forward) -> None:
 
 def unwrap(module: nn.Module) -> None:
     """Undo `wrap`; harmless on a module that is not wrapped."""
-    if OWN in module.__dict__:
+    if is_wrapped(module):
         before = module.__dict__.pop(OWN)
         del module.__dict__["forward"]
         if before is not None:
             module.forward = before
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    return OWN in module.__dict__
+
+
 def with_bounds(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward, told where documents begin: cu_seq_lens_q and _k, max_length_q and _k, seq_idx."""
-    own, kwargs = _own(self, args, kwargs)
+    own, kwargs = own_forward(self, args, kwargs)
     positions = _packed(kwargs)
     found = None if positions is None else documents(positions)
     if positions is None or found is None:
@@ -62,7 +66,7 @@ def unpacked(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ModelError: the model adds a loss of its own, which is one of whole batches.
     """
-    own, kwargs = _own(self, args, kwargs)
+    own, kwargs = own_forward(self, args, kwargs)
     positions = _packed(kwargs)
     found = None if positions is None else documents(positions)
     if positions is None or found is None:
@@ -78,8 +82,8 @@ def unpacked(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _joined(outputs, torch.cat(places).argsort(), shape)
 
 
-def _own(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Forward, dict[str, Any]]:
-    """The forward that `module` had, and all arguments by name."""
+def own_forward(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Forward, dict[str, Any]]:
+    """The forward that a wrapped `module` had, and all arguments by name."""
     own = getattr(module, OWN) or functools.partial(type(module).forward, module)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return own, dict(zip(names, args, strict=False)) | kwargs

@@ -1,6 +1,7 @@
 """Who takes part in a run."""
 
 from .agreement import check_agreement, check_shared
+from .context import Context, slice_of
 from .mesh import ALONE, AXES, ROWS, TOKENS, Mesh, present_mesh
 from .reduce import clip_gradients, sum_gradients
 
@@ -9,10 +10,12 @@ __all__ = [
     "AXES",
     "ROWS",
     "TOKENS",
+    "Context",
     "Mesh",
     "check_agreement",
     "check_shared",
     "clip_gradients",
     "present_mesh",
+    "slice_of",
     "sum_gradients",
 ]

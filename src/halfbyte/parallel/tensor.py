@@ -145,8 +145,9 @@ class _Leave(OnceFunction):
     """The sum of parts; its gradient is that of each."""
 
     @staticmethod
-    def forward(ctx, part, group):
-        return summed(part.clone(), group)
+    def forward(ctx, part, group):  # in the place of the part, which nothing has saved
+        ctx.mark_dirty(part)
+        return summed(part, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -175,8 +176,13 @@ class Leaving:
         if kwargs.get("output") is False:  # nobody looks at it
             return output
         if isinstance(output, tuple):
-            return (_Leave.apply(output[0], self.group), *output[1:])
-        return _Leave.apply(output, self.group)
+            return (_Leave.apply(_changeable(output[0]), self.group), *output[1:])
+        return _Leave.apply(_changeable(output), self.group)
+
+
+def _changeable(part: Tensor) -> Tensor:
+    """`part`, or a copy of it where autograd forbids to change it, or it has gaps."""
+    return part.clone() if part._is_view() or not part.is_contiguous() else part
 
 
 def is_divided(block: nn.Module) -> bool:

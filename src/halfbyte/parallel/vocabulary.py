@@ -205,7 +205,7 @@ class Vocabulary:
 
     def _chunks(self, labels: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """(which of a process's tokens, the labels [ways·n] of those of all processes), chunk by chunk."""
-        every = gathered(labels, self.others).view(members(self.others), -1)
+        every = gathered(labels, self.others).view(members(self.others), -1)  # of no tokens, too
         if labels.device.type == "cpu":
             check_labels(every[every != IGNORE_INDEX], self.size)
         step = max(chunk_rows(self.widest, weight.device.type, weight.element_size()) // len(every), 1)

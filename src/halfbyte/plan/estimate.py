@@ -2,7 +2,7 @@
 
 What stays (weights, adapters, gradients, optimizer state) is counted on the model, built without storage as it will be
 loaded (`plan.shapes`). What comes and goes (activations, the loss's logits, scratch) is found by running one step on
-shapes (`plan.replay`).
+shapes (`plan.replay`). A plan is one process's: of several, the one that needs most (`plan.rank`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from ..config import Level, RunConfig
+from ..config import Level, Parallel, RunConfig
+from ..config.combinations import wide
 from ..hardware import best_device, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
 from ..models.unpacking import LIKE
 from ..notices import notice
 from ..optim import OPTIMIZERS
-from .policy import OFFLOADED, REPLAYED, Choice, LayerCost, choose, cost, in_words, peak, replayed_level
+from .cards import H200, Card
+from .policy import OFFLOADED, REPLAYED, Choice, LayerCost, choose, cost, in_words, peak, replayed_level, staying
+from .rank import ONE, Stage, exchanged_bytes, gathered_bytes, rank_config, stages
 from .replay import Step
+from .seconds import cut_head, head_seconds, stage_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
 
 GIB = 2**30
@@ -37,10 +41,14 @@ CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many len
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted bytes of a run at the highest moment of a step. `total` is their sum.
+    """Predicted bytes of one process of a run at the highest moment of a step. `total` is their sum.
 
     `levels` says what each layer keeps, where the fused forwards run; `activation_checkpointing` whether any keeps less
     than all; `use_graphs` whether micro-batches run as CUDA graphs; `rough` that activations are only guessed.
+
+    Of several processes the plan is that of the one that needs most. `layout` says how the run is divided among them,
+    `stays` which decoder layers' divided bytes are gathered once and for all, `gathers` how many bytes the others'
+    gathers of a step come to, and `seconds` what a step takes; None where layers are not of a kind with known rates.
     """
 
     weights: int  # frozen, as stored
@@ -58,8 +66,17 @@ class MemoryPlan:
     graphs: int = 0  # what runs beside the pool of CUDA graphs, which is as large as activations and logits
     use_graphs: bool = False
     rough: bool = False
+    gathered: int = 0  # frozen blocks that are whole: on their way, in use, or for good
+    exchanged: int = 0  # buffers of what processes exchange
+    layout: Parallel = ONE
+    stays: tuple[int, ...] = ()
+    gathers: int = 0
+    seconds: float | None = None
 
-    PARTS: ClassVar = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "graphs", "runtime")
+    PARTS: ClassVar = (
+        *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs", "exchanged"),
+        "runtime",
+    )
 
     @property
     def total(self) -> int:
@@ -82,6 +99,8 @@ def estimate(
     capacity_bytes: int | None = None,
     batches: Batches | None = None,
     shapes: ModelShapes | None = None,
+    layout: Parallel = ONE,
+    card: Card = H200,
 ) -> MemoryPlan:
     """Predict the memory of a run and choose what each layer keeps for backward.
 
@@ -91,22 +110,30 @@ def estimate(
         device: where it will train (it need not be here); default: `config.device`, else the best device.
         capacity_bytes: what may be used; default: what is free on `device` now. `memory_limit_gib` lowers it.
         batches: the micro-batches of its data; default: `per_device_train_batch_size` rows of `max_length` tokens.
-        shapes: the model of just this run on just this device, where it was built before.
+        shapes: the model of just this run on just this device, divided as just this layout divides products, where it
+            was built before.
+        layout: how the run is divided; its processes share the memory of one host.
+        card: whose rates planned seconds go by.
 
     Returns:
-        The plan. On CUDA its total is to be compared with `torch.cuda.max_memory_allocated`; on a CPU with the growth
-        of the process over what it takes after importing its libraries.
+        The plan of the process that needs most. On CUDA its total is to be compared with
+        `torch.cuda.max_memory_allocated`; on a CPU with the growth of the process over what it takes after importing
+        its libraries.
 
     Raises:
         ModelError: transformers cannot build a causal LM from `model_config`, or the adapter finds no module.
         ConfigError: packed documents cannot be kept apart.
     """
     target = torch.device(device or config.device or best_device())
-    capacity = _capacity(config, target, capacity_bytes)
-    shapes, batches = shapes or ModelShapes(config, model_config, target), batches or _full_rows(config)
+    capacity = _capacity(config, target, capacity_bytes, layout.size)
+    shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target)
+    batches = batches or _full_rows(config)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
-    plan = _Planner(shapes, batches, capacity, graphs=shapes.packed_way == "positions").plan()
+    if layout.context > 1:
+        batches = batches.longer(1 / layout.context)
+    options: dict[str, Any] = {"graphs": shapes.packed_way == "positions", "layout": layout, "card": card}
+    plan = _Planner(shapes, batches, capacity, **options).plan()
     return replace(plan, rough=shapes.rough)
 
 
@@ -131,34 +158,31 @@ class _Planner:
     """Plans for one model and its data.
 
     Args:
-        shapes: the model.
-        batches: of its data.
+        shapes: the model, as one process of `layout` computes it.
+        batches: of its data, as one process gets them.
         capacity: bytes that may be used.
         graphs: whether micro-batches may be captured, as far as the data goes.
+        layout, card: as in `estimate`.
     """
 
-    def __init__(self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True):
+    def __init__(
+        self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, layout: Parallel = ONE,
+        card: Card = H200,
+    ):  # fmt: skip
         self.shapes, self.config, self.batches, self.capacity = shapes, shapes.config, batches, capacity
+        self.layout, self.card = layout, card
         self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
         self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
         want = self.config.activation_checkpointing
         self.asked: Level | None = None if want == "auto" else _level(want)
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
-        self.may_capture = graphs and may_capture(self.config, shapes.device, shapes.dtype)
-        cuda = shapes.device.type != "cpu"
-        self.still = MemoryPlan(
-            weights=shapes.frozen_bytes(),
-            adapters=self.trained.bytes,
-            gradients=self.trained.bytes,
-            optimizer=OPTIMIZERS[self.config.optim].state_bytes(shapes.model),
-            activations=0,
-            logits=0,
-            runtime=CUDA_RUNTIME if cuda else _cpu_runtime(shapes, batches),
-            activation_checkpointing=False,
-            reason="as activation_checkpointing says",
-            device=str(shapes.device),
-            capacity_bytes=capacity,
+        self.may_capture = (
+            graphs and {*wide(layout)} <= {"data"} and may_capture(self.config, shapes.device, shapes.dtype)
         )
+        self.frozen = shapes.frozen()
+        self.optimizer = OPTIMIZERS[self.config.optim].state_bytes(shapes.model)
+        self.vocabulary = shapes.text_config.vocab_size
+        self.stages = stages(layout, self.depth, self.config.gradient_accumulation_steps, self._head())
 
     def plan(self) -> MemoryPlan:
         """Levels as the config says, or the fastest that fit."""
@@ -175,10 +199,15 @@ class _Planner:
         return self._with_graphs_where_they_fit((level,) * self.depth)
 
     def _with_graphs_where_they_fit(self, levels: tuple[Level, ...]) -> MemoryPlan:
-        plans = [self.planned(Choice(levels, False))]
+        choices = [Choice(levels, False)]
         if self.may_capture and OFFLOADED.keys().isdisjoint(levels):
-            plans.insert(0, self.planned(Choice(levels, True)))
-        return next((plan for plan in plans if plan.fits), plans[-1])
+            choices.insert(0, Choice(levels, True))
+        planned = {choice: self.planned(choice) for choice in choices}
+        choice = next((choice for choice, plan in planned.items() if plan.fits), choices[-1])
+        room = int(self._margin * self.capacity) - planned[choice].total
+        if self._block and room >= self._block:
+            return self.planned(replace(choice, stays=min(self.depth, room // self._block)))
+        return planned[choice]
 
     def _kept_or_recomputed(self) -> MemoryPlan:
         """All layers alike."""
@@ -191,20 +220,20 @@ class _Planner:
         return replace(recomputed, reason=reason + self._shortage(recomputed))
 
     def _fastest(self) -> MemoryPlan:
-        margin = GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
         largest = self.layer(self.batches.largest)
-        usual = largest.of_share(self.batches.usual)
+        usual = self.usual
         choice = choose(
             self.depth,
-            int(margin * self.capacity),
+            int(self._margin * self.capacity),
             lambda choice: self.planned(choice).total,
             usual=usual,
             largest=largest,
-            host=int(HOST_MARGIN * host.available_bytes()),
+            host=int(HOST_MARGIN * host.available_bytes() / self.layout.size),
             graphs=self.may_capture,
+            gathers=self.frozen.gathers(self.layout, self.stages[0], self.card.link),
         )
         plan = self.planned(choice)
-        kept = self.planned(Choice(("keep",) * self.depth, choice.graphs))
+        kept = self.planned(replace(choice, levels=("keep",) * self.depth))
         if plan.levels == kept.levels:
             return replace(plan, reason=f"activations are kept: the run needs {self._need(kept)}")
         extra = cost(usual, plan.levels, plan.use_graphs) * self.config.gradient_accumulation_steps
@@ -212,6 +241,15 @@ class _Planner:
             f"{in_words(plan.levels)}, about {extra * 1e3:.0f} ms a step: keeping all would take {self._need(kept)}"
         )
         return replace(plan, reason=reason + self._shortage(plan))
+
+    @property
+    def _margin(self) -> float:
+        return GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
+
+    @property
+    def _block(self) -> int:
+        """Bytes that a decoder layer needs more if it stays gathered; 0 where layers are not divided."""
+        return self.frozen.largest(self.stages[0]) if self.layout.shard > 1 else 0
 
     def _need(self, plan: MemoryPlan) -> str:
         return f"{plan.total / GIB:.2f} of {self.capacity / GIB:.2f} GiB"
@@ -221,25 +259,60 @@ class _Planner:
         return "" if plan.fits else f", and even so the run needs {plan.total / GIB:.2f} GiB"
 
     def planned(self, choice: Choice) -> MemoryPlan:
-        """The plan with these levels."""
-        largest = self.batches.largest
-        moving, graphs = self._moving(largest, choice), 0
+        """The plan with these levels: of the stage that needs most."""
+        plans = (self._of_stage(choice, stage) for stage in self.stages)
+        return replace(max(plans, key=lambda plan: plan.total), seconds=self._seconds(choice))
+
+    def _of_stage(self, choice: Choice, stage: Stage) -> MemoryPlan:
+        trained = self._trained(stage)
+        largest, device = self.batches.largest, self.shapes.device
+        moving, graphs, evaluated = self._moving(largest, choice, stage), 0, self.evaluated * stage.ends
         if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
-            graphs = max(self.evaluated, self._moving(self.batches.second, choice))
-        moving = max(moving, self.evaluated, _step_scratch(self.config.optim, self.trained, self.shapes.device.type))
-        logits = min(self._step(largest, choice).logits, moving)
-        return replace(
-            self.still,
+            graphs = max(evaluated, self._moving(self.batches.second, choice, stage))
+        moving = max(moving, evaluated, _step_scratch(self.config.optim, trained, device.type))
+        logits = min(self._step(largest, choice).logits, moving) * stage.ends
+        hidden = largest.tokens * self.shapes.text_config.hidden_size * self.shapes.dtype.itemsize
+        runtime = CUDA_RUNTIME if device.type != "cpu" else _cpu_runtime(self.shapes, self.batches)
+        divided = self.layout.shard > 1
+        return MemoryPlan(
+            weights=self.frozen.share(stage, self.layout),
+            gathered=gathered_bytes(self.frozen, stage, choice.stays) if divided else 0,
+            adapters=trained.bytes,
+            gradients=trained.bytes,
+            optimizer=self.optimizer * trained.bytes // self.trained.bytes if self.trained.bytes else 0,
             activations=moving - logits,
             logits=logits,
-            activation_checkpointing=set(choice.levels) != {"keep"},
-            levels=choice.levels if self.shapes.fused else (),
-            runtime=self.still.runtime + GRAPH_RUNTIME * choice.graphs,
             graphs=graphs,
+            exchanged=exchanged_bytes(self.layout, trained.bytes, hidden * (stage.begins or stage.ends)),
+            runtime=runtime + GRAPH_RUNTIME * choice.graphs,
+            activation_checkpointing=set(choice.levels) != {"keep"},
+            reason="as activation_checkpointing says",
+            device=str(device),
+            capacity_bytes=self.capacity,
+            levels=choice.levels if self.shapes.fused else (),
             use_graphs=choice.graphs,
+            layout=self.layout,
+            stays=staying(self.depth, choice.stays) if divided else (),
+            gathers=self._gathers(choice, stage) if divided else 0,
         )
 
-    def _moving(self, batch: Shape, choice: Choice) -> int:
+    def _trained(self, stage: Stage) -> Trainable:
+        """What a process of this stage trains."""
+        bytes_ = sum(self.gradients[stage.first : stage.end]) + self._others * (stage.begins or stage.ends)
+        return Trainable(self.trained.numel * bytes_ // max(self.trained.bytes, 1), bytes_)
+
+    @property
+    def _others(self) -> int:
+        """Bytes of what is trained beside the layers."""
+        return self.trained.bytes - sum(self.gradients)
+
+    def _gathers(self, choice: Choice, stage: Stage) -> int:
+        """Bytes that the gathers of a step come to: each block twice a micro-batch, the last once."""
+        moved = stage.depth - min(choice.stays, stage.depth)
+        passes = (2 * moved - 1) * self.config.gradient_accumulation_steps if moved else 0
+        return passes * self.frozen.largest(stage)
+
+    def _moving(self, batch: Shape, choice: Choice, stage: Stage) -> int:
         """Bytes that come and go in a step."""
         if not batch.tokens:
             return 0
@@ -250,16 +323,50 @@ class _Planner:
             each = {level: cost.bytes(level) for level in set(choice.levels)}
             layers = tuple(each[level] for level in choice.levels)
             on_their_way = max(map(cost.on_host, each))  # as much as one layer saves
-        gradients = self.gradients[: len(layers)]
+        layers, trained = layers[stage.first : stage.end], self._trained(stage)
+        gradients = self.gradients[stage.first : stage.end][: len(layers)]
+        before = step.before - self.shapes.copied(self.trained.bytes - self._others - sum(gradients))
+        hidden = batch.tokens * self.shapes.text_config.hidden_size * self.shapes.dtype.itemsize
         highest = peak(
             layers,
-            before=step.before,
-            head=step.head,
+            before=before,
+            head=step.head if stage.ends else 2 * hidden,  # what is sent, and its gradient
             gradients=gradients,
-            others=self.trained.bytes - sum(gradients),
+            others=trained.bytes - sum(gradients),
             accumulated=choice.graphs or self.config.gradient_accumulation_steps > 1,  # graphs add to what stays
         )
-        return max(highest + on_their_way - self.trained.bytes, 0)
+        waiting = (stage.in_flight - 1) * (sum(layer.saved for layer in layers) + hidden)
+        return max(highest + on_their_way + waiting - trained.bytes, 0)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def usual(self) -> LayerCost:
+        """The micro-batch whose time counts, of a fused model."""
+        largest, usual = self.layer(self.batches.largest), self.batches.usual
+        return replace(largest.of_share(usual), length=usual.length * self.layout.context)
+
+    def _seconds(self, choice: Choice) -> float | None:
+        """Of a step."""
+        if not self.shapes.fused or not self.batches.usual.tokens:
+            return None
+        shape, layout, micro = self.usual, self.layout, []
+        for stage in self.stages:
+            gathers = self.frozen.gathers(layout, stage, self.card.link)
+            levels, stays = choice.levels[stage.first : stage.end], min(choice.stays, stage.depth)
+            seconds = stage_seconds(shape, levels, layout, graphs=choice.graphs, gathers=gathers, stays=stays)
+            if stage.ends:
+                seconds += head_seconds(shape, self.vocabulary) / layout.tensor + vocabulary_seconds(
+                    shape, layout.shard
+                )
+            micro.append(seconds)
+        trained, window = self.trained.bytes // layout.pipeline, self.config.gradient_accumulation_steps
+        return step_seconds(micro, layout, window, trained, self.card.link)
+
+    def _head(self) -> float:
+        """Head and loss in decoder layers."""
+        known = self.shapes.fused and self.layout.pipeline > 1 and self.batches.usual.tokens
+        return cut_head(self.usual, (self.asked or "checkpoint",), self.vocabulary) if known else 0.0
 
     def _step(self, batch: Shape, choice: Choice) -> Step:
         """A replay with one layer at each level that may be asked about."""
@@ -271,8 +378,10 @@ class _Planner:
         layers = self.shapes.step(batch, self.replayed).layers
         config = self.shapes.text_config
         options: dict[str, Any] = {"itemsize": self.shapes.dtype.itemsize, "recipe": self.config.recipe}
+        options |= {"trains_all": not self.config.use_peft, "card": self.card}
         replayed = dict(zip(self.replayed, layers, strict=True))
-        return LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
+        found = LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
+        return replace(found, length=batch.length * self.layout.context)
 
 
 def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:
@@ -285,12 +394,12 @@ def _step_scratch(name: str, trained: Trainable, device_type: str) -> int:
     return trained.bytes if OPTIMIZERS[name].scratch and device_type != "cpu" else 0
 
 
-def _capacity(config: RunConfig, device: torch.device, given: int | None) -> int:
+def _capacity(config: RunConfig, device: torch.device, given: int | None, processes: int) -> int:
     if given is None:
         if device.type == "cuda" and torch.cuda.is_available():
             given = torch.cuda.mem_get_info(device)[0]
         elif device.type == "xpu" and torch.xpu.is_available():
             given = torch.xpu.mem_get_info(device)[0]
         else:
-            given = psutil.virtual_memory().available
+            given = psutil.virtual_memory().available // processes
     return given if config.memory_limit_gib is None else min(given, int(config.memory_limit_gib * GIB))

@@ -1,8 +1,12 @@
 """The times of a decoder layer at each level of `memory.levels`, and the fastest mix of levels within a budget.
 
 A step's peak is the highest of its moments: each layer's forward, the loss, each layer's backward, over what is stored
-at that moment; `plan.replay` says how many bytes those are. Times are arithmetic over rates measured on an H200; other
-devices have other rates in about the same proportions, which is what a choice between levels depends on.
+at that moment; `plan.replay` says how many bytes those are. Times are arithmetic over rates measured on an H200, and
+other cards' in proportion (`plan.cards`).
+
+Where the bytes of frozen blocks are divided among processes, each block is gathered before its forward and again before
+its backward, unless it stays: the room that levels leave is filled with blocks that stay, and the choice is the fastest
+of both together.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 from ..config import Level
 from ..memory.batches import Shape
 from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
+from .cards import H200, Card
 from .replay import LayerBytes
 
 SPREAD: Level = "offload_kept"
@@ -24,8 +29,10 @@ REPLAYED = ("keep", "recompute", "recompute_mlp", "checkpoint", "tiled")  # of w
 
 # Rates of an H200 (docs/log.md), per second; LORA: a product with its adapter over one without.
 GEMM_FLOPS = {"bf16": 700e12, "fp8-hybrid": 1250e12, "nvfp4": 700e12}
-ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZED_BYTES, LINK_BYTES = 400e12, 4.0e12, 3.1e12, 50e9
+ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZED_BYTES = 400e12, 4.0e12, 3.1e12
 LORA = 1.16
+ATTENTION_BACKWARD = 2.5  # products of attention's backward for each of its forward
+LATENCY = 30e-6  # seconds of a collective beside its bytes
 # A layer of a step as Python launches it outside of a CUDA graph, and what levels launch more. Hosts differ:
 # Qwen3-0.6B's 28 layers take 90 to 190 ms.
 LAUNCHES = 5e-3
@@ -50,6 +57,8 @@ class LayerCost:
         replayed: level of `REPLAYED` → its bytes, all of them on the device.
         itemsize: bytes of an activation.
         recipe: what its products are computed in.
+        trains_all: whether its weights have gradients.
+        card: what it runs on.
     """
 
     tokens: int
@@ -61,6 +70,8 @@ class LayerCost:
     replayed: Mapping[str, LayerBytes]
     itemsize: int = 2
     recipe: str = "bf16"
+    trains_all: bool = False
+    card: Card = H200
 
     @classmethod
     def of(cls, text_config: Any, *, rows: int, length: int, **keys: Any) -> LayerCost:
@@ -107,14 +118,13 @@ class LayerCost:
 
     def seconds(self, level: Level) -> float:
         """Time that a level adds to `keep`'s, copies to the host apart."""
-        norm = 2 * self.stream / COPY_BYTES
+        norm = 2 * self._copied(self.stream)
         if level == "keep":
             return 0.0
-        if level == "tiled":
-            weights = 3 * self.hidden * self.inner * self.itemsize / DEQUANTIZED_BYTES
-            return self.seconds("offload") + 2 * weights * (self.tokens // TILE_ROWS) + 4 * norm
         if level in OFFLOADED:
-            return self.seconds(OFFLOADED[level]) + 2 * self.on_host(level) / COPY_BYTES
+            weights = self._dequantized(3 * self.hidden * self.inner)
+            tiles = 2 * weights * (self.tokens // TILE_ROWS) + 4 * norm if level == "tiled" else 0.0
+            return self.seconds(OFFLOADED[level]) + 2 * self._copied(self.on_host(level)) + tiles
         if level == "recompute":
             return 2 * norm
         if level == "recompute_mlp":
@@ -124,25 +134,80 @@ class LayerCost:
     def waiting(self, levels: Sequence[Level]) -> float:
         """Time that copies to the host take longer than the layers' forward; backward leaves them more."""
         leaving = sum(count * self.on_host(level) for level, count in Counter(levels).items())
-        return max(0.0, leaving / LINK_BYTES - len(levels) * self.forward_seconds)
+        return max(0.0, leaving / self.card.host - len(levels) * self.forward_seconds)
 
     @property
     def forward_seconds(self) -> float:
         return self._attention_again() + self._mlp_again() + self._product(self.hidden * self.inner)
 
+    @property
+    def backward_seconds(self) -> float:
+        """Where all is kept: each product once more for its input, and once for its weights where they are trained."""
+        attention = self._scores()
+        products = self._product(self.hidden * (3 * self.inner + 2 * (self.queries + self.keys)))
+        passes = self._rotated() + self._activated()
+        return (1 + self.trains_all) * products + ATTENTION_BACKWARD * attention + 2 * passes
+
     def _product(self, weights: int) -> float:
-        flops = 2 * self.tokens * weights * LORA / GEMM_FLOPS[self.recipe]
-        return flops + weights * self.itemsize / DEQUANTIZED_BYTES
+        flops = 2 * self.tokens * weights * LORA / (GEMM_FLOPS[self.recipe] * self.card.compute)
+        return flops + self._dequantized(weights)
+
+    def _dequantized(self, weights: int) -> float:
+        return weights * self.itemsize / (DEQUANTIZED_BYTES * self.card.memory)
+
+    def _copied(self, size: int) -> float:
+        return size / (COPY_BYTES * self.card.memory)
+
+    def _scores(self) -> float:
+        return 2 * self.tokens * self.length * self.queries / (ATTENTION_FLOPS * self.card.compute)
+
+    def _activated(self) -> float:
+        return self._copied(3 * self.tokens * self.inner * self.itemsize + 2 * self.stream)
+
+    def _rotated(self) -> float:
+        return self._copied(2 * self.tokens * (self.queries + self.keys) * self.itemsize + 4 * self.stream)
 
     def _mlp_again(self) -> float:
-        elementwise = 3 * self.tokens * self.inner * self.itemsize + 2 * self.stream
-        return self._product(2 * self.hidden * self.inner) + elementwise / COPY_BYTES
+        return self._product(2 * self.hidden * self.inner) + self._activated()
 
     def _attention_again(self) -> float:
-        products = self._product(2 * self.hidden * (self.queries + self.keys))
-        attention = 2 * self.tokens * self.length * self.queries / ATTENTION_FLOPS
-        rotated = 2 * self.tokens * (self.queries + self.keys) * self.itemsize
-        return products + attention + (rotated + 4 * self.stream) / COPY_BYTES
+        return self._product(2 * self.hidden * (self.queries + self.keys)) + self._scores() + self._rotated()
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Of the frozen bytes of decoder layers that are divided.
+
+    Args:
+        ways: processes that hold a share each.
+        block: bytes of a layer, whole.
+        link: bytes/s that a process receives.
+    """
+
+    ways: int
+    block: int
+    link: float
+
+    @property
+    def seconds(self) -> float:
+        """Of one gather."""
+        return LATENCY + self.block * (self.ways - 1) / self.ways / self.link
+
+    def waiting(self, shape: LayerCost, levels: Sequence[Level], stays: int) -> float:
+        """Time of a micro-batch that computes nothing: what gathers take longer than the layers beside them, where the
+        next comes while one computes, and the first, which nothing hides."""
+        moved = len(levels) - stays
+        if not moved:
+            return 0.0
+        forward = len(levels) * shape.forward_seconds
+        backward = len(levels) * shape.backward_seconds + sum(map(shape.seconds, levels))
+        again = (moved - 1) * self.seconds  # the last layer's are still there when its backward begins
+        return self.seconds + max(0.0, moved * self.seconds - forward) + max(0.0, again - backward)
+
+
+def staying(layers: int, count: int) -> tuple[int, ...]:
+    """Which `count` of the layers stay gathered: spread evenly, so that several compute while one is gathered."""
+    return tuple(index for index in range(layers) if (index + 1) * count // layers > index * count // layers)
 
 
 def peak(
@@ -188,10 +253,12 @@ def mixes(layers: int) -> Iterator[tuple[Level, ...]]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What each layer keeps, and whether micro-batches run as CUDA graphs, which hold their activations in a pool."""
+    """What each layer keeps; whether micro-batches run as CUDA graphs, which hold their activations in a pool; how many
+    layers' divided bytes stay gathered."""
 
     levels: tuple[Level, ...]
     graphs: bool
+    stays: int = 0
 
 
 def cost(shape: LayerCost, levels: Sequence[Level], graphs: bool = True) -> float:
@@ -216,7 +283,7 @@ def _launches(level: Level) -> float:
 
 def choose(
     layers: int, budget: int, need: Callable[[Choice], int], *, usual: LayerCost, largest: LayerCost, host: int,
-    graphs: bool = True,
+    graphs: bool = True, gathers: Gathers | None = None,
 ) -> Choice:  # fmt: skip
     """The fastest choice that `need`s at most `budget` bytes and offloads at most `host`; failing that, the one that
     needs least.
@@ -225,16 +292,28 @@ def choose(
         usual: the micro-batch whose time counts.
         largest: the one whose offloads count.
         graphs: whether steps may be CUDA graphs.
+        gathers: of divided layers; each that stays needs its bytes once more.
     """
     on_host = {level: largest.on_host(level) for level in LEVELS}
     possible = [levels for levels in mixes(layers) if sum(map(on_host.__getitem__, levels)) <= host]
     choices = [Choice(levels, False) for levels in possible]
     if graphs:
         choices = [Choice(each, True) for each in possible if OFFLOADED.keys().isdisjoint(each)] + choices
-    for choice in sorted(choices, key=lambda choice: cost(usual, choice.levels, choice.graphs)):
-        if need(choice) <= budget:
+    times = {choice: cost(usual, choice.levels, choice.graphs) for choice in choices}
+    best, best_time = None, float("inf")
+    for choice in sorted(choices, key=times.__getitem__):
+        if times[choice] >= best_time:
+            break
+        room = budget - need(choice)
+        if room < 0:
+            continue
+        if gathers is None:
             return choice
-    return min(choices, key=need)
+        stays = min(layers, room // gathers.block)
+        time = times[choice] + gathers.waiting(usual, choice.levels, stays)
+        if time < best_time:
+            best, best_time = replace(choice, stays=stays), time
+    return best or min(choices, key=need)
 
 
 def in_words(levels: Sequence[Level]) -> str:

@@ -33,6 +33,7 @@ from ..models.layer import causal_lm_of, decoder_layers
 from ..models.patch import PatchReport, patch, unpatch
 from ..notices import notice, silent
 from ..qat.model import fake_quantize_linears, qat_format
+from .rank import Frozen
 from .replay import Step, Where, replay
 
 SKIPPED = "llm_int8_skip_modules"  # what a quantized checkpoint says it leaves whole
@@ -106,6 +107,10 @@ class ModelShapes:
         """Weights that are not trained, as stored, and buffers."""
         frozen = sum(parameter.nbytes for parameter in self.model.parameters() if not parameter.requires_grad)
         return frozen + sum(buffer.nbytes for buffer in self.model.buffers())
+
+    def frozen(self) -> Frozen:
+        """The same, by where they are."""
+        return Frozen.of(self.causal_lm, self.layers.values(), self.frozen_bytes())
 
     def trainable(self) -> Trainable:
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -204,6 +209,10 @@ class ModelShapes:
             return None
         packed = self.config.packing or self.config.padding_free
         return implementation(self.text_config, self.device, self.dtype, packed=packed)
+
+    def copied(self, trained: int) -> int:
+        """Bytes of the copies in the compute dtype of so many bytes that are trained."""
+        return int(trained * self._copies())
 
     def _copies(self) -> float:
         """Bytes of a copy in the compute dtype (`models.copies`) for each byte that is trained."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from halfbyte.parallel import ALONE, Mesh
 
 
 class Callbacks:
@@ -54,12 +57,12 @@ class Callbacks:
 
 
 @contextlib.contextmanager
-def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
-    """NEFTune (Jain et al. 2023): while `model` trains, noise on its embeddings."""
+def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = ALONE) -> Iterator[None]:
+    """NEFTune (Jain et al. 2023): while `model` trains, noise on its embeddings, of α / √(tokens of a row · width)."""
     if alpha is None:
         yield
         return
-    handle = activate_neftune(model, alpha)
+    handle = activate_neftune(model, alpha / math.sqrt(mesh.ways("context")))  # it sees slices of rows
     try:
         yield
     finally:

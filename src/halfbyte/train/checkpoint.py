@@ -42,7 +42,8 @@ FREE_KEYS = frozenset(
         *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
         *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
         *("device", "dataset_num_proc", "trust_remote_code"),
-        *("parallel", "gradient_accumulation_steps", "max_restarts"),  # how a step's rows are divided: see `same_steps`
+        # how a step's rows are divided: see `same_steps`
+        *("parallel", "gradient_accumulation_steps", "max_restarts", "pipeline_schedule"),
     ]
 )
 

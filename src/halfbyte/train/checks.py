@@ -17,6 +17,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.sharding import sharded
 from halfbyte.optim import trained_parameters
+from halfbyte.parallel import Mesh, slice_of
 from halfbyte.parallel.tensor import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
@@ -44,13 +45,17 @@ def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[
     reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
     with compute(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    loss = float(loss_sum / count)
+    return first_step(float(loss_sum / count), reference, int(count))
+
+
+def first_step(loss: float, reference: float, tokens: int) -> dict[str, Any]:
+    """What `loss_check` says of the two losses."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):  # also when either is NaN
         raise TrainingError(
             f"before training, the loss is {loss:.6g} but the model's own logits give {reference:.6g}",
             "check the checkpoint for NaN; if it is sound, this is a bug: please report the model",
         )
-    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": int(count)}
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": tokens}
 
 
 @torch.no_grad()
@@ -62,11 +67,35 @@ def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, referen
     """
     with compute(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    loss = float(loss_sum / count)
+    return fused(float(loss_sum / count), reference)
+
+
+def fused(loss: float, reference: float) -> dict[str, Any]:
+    """What `fused_check` says of the two losses."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
             f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
             "set use_kernels: false, and please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
+
+
+@torch.no_grad()
+def divided_check(
+    model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float, mesh: Mesh
+) -> dict[str, Any]:
+    """The loss of a row cut along its tokens, inside `divided`, against `reference`, that of the whole row.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute(model, dtype):
+        loss_sum, _ = causal_lm_loss(model, slice_of({"input_ids": ids, "labels": ids}, mesh))
+    loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
+    if not abs(loss - reference) <= ROUNDING * abs(reference):
+        raise TrainingError(
+            f"with its row cut {mesh.ways('context')} ways the loss is {loss:.6g}, of the whole row {reference:.6g}",
+            "leave context out of `parallel`, and please report the model",
         )
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,9 +39,11 @@ from halfbyte.files import new_directory
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
+from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, sum_gradients
+from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, slice_of, sum_gradients
+from halfbyte.parallel.pipeline import Pipeline
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.signals import Request, Stopped, as_requests
 
@@ -48,7 +51,9 @@ from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
+from .gathered import Gathered
 from .metrics import TOKENS, MetricsFile, Window
+from .pipelined import PipelinedStepper
 from .readback import StepNumbers, guard
 from .records import Records
 from .rows import Counting, batches, counts_of
@@ -85,6 +90,7 @@ class TrainingLoop:
     Attributes:
         stepper: gives a step's gradients; `use_graphs` changes it.
         scaling: of the recipe, where it has a state.
+        gathered: of a model in stages.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class TrainingLoop:
         self.scaler = torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
         self.stepper = Stepper(self._sums, self.scaler)
         self.scaling: DelayedScaling | None = None
+        self.gathered: Gathered | None = None
         self.callbacks = Callbacks(args, model, reports=mesh.is_main)
         self.request = Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
@@ -134,6 +141,14 @@ class TrainingLoop:
     def use_graphs(self) -> None:
         """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
         self.stepper = GraphedStepper(self._sums, self.trained, self._settled)
+
+    def use_stages(self, pipeline: Pipeline, stages: Stages) -> None:
+        """From now on run micro-batches through the stages that `model` was cut into."""
+        names = [metric.name for metric in self.method.numbers.trained]
+        around = partial(compute, self.model, self.compute_dtype)
+        how = pipeline, stages, self.scaler
+        self.stepper = PipelinedStepper(self._sums, names, self.method.blank, around, *how)
+        self.gathered = Gathered(self.mesh, stages)
 
     def _settled(self) -> bool:
         """A graph captured before the recipe's scales are there would look for them in every replay; before the first
@@ -159,7 +174,10 @@ class TrainingLoop:
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
             return
         try:
-            with noisy_embeddings(self.model, self.config.neftune_noise_alpha), as_requests(announce) as self.request:
+            with (
+                noisy_embeddings(self.model, self.config.neftune_noise_alpha, self.mesh),
+                as_requests(announce) as self.request,
+            ):
                 self._run(checkpoint)
         except BaseException:
             self.records.read_all()
@@ -171,7 +189,7 @@ class TrainingLoop:
         """Weights, optimizer, schedule and state, new or as `checkpoint` has them."""
         if checkpoint is not None:
             with whole_inside(self.trained):
-                load_weights(self.model, checkpoint)
+                load_weights(self.model, checkpoint, self.gathered.stages.elsewhere if self.gathered else None)
             if self.scaling is not None:
                 checkpoints.load_scaling(checkpoint, self.scaling)
             state = checkpoints.read_state(checkpoint)
@@ -180,8 +198,9 @@ class TrainingLoop:
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
+            parts = (partial(self.gathered.own_part, self.optimizer),) if self.gathered else ()
             with whole_inside(self.trained, self.optimizer):
-                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler)
+                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, *parts)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / checkpoints.TRAINER_STATE
@@ -257,11 +276,12 @@ class TrainingLoop:
         return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Without waiting for the copy."""
-        return {
+        """What this process computes of `batch`, without waiting for the copy."""
+        batch = {
             key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for key, value in batch.items()
         }
+        return slice_of(batch, self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
@@ -354,9 +374,11 @@ class TrainingLoop:
         size = self.args.per_device_eval_batch_size
         share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
         with self._beside_graphs(), torch.no_grad():
-            for batch in self._unless_late(share, random, evaluates=True):
-                counts, sums = counts_of([batch]), self._held_out_sums(self._on_device(batch))
-                found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
+            late = iter(self._unless_late(share, random, evaluates=True))
+            while together := list(islice(late, self.stepper.together)):
+                counted = [counts_of([batch]) for batch in together]
+                for own, sums in zip(counted, self._held_out_sums(list(map(self._on_device, together))), strict=True):
+                    found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
         found = found.over(self.mesh)
         counts = {name: count for name, count in found.counts.items() if name != TOKENS}
         self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
@@ -381,15 +403,15 @@ class TrainingLoop:
             if self.stepper.holds_graphs:
                 free_cached_memory(self.device)
 
-    def _held_out_sums(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The sums of a batch; where there is no room beside CUDA graphs, the graphs go."""
+    def _held_out_sums(self, together: list[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        """The sums of each batch; where there is no room beside CUDA graphs, the graphs go."""
         try:
-            return self._sums(batch)
+            return self.stepper.evaluate(together)
         except RuntimeError as error:
             if not self.stepper.holds_graphs or not is_out_of_memory(error):
                 raise
         self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
-        return self._held_out_sums(batch)
+        return self._held_out_sums(together)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.
@@ -403,15 +425,29 @@ class TrainingLoop:
         """
         states = self.mesh.gather(random or random_states())
         with whole_inside(self.trained, self.optimizer):
+            weights = self.gathered.weights() if self.gathered else None
+            optimizer = self.gathered.optimizer(self.optimizer) if self.gathered else self.optimizer.state_dict()
             if self.mesh.is_main:
-                self._write(states, owes_evaluation)
+                self._write(weights, optimizer, states, owes_evaluation)
 
-    def _write(self, random: list[dict[str, Any]], owes_evaluation: bool) -> None:
-        """The files of a checkpoint; `random`: states of every process."""
+    def _write(
+        self,
+        weights: dict[str, torch.Tensor] | None,
+        optimizer: dict[str, Any],
+        random: list[dict[str, Any]],
+        owes_evaluation: bool,
+    ) -> None:
+        """The files of a checkpoint.
+
+        Args:
+            weights: of a model in stages, whole; None: as the model has them.
+            optimizer: its whole state.
+            random: states of every process.
+        """
         try:
             with new_directory(self._place()) as aside:
-                save_weights(self.model, aside)
-                save_optimizer(aside, self.optimizer, self.schedule, self.scaler)
+                save_weights(self.model, aside, weights)
+                save_optimizer(aside, optimizer, self.schedule, self.scaler)
                 save_random(aside, random)
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)

@@ -58,8 +58,10 @@ class Window:
         self.steps += 1
 
     def over(self, mesh: Mesh) -> Window:
-        """The sums and counts of all processes' rows."""
-        return replace(self, sums=mesh.sum(self.sums), counts=mesh.sum(self.counts))
+        """The sums over all processes' tokens, and the counts of their rows, which are of whole rows."""
+        from halfbyte.parallel import TOKENS as SLICES
+
+        return replace(self, sums=mesh.sum(self.sums, SLICES), counts=mesh.sum(self.counts))
 
     def means(self, metrics: Sequence[Metric]) -> dict[str, float]:
         """Each metric's sum over its count; none of those without a count."""

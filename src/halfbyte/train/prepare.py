@@ -29,6 +29,8 @@ from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.products import check_products
 from halfbyte.models.recipes import check_recipe, configured_recipe
+from halfbyte.models.slices import check_divided_like, unknown_documents
+from halfbyte.models.stages import WITHOUT, Cut, check_stages, check_trained, cut_model
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
@@ -71,6 +73,7 @@ class PreparedRun:
         checkpoint: where to continue from; None for step 0.
         files: the model, looked up once.
         prompts: answered before and after training.
+        cut: where the model is cut into the stages of a pipeline, if it is.
     """
 
     config: RunConfig
@@ -85,6 +88,7 @@ class PreparedRun:
     plan: MemoryPlan
     arguments: TrainingArguments
     prompts: list[samples.Prompt]
+    cut: Cut | None = None
 
     @property
     def size(self) -> dict[str, int]:
@@ -131,6 +135,7 @@ def prepare_run(
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
+    _check_divided(shapes, mesh)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
@@ -151,9 +156,34 @@ def prepare_run(
     if mesh.size > 1:
         print_processes(console, mesh.layout, mesh.size, config, mesh.ways(*ROWS))
     plan = _planned(config, files, machine, data, shapes, console)
+    cut = _cut(config, mesh, shapes, plan)
     return PreparedRun(
-        config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts
+        config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
+
+
+def _cut(config: RunConfig, mesh: Mesh, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
+    """Where the model of a run is cut; None where it is not.
+
+    Raises:
+        ConfigError, ModelError: what is asked for cannot be computed in stages.
+    """
+    ranks = mesh.ways("pipeline")
+    if ranks == 1:
+        return None
+    if not config.use_peft:
+        raise ConfigError("parallel: a pipeline trains adapters, and use_peft is false", WITHOUT)
+    if config.modules_to_save:
+        raise ConfigError("modules_to_save: a pipeline trains low-rank adapters alone", f"remove it, or {WITHOUT}")
+    if (config.packing or config.padding_free) and shapes.packed_way != "positions":
+        key = "packing" if config.packing else "padding_free"
+        raise ConfigError(f"{key}: documents of this model's rows are not kept apart by positions, as stages need",
+                          f"set {key}: false, or {WITHOUT}")  # fmt: skip
+    check_stages(shapes.causal_lm, config.trust_remote_code)
+    batches = config.gradient_accumulation_steps
+    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, batches, plan.activation_checkpointing)
+    check_trained(shapes.model, cut)
+    return cut
 
 
 def size_of(data: PreparedData) -> dict[str, int]:
@@ -195,6 +225,17 @@ def _check_products(sections: Resolved, shapes: ModelShapes, mesh: Mesh) -> None
         raise ConfigError(
             f"{key}: optim {shapes.config.optim} cannot step slices of a parameter", f"use one of {known}"
         )
+
+
+def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
+    """Whether the rows of the model can be cut along their tokens, where they are to be."""
+    ways = mesh.ways("context")
+    if ways == 1:
+        return
+    if shapes.packed_way != "positions":
+        raise ConfigError(*unknown_documents(ways))
+    attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
+    check_divided_like(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:

@@ -11,13 +11,14 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import set_seed
 
-from halfbyte.adapters import add_adapter, no_input_casts, save_adapter
+from halfbyte.adapters import add_adapter, compute, no_input_casts
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
@@ -35,6 +36,7 @@ from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.models.sharding import shard_model
+from halfbyte.models.slices import divided
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
@@ -45,12 +47,14 @@ from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
-from . import checks, samples
+from . import checks, samples, staged
 from .loop import TrainingLoop
 from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
+from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reproducible import repeatable, verdict
 from .setup import OpenRun, open_run, write_environment, write_memory
+from .snapshot import save_weights
 
 
 @dataclass(frozen=True)
@@ -141,18 +145,22 @@ def _release(device: torch.device) -> None:
 def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
     model = _trainable_model(run, measured)
+    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
     collate = run.method.collator(run.config, run.tokenizer, device)
     loop = _loop(job, model, collate)
+    if stages is not None:
+        staged.use_stages(run, loop, stages)
     ids = torch.tensor([run.data.train[0]["input_ids"][: checks.TOKENS]], device=device)
     with no_input_casts(model, run.machine.compute_dtype):
         results, report = _make_ready(run, model, loop, ids, console)
-        before = _answers(run, model)
-        _train(job, loop, console)
-        after = _answers(run, model)
+        before = _answers(run, loop)
+        with divided(model, run.mesh):
+            _train(job, loop, console)
+        after = _answers(run, loop)
         measured |= _peaks(device, loop, measured["base_bytes"])
         release(model)
         unpatch(model)
-        results |= _save(job, model, ids)
+        results |= _save(job, loop, ids)
     found = results["reproducible"] = verdict(run.config, device, report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
     ranks = run.mesh.gather(measured)
@@ -182,6 +190,8 @@ def _make_ready(
 ) -> tuple[dict[str, Any], PatchReport | None]:
     """Patch the model, keep packed documents apart, and check each against what the model computed before."""
     report, device, dtype = None, run.machine.device, run.machine.compute_dtype
+    if isinstance(loop.stepper, PipelinedStepper):
+        return staged.make_ready(run, loop, loop.stepper, ids)
     results = {"first_step": checks.loss_check(model, ids, dtype)}
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, run.plan.levels or None)
@@ -192,6 +202,10 @@ def _make_ready(
     isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
+    if run.mesh.ways("context") > 1:
+        loss = results.get("fused", results["first_step"])["loss"]
+        with divided(model, run.mesh):
+            results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
     if run.plan.use_graphs and by_positions and not run.mesh.computes_together:
         loop.use_graphs()
@@ -253,14 +267,14 @@ def _loop(job: OpenRun, model: Any, collate: Collate) -> TrainingLoop:
     )
 
 
-def _answers(run: PreparedRun, model: Any) -> list[str]:
-    return samples.answer(
-        model,
-        run.tokenizer,
-        run.prompts,
-        max_new_tokens=run.config.sample_max_new_tokens,
-        stops=stop_tokens(run.tokenizer, model, run.data.report.get("stop_tokens", [])),
-    )
+def _answers(run: PreparedRun, loop: TrainingLoop) -> list[str]:
+    new, ends = run.config.sample_max_new_tokens, run.data.report.get("stop_tokens", [])
+    stops = stop_tokens(run.tokenizer, loop.model, ends)
+    if isinstance(loop.stepper, PipelinedStepper):
+        around = partial(compute, loop.model, run.machine.compute_dtype)
+        how = run.tokenizer, run.prompts, around
+        return staged.answer(loop.stepper, *how, max_new_tokens=new, stops=stops)
+    return samples.answer(loop.model, run.tokenizer, run.prompts, max_new_tokens=new, stops=stops)
 
 
 def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
@@ -282,12 +296,13 @@ def _recorded(job: OpenRun) -> list[dict[str, Any]]:
     return mesh.from_main(job.metrics.records() if mesh.is_main else [])
 
 
-def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:
+def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]:
     """Write adapter/ (or model/) with the tokenizer, and check the files against what was trained.
 
     Processes that hold parts of a model compute together, so all of them check; else the main one does.
     """
-    run = job.prepared
+    run, model = job.prepared, loop.model
+    weights = loop.gathered.weights() if loop.gathered else None
     folder = job.output / ("adapter" if run.config.use_peft else "model")
     if not run.config.use_peft and run.sections.storage.qat_scheme is None:
         # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
@@ -295,9 +310,11 @@ def _save(job: OpenRun, model: Any, ids: torch.Tensor) -> dict[str, Any]:
     with whole_inside(trained_parameters(model).values()):
         if run.mesh.is_main:
             with new_directory(folder) as aside:
-                (save_adapter if run.config.use_peft else type(model).save_pretrained)(model, aside)
+                save_weights(model, aside, weights)
                 run.tokenizer.save_pretrained(aside)
     run.mesh.wait()
+    if loop.gathered:
+        return {"adapter_file": staged.adapter_file(loop.gathered.stages, folder)}
     if not run.mesh.is_main and not run.mesh.computes_together:
         return {}
     if run.config.use_peft:

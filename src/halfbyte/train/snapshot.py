@@ -7,13 +7,14 @@ turn bfloat16 adapters into float32).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from peft import PeftModel
+from torch import Tensor
 from transformers.trainer_pt_utils import safe_globals
 
 from halfbyte.adapters import load_adapter_weights, save_adapter
@@ -22,35 +23,43 @@ from halfbyte.reading.tensors import read_state
 from . import checkpoint as checkpoints
 from .checks import saved_weights
 
+State = dict[str, Any]
 OPTIMIZER, SCHEDULE, RANDOM = checkpoints.PICKLED
 SCALER = "scaler.pt"
 
 
-def save_weights(model: Any, folder: Path) -> None:
-    """Adapters only; all weights in full fine-tuning."""
+def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Adapters only; all weights in full fine-tuning.
+
+    Args:
+        weights: of the adapters, where other processes have parts of them.
+    """
     if isinstance(model, PeftModel):
-        save_adapter(model, folder)
+        save_adapter(model, folder, weights)
     else:
         model.save_pretrained(folder)
 
 
 @torch.no_grad()
-def load_weights(model: Any, folder: Path) -> None:
+def load_weights(model: Any, folder: Path, skip: Callable[[str], bool] | None = None) -> None:
     """What `save_weights` wrote.
+
+    Args:
+        skip: as in `load_adapter_weights`.
 
     Raises:
         CheckpointError: it cannot be read, or is of another model.
     """
     if isinstance(model, PeftModel):
-        return load_adapter_weights(model, folder)
+        return load_adapter_weights(model, folder, skip=skip)
     with checkpoints.reading(folder):
         own = model.state_dict()
         for name, tensor in saved_weights(model, folder):
             own[name].copy_(tensor)
 
 
-def save_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
-    _save(optimizer.state_dict(), folder / OPTIMIZER)
+def save_optimizer(folder: Path, optimizer: State, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
+    _save(optimizer, folder / OPTIMIZER)
     _save(schedule.state_dict(), folder / SCHEDULE)
     if scaler is not None:
         _save(scaler.state_dict(), folder / SCALER)
@@ -62,14 +71,23 @@ def _save(state: Any, path: Path) -> None:
         torch.save(state, file)
 
 
-def load_optimizer(folder: Path, optimizer: Any, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
+def load_optimizer(
+    folder: Path,
+    optimizer: Any,
+    schedule: Any,
+    scaler: torch.amp.GradScaler | None,
+    own_part: Callable[[State], State] = lambda state: state,
+) -> None:
     """What `save_optimizer` wrote.
+
+    Args:
+        own_part: of the state of one process's optimizer, what this one takes.
 
     Raises:
         CheckpointError: it cannot be read, or is of another model.
     """
     with checkpoints.reading(folder):
-        optimizer.load_state_dict(read_state(folder / OPTIMIZER, checkpoints.EARLIER))
+        optimizer.load_state_dict(own_part(read_state(folder / OPTIMIZER, checkpoints.EARLIER)))
         schedule.load_state_dict(read_state(folder / SCHEDULE, checkpoints.EARLIER))
         if scaler is not None and (folder / SCALER).is_file():
             scaler.load_state_dict(read_state(folder / SCALER, checkpoints.EARLIER))

@@ -25,6 +25,7 @@ class Stepper:
     Gradients of that mean are added to `.grad`. Returns the sums over all micro-batches [n], in their order.
     """
 
+    together = 1  # batches that are best evaluated at once
     holds_graphs = False
     most_graph_bytes = 0  # of device memory that graphs held
 
@@ -46,6 +47,10 @@ class Stepper:
         loss = sums["loss"] / batch[COUNT]
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return torch.stack([value.detach() for value in sums.values()])
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
+        """The sums of each of `batches`."""
+        return [self.sums(batch) for batch in batches]
 
     def give_up(self) -> None:
         """Free what can be freed: memory ran out."""

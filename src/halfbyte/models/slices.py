@@ -1,0 +1,196 @@
+"""Models whose rows are cut along their tokens (`parallel.context`): what attention is told of whole rows, and which
+models cannot be cut.
+
+A forward is divided where its batch says so (`parallel.slice_of`); every other runs as ever: answers and checks see
+whole rows. What a batch says reaches `attention.attend` as a keyword argument, so a layer that is computed again in
+backward repeats its all-to-alls, in the same order on every process.
+
+A model in which tokens meet outside of attention (a recurrent state, a convolution) would compute something else on
+slices, silently. So the kinds of layers are looked at, a tiny model of the same kind is run whole and divided before
+any weight is read, and the run compares its loss with the undivided one (`train.checks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..parallel import Mesh, slice_of
+from ..parallel.context import CONTEXT, OF_ATTENTION, WHOLE, Context
+from .attention import CAPPED, DIVIDED, DIVIDED_CAPPED, NAME, is_capped, metadata, register
+from .head import backbone_inputs
+from .layer import causal_lm_of
+from .tiny import tiny_model
+from .unpacking import is_wrapped, own_forward, unwrap, wrap
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of the layer_types of transformers' configs
+PROBE = 12  # tokens a process of the probe's rows, above a tiny model's windows
+TOKENS = 200  # of a tiny model's vocabulary
+FAR = 1e-3  # relative to its norm, so far from the undivided one no rounding brings a hidden state in float32
+CUT = "leave context out of `parallel`"
+
+
+def obstacle(model_config: Any, ways: int, tensor: int = 1) -> tuple[str, str] | None:
+    """Why no model of a transformers config can have its rows cut so many ways, as far as the config says: what is
+    wrong, and the fix.
+
+    Args:
+        tensor: ways that its heads are divided beside that.
+    """
+    config = model_config.get_text_config()
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+    if others:
+        why = f"its layers of type {', '.join(others)} see tokens before their slice otherwise than by attention"
+        return f"parallel: context: {ways}: rows of {model_config.model_type} cannot be cut: {why}", CUT
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return f"parallel: context: {ways}: {model_config.model_type} says no number of attention heads", CUT
+    if ways * tensor > heads:
+        fit = ", ".join(str(n) for n in range(2, heads // tensor + 1) if heads % (n * tensor) == 0)
+        wrong = f"parallel: context: {ways}: a process has {heads // tensor} attention heads"
+        return wrong, f"set context to one of {fit}" if fit else CUT
+    if getattr(config, "output_router_logits", False):
+        return f"parallel: context: {ways}: the router's loss is one of whole rows", CUT
+    return None
+
+
+def unknown_documents(ways: int) -> tuple[str, str]:
+    """What is wrong, and the fix, where a model's packed documents are kept apart by other forwards."""
+    wrong = f"parallel: context: {ways}: packed documents of this model are not kept apart by positions alone"
+    return wrong, f"set packing: false and padding_free: false, or {CUT}"
+
+
+@contextlib.contextmanager
+def divided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """Inside, `model` takes what `slice_of` gives, and whole batches as before.
+
+    Args:
+        model: a causal LM of transformers, plain or inside a `peft.PeftModel`, patched or not.
+
+    Raises:
+        ConfigError: it cannot be divided.
+    """
+    if mesh.ways(CONTEXT) == 1:
+        yield
+        return
+    causal_lm = causal_lm_of(model)
+    if wrong := obstacle(causal_lm.config, mesh.ways(CONTEXT), mesh.ways("tensor")):
+        raise ConfigError(*wrong)
+    if is_wrapped(causal_lm.base_model):
+        raise ConfigError(*unknown_documents(mesh.ways(CONTEXT)))
+    config = causal_lm.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = _divided_name(causal_lm, config)
+    register()
+    wrap(causal_lm.base_model, divided_forward)
+    try:
+        yield
+    finally:
+        unwrap(causal_lm.base_model)
+        config._attn_implementation = before
+
+
+def _divided_name(causal_lm: Any, config: Any) -> str:
+    """Of an attention that knows of slices, and that computes what the model's does."""
+    capped, name = is_capped(config), config._attn_implementation
+    if name in (NAME, CAPPED):
+        return name
+    if name != ("eager" if capped else "sdpa"):
+        wrong = f"attn_implementation: {name} does not see whole rows where context cuts them"
+        known = "eager" if capped else "sdpa" if causal_lm._supports_sdpa else None
+        raise ConfigError(wrong, f"set attn_implementation: {known}, or {CUT}" if known else CUT)
+    return DIVIDED_CAPPED if capped else DIVIDED
+
+
+def divided_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A backbone's forward; of a slice, its attention is told of the whole rows."""
+    own, kwargs = own_forward(self, args, kwargs)
+    context: Context | None = kwargs.get(CONTEXT)
+    if context is None:
+        return own(**kwargs)
+    whole = {name: kwargs.pop(WHOLE + name, None) for name in OF_ATTENTION}
+    tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+    return own(**kwargs | _of_attention(self, tokens, context, {**kwargs, **whole}))
+
+
+def _of_attention(module: Any, tokens: Tensor, context: Context, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """What attention reads of whole rows: where documents begin, or transformers' masks."""
+    backbone = getattr(module, "language_model", module)
+    rows, length = tokens.shape[0], tokens.shape[1] * context.ways
+    if backbone.config._attn_implementation in (NAME, CAPPED):
+        found = metadata(backbone, rows, length, tokens.device, whole)
+        if found:
+            return found
+    return {"attention_mask": _masks(backbone, rows, length, tokens.device, whole)}
+
+
+def _masks(backbone: Any, rows: int, length: int, device: torch.device, whole: Mapping[str, Any]) -> Any:
+    """transformers' mask of whole rows, or one for each type of layer."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    dtype = backbone.get_input_embeddings().weight.dtype
+    masks = create_masks_for_generate(
+        config=backbone.config,
+        inputs_embeds=torch.empty(rows, length, 0, dtype=dtype, device=device),  # read for its shape and dtype
+        attention_mask=whole["attention_mask"],
+        past_key_values=None,
+        position_ids=whole["position_ids"],
+    )
+    # models with layers of one type may know no others, and all take one mask for all layers
+    return next(iter(masks.values())) if isinstance(masks, dict) and len(masks) == 1 else masks
+
+
+def check_divided_like(
+    model_config: Any, mesh: Mesh, *, attention: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Whether the rows of a model of `model_config` can be cut: a few small layers of the kinds that it has are run
+    whole and divided, by every process of `mesh`.
+
+    Args:
+        attention: `attn_implementation`; None: as models are loaded.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    ways = mesh.ways(CONTEXT)
+    if wrong := obstacle(model_config, ways, mesh.ways("tensor")):
+        raise ConfigError(*wrong)
+    rows = torch.arange(10, 10 + 2 * ways * PROBE).view(2, -1)
+    documents = torch.cat([torch.arange(n) for n in (PROBE + 5, ways * PROBE - PROBE - 5)])
+    plain = {"input_ids": rows % TOKENS, "labels": rows}
+    batches = [plain, {**plain, "position_ids": documents.repeat(2, 1)}]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = tiny_model(model_config, trust_remote_code=trust_remote_code)
+        if attention or is_capped(model.config.get_text_config()):
+            model.set_attn_implementation(attention or "eager")  # transformers 5.17 would leave out the cap
+        whole = [_hidden_states(model, batch) for batch in batches]
+    except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
+        return
+    refused = f"parallel: context: {ways}: rows of {model_config.model_type} cannot be cut: "
+    try:
+        with divided(model, mesh):
+            slices = [_hidden_states(model, slice_of(batch, mesh)) for batch in batches]
+    except (TypeError, AttributeError) as error:  # a forward that hands its layers no keyword arguments
+        raise ConfigError(f"{refused}{error}", CUT) from error
+    own = slice(mesh.place(CONTEXT) * PROBE, (mesh.place(CONTEXT) + 1) * PROBE)
+    far = max(_distance(found, expected[:, own]) for found, expected in zip(slices, whole, strict=True))
+    if not mesh.max(far) <= FAR:
+        raise ConfigError(f"{refused}its layers see other tokens otherwise than by attention", CUT)
+
+
+@torch.no_grad()
+def _hidden_states(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    return model.base_model(**backbone_inputs(model, batch), use_cache=False).last_hidden_state
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Of hidden states [B, T, H], the largest of a token, relative to its norm."""
+    far = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(far.nan_to_num(torch.inf).max())

@@ -1,0 +1,380 @@
+"""In which order the stages of a pipeline compute: torch's own schedules, and how long they take.
+
+A model's layers are cut into stages, one or several a process; the micro-batches of a step go through them one behind
+the other, forward and back. torch's schedules say in which order each process computes. Here they are read, simulated
+with the seconds that a stage takes, and given their sends and receives.
+
+What QLoRA changes. A schedule leaves processes idle while the first micro-batch is on its way. Zero-bubble schedules
+fill that time with gradients of weights, which wait for nobody; here only adapters have them, 3% of a forward, so they
+gain little, and `interleaved`, whose stages are short, is best. What waits for nobody here is recomputation: with
+`ahead` a process recomputes while the gradient that it needs is on its way. Idle share, 4 processes, 16 micro-batches,
+forward 1, recomputation 1, gradients 1 + 0.03 (`tests/parallel/test_schedules.py`):
+
+    ===============================  =====  ==============  ==============  =====
+                                     1f1b   interleaved ×2  interleaved ×4  zb-v
+    ===============================  =====  ==============  ==============  =====
+    everything trained (no adapter)  15.8%            8.6%            4.5%   3.0%
+    adapters, activations kept       15.8%            8.6%            4.5%   8.2%
+    adapters, recomputed             15.8%            8.6%            4.5%  10.9%
+    adapters, recomputed ahead       11.2%            5.9%            3.0%   5.7%
+    ===============================  =====  ==============  ==============  =====
+
+Sources: 1F1B, Narayanan et al. 2019 (PipeDream); interleaved, Narayanan et al. 2021 (arXiv:2104.04473); zero bubble,
+Qi et al. 2023 (arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError
+
+MOST_CHUNKS = 4  # stages a process, interleaved: messages stay small beside what a stage computes
+
+
+class Action(NamedTuple):
+    """Something a process does for one micro-batch: in `Orders` it computes, in a program it may send, too.
+
+    Attributes:
+        kind: "F" forward; "B" the whole backward; "I" backward without the gradients of weights, and "W" those;
+            "send F" and "receive F" of what `stage` gives or takes in forward, "send B" and "receive B" of gradients.
+    """
+
+    kind: str
+    stage: int
+    batch: int
+
+
+Orders = tuple[tuple[Action, ...], ...]  # of each process
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """How long one micro-batch takes in a stage, in any unit.
+
+    Attributes:
+        again: of `backward`, what runs the forward again, and so needs no gradient yet.
+        weights: the gradients of weights alone; they come on top of `backward`.
+    """
+
+    forward: float
+    backward: float
+    again: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.weights
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What becomes of a schedule.
+
+    Attributes:
+        seconds: until the last process is ready.
+        idle: share of all processes' time in which they wait.
+        ends: (second, process, action), in the order in which they end.
+        held: of each process: most micro-batches in a stage, summed over its stages, that wait for their backward.
+    """
+
+    seconds: float
+    idle: float
+    ends: tuple[tuple[float, int, Action], ...]
+    held: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One of torch's schedules for so many processes.
+
+    Attributes:
+        name: as in `pipeline_schedule`.
+        ranks: processes.
+        chunks: stages of each.
+    """
+
+    name: str
+    ranks: int
+    chunks: int
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def orders(self, batches: int) -> Orders:
+        """What each process computes for so many micro-batches.
+
+        Raises:
+            ConfigError: the schedule does not take so many.
+        """
+        try:
+            return _torchs(self.name, self.ranks, self.chunks, batches)
+        except ValueError as error:
+            raise ConfigError(
+                f"pipeline_schedule: {self.name} over {self.ranks} processes takes no step of {batches} micro-batches",
+                f"set gradient_accumulation_steps to a multiple of {self.ranks}",
+            ) from error
+
+    def at_least(self, batches: int) -> int:
+        """The next number of micro-batches from `batches` on that the schedule takes."""
+        while not _takes(self, batches):
+            batches += 1
+        return batches
+
+    def process_of(self, stage: int) -> int:
+        """Which process has `stage`."""
+        orders = self.orders(self.at_least(1))
+        return next(rank for rank, order in enumerate(orders) if any(action.stage == stage for action in order))
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage in range(self.stages) if self.process_of(stage) == rank]
+
+
+def _takes(schedule: Schedule, batches: int) -> bool:
+    try:
+        schedule.orders(batches)
+    except ConfigError:
+        return False
+    return True
+
+
+@cache
+def _torchs(name: str, ranks: int, chunks: int, batches: int) -> Orders:
+    """torch's own lists (`pipeline_order`, torch 2.9 to 2.13), which it works out from a stage's place alone.
+
+    Raises:
+        ValueError: torch's, for a number of micro-batches that the schedule does not take.
+    """
+    from torch.distributed.pipelining import schedules
+
+    # group_size and num_stages are what torch asks of a stage before it runs
+    place: Any = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=ranks * chunks, submod=None)
+    order: Any
+    if name == "1f1b":
+        order = schedules.Schedule1F1B(place, batches).pipeline_order
+    else:
+        kinds = {
+            "interleaved": schedules.ScheduleInterleaved1F1B,
+            "zb-1p": schedules.ScheduleInterleavedZeroBubble,
+            "zb-v": schedules.ScheduleZBVZeroBubble,
+        }
+        order = kinds[name]([place] * chunks, batches).pipeline_order
+    return tuple(
+        _numbered((action.computation_type.value, action.stage_index) for action in order[rank] if action is not None)
+        for rank in range(ranks)
+    )
+
+
+def _numbered(actions: Iterable[tuple[str, int]]) -> tuple[Action, ...]:
+    """Each stage takes its micro-batches in order; torch 2.13 counts them from 1 in the last stage of 1f1b."""
+    seen: Counter[tuple[str, int]] = Counter()
+    numbered = []
+    for kind, stage in actions:
+        if kind in COMPUTES:
+            numbered.append(Action(kind, stage, seen[kind, stage]))
+            seen[kind, stage] += 1
+    return tuple(numbered)
+
+
+COMPUTES = ("F", "B", "I", "W")
+
+
+def simulate(orders: Orders, seconds: Sequence[Seconds], *, ahead: bool = False, hop: float = 0.0) -> Simulation:
+    """The times at which processes end what `orders` say.
+
+    Args:
+        seconds: of each stage.
+        ahead: recompute before the gradient is there.
+        hop: seconds until what one process gives is at another.
+    """
+    ends: dict[Action, float] = {}
+    free, done, owner = [0.0] * len(orders), [0] * len(orders), _owners(orders)
+    timed: list[tuple[float, int, Action]] = []
+    while any(at < len(order) for at, order in zip(done, orders, strict=True)):
+        before = sum(done)
+        for rank, order in enumerate(orders):
+            while done[rank] < len(order):
+                action = order[done[rank]]
+                needed = _needed(action, len(seconds), ends, owner, rank, hop)
+                if needed is None:
+                    break
+                free[rank] = ends[_known_as(action)] = _end(action, seconds[action.stage], free[rank], needed, ahead)
+                timed.append((free[rank], rank, action))
+                done[rank] += 1
+        assert sum(done) > before, "each process waits for another"
+    timed.sort(key=lambda each: (each[0], each[1], orders[each[1]].index(each[2])))
+    last, worked = max(free), sum(_work(action, seconds[action.stage]) for order in orders for action in order)
+    return Simulation(last, 1 - worked / (last * len(orders)), tuple(timed), tuple(map(_held, orders)))
+
+
+def _owners(orders: Orders) -> dict[int, int]:
+    return {action.stage: rank for rank, order in enumerate(orders) for action in order}
+
+
+def _known_as(action: Action) -> Action:
+    """A backward without the gradients of weights is what the stage before waits for, as is a whole one."""
+    return action._replace(kind="B") if action.kind == "I" else action
+
+
+def _needed(
+    action: Action, stages: int, ends: dict[Action, float], owner: dict[int, int], rank: int, hop: float
+) -> float | None:
+    """When what `action` takes from another stage is here; None: not known yet."""
+    from_stage = action.stage + (-1 if action.kind == "F" else 1)
+    if action.kind == "W" or not 0 <= from_stage < stages:
+        return 0.0
+    end = ends.get(Action("F" if action.kind == "F" else "B", from_stage, action.batch))
+    return end if end is None or owner[from_stage] == rank else end + hop
+
+
+def _end(action: Action, seconds: Seconds, free: float, needed: float, ahead: bool) -> float:
+    if ahead and action.kind in ("B", "I"):
+        return max(free + seconds.again, needed) + _work(action, seconds) - seconds.again
+    return max(free, needed) + _work(action, seconds)
+
+
+def _work(action: Action, seconds: Seconds) -> float:
+    return {
+        "F": seconds.forward,
+        "B": seconds.backward + seconds.weights,
+        "I": seconds.backward,
+        "W": seconds.weights,
+    }[action.kind]
+
+
+def _held(order: Sequence[Action]) -> int:
+    most = held = 0
+    for action in order:
+        held += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+        most = max(most, held)
+    return most
+
+
+# --- what a process does, with its messages --------------------------------------------------------------------------
+
+
+def programs(orders: Orders, seconds: Sequence[Seconds], *, ahead: bool = False) -> Orders:
+    """`orders` with sends and receives.
+
+    All messages have one order, that in which the simulation has them, and each process takes part in its own in that
+    order: so none waits for another in a circle, not even where a process's messages queue up on one stream. A receive
+    stands where its message is sent, before what its process is then at: it never holds up a message that is there.
+    """
+    owner, stages = _owners(orders), len(seconds)
+    found: list[list[Action]] = [[] for _ in orders]
+    for _, rank, action in simulate(orders, seconds, ahead=ahead).ends:
+        found[rank].append(action)
+        way = "F" if action.kind == "F" else "B"
+        to_stage = action.stage + (1 if way == "F" else -1)
+        if action.kind == "W" or not 0 <= to_stage < stages or owner[to_stage] == rank:
+            continue
+        found[rank].append(action._replace(kind=f"send {way}"))
+        found[owner[to_stage]].append(Action(f"receive {way}", to_stage, action.batch))
+    return tuple(map(tuple, found))
+
+
+# --- which schedule, and where to cut --------------------------------------------------------------------------------
+
+CUTS: dict[str, Callable[[int], Sequence[int]]] = {  # name → stages a process, the best first, by layers a process
+    "1f1b": lambda layers: [1],
+    "interleaved": lambda layers: range(min(MOST_CHUNKS, layers), 1, -1),
+    "zb-1p": lambda layers: [2] if layers > 1 else [],
+    "zb-v": lambda layers: [2] if layers > 1 else [],
+}
+
+
+def chosen(
+    name: str, ranks: int, layers: Sequence[Seconds], head: Seconds, batches: int, *, ahead: bool = False
+) -> tuple[Schedule, list[range]]:
+    """The schedule that a run asks for, and the layers of each stage.
+
+    Args:
+        name: the key `pipeline_schedule`; "auto" takes 1f1b or interleaved, whichever the simulation has end first.
+        layers: of each decoder layer; the embedding takes no time.
+        head: of head and loss, after the last layer.
+        batches: micro-batches of a step.
+
+    Raises:
+        ConfigError: there are fewer layers than stages, or the schedule does not take so many micro-batches.
+    """
+    if len(layers) < ranks:
+        raise ConfigError(
+            f"parallel: {ranks} pipeline stages for a model of {len(layers)} decoder layers",
+            f"set pipeline to {len(layers)} or less",
+        )
+    names = ["1f1b", "interleaved"] if name == "auto" else [name]
+    found = [Schedule(each, ranks, chunks) for each in names for chunks in CUTS[each](len(layers) // ranks)]
+    if not found:
+        raise ConfigError(
+            f"pipeline_schedule: {name} gives each process 2 stages or more, and there are {len(layers)} decoder"
+            f" layers for {ranks} processes",
+            "set pipeline_schedule: 1f1b, or a smaller pipeline",
+        )
+    timed: list[tuple[float, Schedule, list[range]]] = []
+    for schedule in found:
+        if schedule is found[-1] and not timed:
+            schedule.orders(batches)  # says what no schedule takes
+        if _takes(schedule, batches):
+            cut = cut_layers(schedule, layers, head)
+            stages = [stage_seconds(part, layers, head) for part in cut]
+            timed.append((simulate(schedule.orders(batches), stages, ahead=ahead).seconds, schedule, cut))
+    _, schedule, cut = min(timed, key=lambda each: each[0])
+    return schedule, cut
+
+
+def stage_seconds(part: range, layers: Sequence[Seconds], head: Seconds) -> Seconds:
+    """Of the stage that has the layers `part`, with the head if those are the last."""
+    total = Seconds(0.0, 0.0)
+    for index in part:
+        total += layers[index]
+    return total + head if part.stop == len(layers) else total
+
+
+def cut_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> list[range]:
+    """The layers of each stage: such that the busiest process has least to do, and then stages are alike.
+
+    Every stage has a layer but for the last of several a process, which may be the head alone.
+    """
+    stages, cheap = schedule.stages, [layer.total for layer in layers]
+    owner = [schedule.process_of(stage) for stage in range(stages)]
+    least = [1] * (stages - 1) + [0 if schedule.chunks > 1 and head.total else 1]
+
+    def cost(bounds: Sequence[int]) -> tuple[float, float]:
+        sums, busy = [], [0.0] * schedule.ranks
+        for stage in range(stages):
+            seconds = sum(cheap[bounds[stage] : bounds[stage + 1]]) + (head.total if stage == stages - 1 else 0.0)
+            sums.append(seconds)
+            busy[owner[stage]] += seconds
+        return round(max(busy), 9), round(sum(each * each for each in sums), 9)
+
+    bounds = [round(stage * len(layers) / stages) for stage in range(stages + 1)]
+    best = cost(bounds)
+    improved = True
+    while improved:
+        improved = False
+        for moved in _moves(bounds, least):
+            if (found := cost(moved)) < best:
+                bounds, best, improved = moved, found, True
+                break
+    return [range(one, other) for one, other in pairwise(bounds)]
+
+
+def _moves(bounds: list[int], least: Sequence[int]) -> Iterator[list[int]]:
+    """`bounds` with a run of neighbouring ones moved by a layer, where every stage keeps its least."""
+    inner = len(bounds) - 1
+    for begin in range(1, inner):
+        for end in range(begin + 1, inner + 1):
+            for by in (-1, 1):
+                moved = [*bounds[:begin], *(bound + by for bound in bounds[begin:end]), *bounds[end:]]
+                if all(after - before >= size for (before, after), size in zip(pairwise(moved), least, strict=True)):
+                    yield moved

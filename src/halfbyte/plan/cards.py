@@ -1,0 +1,76 @@
+"""How fast GPUs compute and exchange bytes, for planned seconds where nobody can measure.
+
+Rates of an H200 were measured (docs/log.md); those of other cards are in proportion to their data sheets: dense bf16
+products that add up in fp32, memory bandwidth, and the link in one direction. What NCCL gets of a link was measured at
+0.73 of NVLink's 450 GB/s; of PCIe 4 ×16, where consumer cards copy through the host, 20 of 32 GB/s are usual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+GIB = 2**30
+NVLINK = 330e9 / 450e9  # of the data sheet's rate, what a collective reaches
+PCIE3, PCIE4, PCIE5 = 10e9, 20e9, 40e9  # bytes/s of a collective over ×16
+HOST3, HOST4, HOST5 = 12e9, 25e9, 50e9  # bytes/s of a copy between a GPU and pinned host memory
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, its link to others of its host, and its link to the host.
+
+    Attributes:
+        compute, memory: rates of products and of reading memory, of an H200's.
+        link: bytes/s that a process receives in a collective.
+        host: bytes/s to pinned host memory, while no other GPU copies.
+        gib: of memory.
+    """
+
+    name: str
+    compute: float
+    memory: float
+    link: float
+    host: float
+    gib: int
+
+    def measured(self, link: float | None = None, host: float | None = None) -> Card:
+        """The same with what was measured of its links."""
+        return replace(self, link=link or self.link, host=host or self.host)
+
+
+def _card(name: str, teraflops: float, bandwidth: float, link: float, host: float, gib: int) -> Card:
+    return Card(name, teraflops / 989, bandwidth / 4.8e12, link, host, gib)
+
+
+# NVIDIA's data sheets and architecture white papers, as of 2026. Where a name begins with another, the longer decides.
+CARDS = (
+    _card("H200", 989, 4.8e12, 450e9 * NVLINK, 50e9, 141),
+    _card("B200", 2250, 8.0e12, 900e9 * NVLINK, HOST5, 180),
+    _card("H100 PCIe", 756, 2.0e12, PCIE5, HOST5, 80),
+    _card("H100", 989, 3.35e12, 450e9 * NVLINK, HOST5, 80),
+    _card("A100", 312, 2.04e12, 300e9 * NVLINK, HOST4, 80),
+    _card("A100-PCIE", 312, 1.94e12, PCIE4, HOST4, 80),
+    _card("L40S", 362, 0.864e12, PCIE4, HOST4, 48),
+    _card("RTX A6000", 155, 0.768e12, PCIE4, HOST4, 48),
+    _card("RTX 5090", 210, 1.79e12, PCIE5, HOST5, 32),
+    _card("RTX 4090", 165, 1.008e12, PCIE4, HOST4, 24),
+    _card("RTX 3090", 71, 0.936e12, PCIE4, HOST4, 24),
+    _card("A10", 125, 0.6e12, PCIE4, HOST4, 24),
+    _card("L4", 121, 0.3e12, PCIE4, HOST4, 24),
+    _card("T4", 65, 0.32e12, PCIE3, HOST3, 16),
+)
+H200 = CARDS[0]
+USUAL = {26: "RTX 4090", 34: "RTX 5090", 60: "L40S", 100: "H100", 150: "H200"}  # up to so many GiB: the card meant
+
+
+def card_named(name: str) -> Card | None:
+    """The card that a device's name says, such as "NVIDIA GeForce RTX 4090"; None for others."""
+    words = f" {name} ".replace("-80GB", " ").replace("-SXM", " ")
+    found = [card for card in CARDS if f" {card.name} " in words or f" {card.name}-" in words]
+    return max(found, key=lambda card: len(card.name), default=None)
+
+
+def card_of_memory(gib: float) -> Card:
+    """The card most likely meant by its memory."""
+    name = next((name for most, name in USUAL.items() if gib <= most), "B200")
+    return next(card for card in CARDS if card.name == name)

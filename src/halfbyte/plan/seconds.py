@@ -1,0 +1,75 @@
+"""Seconds of a step on a mesh, by arithmetic over the rates of its cards (`plan.cards`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..config import Level, Parallel
+from .policy import GEMM_FLOPS, LATENCY, Gathers, LayerCost, cost
+
+
+def head_seconds(shape: LayerCost, vocabulary: int) -> float:
+    """Of the head and the loss, forward and backward: logits, and the gradient of hidden states."""
+    products = (2 + shape.trains_all) * shape.tokens * shape.hidden * vocabulary
+    return 2 * products / (GEMM_FLOPS["bf16"] * shape.card.compute)
+
+
+def stage_seconds(
+    shape: LayerCost, levels: Sequence[Level], layout: Parallel, *, graphs: bool, gathers: Gathers | None, stays: int
+) -> float:
+    """Of the layers of one process, forward and backward of a micro-batch; exchanges between processes as far as
+    nothing is computed beside them.
+
+    Args:
+        shape: of one layer, as this process computes it.
+        levels: of its layers.
+        gathers: of their bytes, and `stays` of them that are not gathered.
+    """
+    computed = len(levels) * (shape.forward_seconds + shape.backward_seconds) + cost(shape, levels, graphs)
+    waited = gathers.waiting(shape, levels, stays) if gathers else 0.0
+    return computed + waited + len(levels) * _in_layer(shape, layout)
+
+
+def _in_layer(shape: LayerCost, layout: Parallel) -> float:
+    """Exchanges that a layer waits for, forward and backward."""
+    seconds = 0.0
+    if layout.tensor > 1:  # attention's and the MLP's result are summed, and in backward the gradients of their inputs
+        seconds += 4 * _reduced(shape.stream, layout.tensor, shape.card.link)
+    if layout.context > 1:  # q, k, v and the result change owners, and in backward their gradients
+        moved = 2 * shape.tokens * (shape.queries + shape.keys) * shape.itemsize
+        ways = layout.context
+        seconds += 2 * (moved * (ways - 1) / ways / shape.card.link + 4 * LATENCY)
+    return seconds
+
+
+def _reduced(size: int, ways: int, link: float) -> float:
+    """Of a sum of `size` bytes that all get."""
+    return LATENCY + 2 * size * (ways - 1) / ways / link
+
+
+def vocabulary_seconds(shape: LayerCost, ways: int) -> float:
+    """Of the exchange of hidden states and of their gradients where `ways` processes with rows of their own share a
+    vocabulary: embedding, head, and head backward."""
+    return 3 * (LATENCY + (ways - 1) * shape.stream / shape.card.link) if ways > 1 else 0.0
+
+
+def step_seconds(
+    micro: Sequence[float], layout: Parallel, window: int, trained: int, link: float, chunks: int = 1
+) -> float:
+    """Of `window` micro-batches and the sum of gradients.
+
+    Args:
+        micro: of one micro-batch, on each stage.
+        trained: bytes of the gradients that are summed.
+        chunks: of a stage in an interleaved schedule.
+    """
+    idle = (len(micro) - 1) / chunks
+    summed = layout.size // layout.pipeline
+    reduction = _reduced(trained, summed, link) if summed > 1 else 0.0
+    return (window + idle) * max(micro) + reduction
+
+
+def cut_head(shape: LayerCost, levels: Sequence[Level], vocabulary: int) -> float:
+    """Head and loss in decoder layers."""
+    layer = stage_seconds(shape, levels[:1], Parallel(), graphs=True, gathers=None, stays=0)
+    return head_seconds(shape, vocabulary) / layer

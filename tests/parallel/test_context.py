@@ -1,0 +1,320 @@
+"""Rows cut along their tokens: on several ranks, the losses, gradients and files of one process's whole rows."""
+
+import json
+import re
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from patch_models import loop_over_documents, tiny
+from whole import run, write_place
+
+from halfbyte import models
+from halfbyte.autograd import attention as causal
+from halfbyte.config import Parallel
+from halfbyte.data.collate import PackedCollator
+from halfbyte.errors import ConfigError
+from halfbyte.models import attention
+from halfbyte.models.head import backbone_inputs, causal_lm_loss
+from halfbyte.models.layer import causal_lm_of
+from halfbyte.models.patch import patch
+from halfbyte.models.slices import check_divided_like, divided
+from halfbyte.parallel import ROWS, Mesh, slice_of, sum_gradients
+from halfbyte.train.callbacks import noisy_embeddings
+
+pytestmark = pytest.mark.dist
+
+LENGTH = 26  # of a row, which two ranks divide and four do not; windows are of 8
+DOCUMENTS = (5, LENGTH - 5), (15, 3, 1, LENGTH - 19)  # of two rows
+
+
+def batch(packed=False, changed=()):
+    """Two rows; the documents `changed`, counted through both, are others."""
+    tokens = torch.randint(1, 100, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    bounds = [bound for row in DOCUMENTS for bound in row]
+    for document, piece in enumerate(tokens.view(-1).split(bounds)):
+        piece += int(document in changed)
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+    inputs["labels"][0, : LENGTH // 3] = -100
+    if packed:
+        inputs["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+        inputs["labels"][inputs["position_ids"] == 0] = -100
+    return inputs
+
+
+def padded():
+    """A row of 26 tokens, and one of 17 under a mask."""
+    inputs = batch()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    for name, fill in (("attention_mask", 0), ("labels", -100)):
+        inputs[name][1, 17:] = fill
+    return inputs
+
+
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def step(mesh, model, inputs):
+    """The loss of all tokens and the gradients, summed over the mesh; `inputs`: the rows of this rank."""
+    model.zero_grad()
+    with divided(model, mesh):
+        loss = causal_lm_loss(model, slice_of(inputs, mesh))[0]
+    loss.backward()  # outside: what it computes again needs no state
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return sum_gradients(mesh, trained, loss.detach()[None]).item(), gradients_of(model)
+
+
+def whole_step(model, inputs):
+    model.zero_grad()
+    loss = causal_lm_loss(model, inputs)[0]
+    loss.backward()
+    return loss.item(), gradients_of(model)
+
+
+def farthest(found, expected):
+    """Relative errors: of the loss, and the largest of a gradient."""
+    assert all(gradient.any() for gradient in expected[1].values())
+    errors = [(found[1][name] - g).norm() / g.norm() for name, g in expected[1].items()]
+    return abs(found[0] / expected[0] - 1), float(max(errors))
+
+
+def assert_close(answers):
+    for loss, gradient in answers:
+        assert loss <= 1e-6
+        assert gradient <= 1e-5
+
+
+def compares(mesh, family, inputs, shape=None):
+    torch.manual_seed(0)
+    model = tiny(family, shape=shape)
+    expected = whole_step(model, inputs)
+    return farthest(step(mesh, model, inputs), expected)
+
+
+@pytest.mark.parametrize("way", ["whole", "packed"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Qwen3Moe", "Qwen2_5_VL"])
+def test_two_ranks(two, family, way):
+    assert_close(two.run(compares, family, batch(way == "packed"), layout={"context": 2}))
+
+
+def test_padded_rows(two):
+    assert_close(two.run(compares, "Mistral", padded(), layout={"context": 2}))
+
+
+HEADS = {
+    "as many": {},
+    "fewer key heads": {"num_key_value_heads": 1},
+    "key heads that do not divide": {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6},
+    "heads that do not divide": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_four_ranks(four, heads):
+    """26 tokens are padded to 28."""
+    assert_close(four.run(compares, "Gemma2", batch(True), HEADS[heads], layout={"context": 4}))
+
+
+def rows_and_tokens(mesh):
+    torch.manual_seed(0)
+    model, inputs = tiny("Llama"), batch(True)
+    expected = whole_step(model, inputs)
+    row = mesh.place(*ROWS)
+    return farthest(step(mesh, model, {name: value[row : row + 1] for name, value in inputs.items()}), expected)
+
+
+@pytest.mark.parametrize("axis", ["data", "shard"])
+def test_rows_are_divided_too(four, axis):
+    assert_close(four.run(rows_and_tokens, layout={axis: 2, "context": 2}))
+
+
+# --- the fused step's attention: no mask, its metadata of whole rows -------------------------------------------------
+
+
+def fused(mesh, family, packed, level):
+    """The path of a CUDA device on a CPU: a loop in place of the kernel of variable lengths."""
+    torch.manual_seed(0)
+    model = tiny(family)
+    inputs, places = batch(), {}
+    if packed:
+        rows = [
+            {"input_ids": row.tolist(), "labels": row.tolist(), "seq_lengths": list(lengths)}
+            for row, lengths in zip(inputs["input_ids"], DOCUMENTS, strict=True)
+        ]
+        collated = PackedCollator(0)(rows)
+        bounds = torch.tensor([0, 5, LENGTH, LENGTH + 15, LENGTH + 18, LENGTH + 19, 2 * LENGTH], dtype=torch.int32)
+        places = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 32, "max_length_k": 32}
+        inputs = {**collated, **places}
+    expected = whole_step(model, {name: value for name, value in inputs.items() if name not in places})
+
+    def varying(*args, **options):
+        calls.append(args[3])
+        longest = int(args[3].diff().max())
+        return loop_over_documents(*args[:5], longest, longest, **options)
+
+    calls = []
+    patch(model, level)
+    causal_lm_of(model).config._attn_implementation = attention.NAME
+    attention.register()
+    with (
+        mock.patch.object(causal, "DTYPES", (torch.float32,)),
+        mock.patch.object(causal, "_varlen", return_value=(varying, frozenset({"enable_gqa"}))),
+        mock.patch.object(attention, "sdpa_attention_forward", None),  # nothing falls back
+    ):
+        found = step(mesh, model, inputs)
+    return *farthest(found, expected), len(calls)
+
+
+@pytest.mark.parametrize("level", ["keep", "recompute_mlp", "checkpoint"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_fused_attention(two, packed, level):
+    answers = two.run(fused, "Mistral" if level == "keep" else "Qwen3", packed, level, layout={"context": 2})
+    assert_close(answer[:2] for answer in answers)
+
+
+def perturbed(mesh, family, changed):
+    """The tokens of this rank whose hidden states change with some documents, [2, t]."""
+    torch.manual_seed(0)
+    model = tiny(family).eval()
+    found = []
+    with divided(model, mesh), torch.no_grad():
+        for inputs in (batch(True), batch(True, changed)):
+            cut = slice_of(inputs, mesh)
+            states = causal_lm_of(model).base_model(**backbone_inputs(model, cut), use_cache=False).last_hidden_state
+            found.append(states)
+    return (found[0] != found[1]).any(-1)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_documents_do_not_see_each_other_across_ranks(four, family):
+    """The second document of the first row lies on all four ranks, the third of the second on one."""
+    changed = (1, 4)
+    found = torch.cat(four.run(perturbed, family, changed, layout={"context": 4}), 1)[:, :LENGTH]
+    pieces = found.reshape(-1).split([length for row in DOCUMENTS for length in row])
+    assert [bool(piece.all()) for piece in pieces] == [document in changed for document in range(len(pieces))]
+    assert [bool(piece.any()) for piece in pieces] == [document in changed for document in range(len(pieces))]
+
+
+# --- a slice ----------------------------------------------------------------------------------------------------------
+
+
+def member(place, ways):
+    return Mesh(place, Parallel(context=ways), groups={("context",): None})
+
+
+def test_a_slice_in_numbers():
+    rows = torch.arange(1, 15).view(2, 7)
+    inputs = {"input_ids": rows, "labels": rows, "counts": {"tokens": 14}, "weights": rows / 2}
+    slices = [slice_of(inputs, member(place, 3)) for place in range(3)]
+    first, _, last = slices
+    assert last["input_ids"].tolist() == [[7, 0, 0], [14, 0, 0]]
+    assert last["position_ids"].tolist() == [[6, 7, 8]] * 2
+    assert first["shift_labels"].tolist() == [[2, 3, 4], [9, 10, 11]]  # the last of them is of the next slice
+    assert last["shift_labels"].tolist() == [[-100] * 3] * 2
+    assert last["weights"].tolist() == [[3.5, 0, 0], [7, 0, 0]]
+    assert first["counts"] == {"tokens": 14}
+    assert "labels" not in first
+    assert slice_of(inputs, Mesh()) == inputs
+
+
+def test_bounds_of_rows_that_grow():
+    """Two rows of 7 tokens become rows of 9, each with a document of padding; bounds at the end stand for no tokens."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
+    bounds = torch.tensor([0, 3, 7, 14, 14], dtype=torch.int32)
+    places = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
+    cut = slice_of({"input_ids": positions, "labels": positions, "position_ids": positions, **places}, member(1, 3))
+    assert cut["cu_seq_lens_q"].tolist() == cut["cu_seq_lens_k"].tolist() == [0, 3, 7, 9, 16, 18, 18]
+    assert cut["cu_seq_lens_q"].dtype is torch.int32
+    assert cut["position_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    found = attention.documents(cut["whole_position_ids"])
+    assert found["cu_seq_lens_q"].tolist() == [0, 3, 7, 9, 16, 18]
+
+
+# --- what cannot be cut -----------------------------------------------------------------------------------------------
+
+
+def refusal(mesh, kind, keys, attention_name=None, known=()):
+    """What is said of a model of the default config of its kind; `known`: types of layers taken to be attention."""
+    config = getattr(transformers, f"{kind}Config")(**keys)
+    try:
+        with mock.patch.object(models.slices, "ATTENTION", {*models.slices.ATTENTION, *known}):
+            check_divided_like(config, mesh, attention=attention_name)
+    except ConfigError as error:
+        return f"{error.message} -> {error.fix}"
+    return ""
+
+
+REFUSED = {
+    "heads": ("Llama", {"num_attention_heads": 1}, None, r"a process has 1 attention heads"),
+    "states": ("Qwen3Next", {}, None, r"layers of type linear_attention see tokens before their slice"),
+    "no heads": ("Mamba", {}, None, r"mamba"),
+    "router": ("Mixtral", {"output_router_logits": True}, None, r"the router's loss is one of whole rows"),
+    "attention": ("Llama", {}, "eager", r"eager does not see whole rows .*set attn_implementation: sdpa"),
+    "own attention": ("Bloom", {}, None, r"eager does not see whole rows .*> leave context out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_cannot_be_cut(two, case):
+    *asked, message = REFUSED[case]
+    for said in two.run(refusal, *asked, layout={"context": 2}):
+        assert re.search(message, said), said
+
+
+def test_the_probe_sees_a_state(two):
+    """Falcon H1's layers have attention and a recurrent state."""
+    for said in two.run(refusal, "FalconH1", {}, None, ["hybrid", "attention"], layout={"context": 2}):
+        assert re.search(r"falcon_h1 cannot be cut: its layers see other tokens otherwise than by attention", said)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3Moe", "GPT2", "Cohere2", "DeepseekV3"])
+def test_models_that_can_be_cut(two, kind):
+    assert two.run(refusal, kind, {}, layout={"context": 2}) == ["", ""]
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_place(tmp_path_factory.mktemp("context"), rows=15)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_is_that_of_one_process(place, two, tmp_path, packing):
+    """In loss and weights, in evaluations and answers; one process goes on from the other's checkpoint."""
+    keys = {"packing": packing, "max_length": 40, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    keys |= {"save_steps": 2, "activation_checkpointing": packing}
+    alone = run(None, place, tmp_path / "alone", **keys)
+    found = run(two, place, tmp_path / "out", parallel={"context": 2}, **keys)
+    found.same_as(alone, weights=1e-6)
+    checks = json.loads((found.folder / "checks.json").read_text())
+    assert checks["divided"]["difference"] < 1e-5
+    if not packing:
+        for name in ("adapter", "checkpoint-3"):
+            (found.folder / name).rename(found.folder / f"{name}.away")
+        run(None, place, found.folder, resume=str(found.folder / "checkpoint-2"), **keys).same_as(alone)
+
+
+def noise(mesh, alpha):
+    torch.manual_seed(mesh.rank)
+    model = tiny("Llama", adapter=False)
+    whole = torch.randint(1, 100, (1, 400))
+    embeddings = model.get_input_embeddings()
+    plain = embeddings(whole)
+    with noisy_embeddings(model, alpha, mesh):
+        return float((embeddings(whole[:, :200]) - plain[:, :200]).abs().max()), plain[0].numel()
+
+
+def test_noise_is_that_of_whole_rows(two):
+    for found, numbers in two.run(noise, 5.0, layout={"context": 2}):
+        assert found == pytest.approx(5 / numbers**0.5, rel=1e-2)
+
+
+def test_weights_are_sharded_too(place, four, tmp_path):
+    """Two rows at a time on pairs of ranks, each with half of every row and of the frozen bytes."""
+    alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, packing=True, max_length=40)
+    keys = {"gradient_accumulation_steps": 1, "packing": True, "max_length": 40}
+    run(four, place, tmp_path / "out", parallel={"shard": 2, "context": 2}, **keys).same_as(alone)
