@@ -1,8 +1,10 @@
 """Whole runs whose frozen weights are sharded are the run of one process."""
 
 import json
+import shutil
 
 import pytest
+import torch
 from whole import run, write_place
 
 pytestmark = pytest.mark.dist
@@ -18,8 +20,42 @@ def alone(place, tmp_path_factory):
     return run(None, place, tmp_path_factory.mktemp("alone") / "out", gradient_accumulation_steps=4, save_steps=2)
 
 
+def optimizer_of(checkpoint):
+    return torch.load(checkpoint / "optimizer.pt", map_location="cpu")
+
+
 def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
+    """And its checkpoints are: with them one process goes on, and with one process's two."""
     keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
     found = run(two, place, tmp_path / "out", **keys)
     found.same_as(alone)
     assert json.loads((found.folder / "checks.json").read_text())["adapter_reload"]["equal"]
+    mine, theirs = (optimizer_of(each.folder / "checkpoint-4") for each in (found, alone))
+    assert mine["param_groups"] == theirs["param_groups"]
+    for number, state in theirs["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(mine["state"][number][key], value, rtol=1e-4, atol=1e-8)
+    keys = {"gradient_accumulation_steps": 4, "save_steps": 2}
+    copied = copied_to(tmp_path / "one", found.folder)
+    run(None, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
+    copied = copied_to(tmp_path / "two", alone.folder)
+    keys["parallel"] = {"shard": 2}
+    run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
+
+
+def copied_to(folder, run):
+    """A run that stopped after its fourth step."""
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("adapter", "checkpoint-5", ".lock"))
+    return folder
+
+
+def test_slices_of_two_replicas(place, alone, four, tmp_path):
+    """The last window has three micro-batches for four ranks."""
+    keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2, "shard": 2}}
+    run(four, place, tmp_path / "out", **keys).same_as(alone)
+
+
+def test_all_weights_trained(place, two, tmp_path):
+    keys = {"use_peft": False, "load_in_4bit": False, "parallel": {"shard": 2}}
+    with pytest.raises(AssertionError, match="shard slices frozen weights, and all are trained"):
+        run(two, place, tmp_path / "out", **keys)

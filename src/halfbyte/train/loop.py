@@ -42,9 +42,10 @@ from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, clip_gradients, slice_of, sum_gradients
+from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, slice_of
 from halfbyte.parallel.pipeline import Pipeline
 from halfbyte.parallel.tensor import whole_inside
+from halfbyte.parallel.trained import trained_units
 from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
@@ -123,6 +124,7 @@ class TrainingLoop:
         self.request = Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
         self.optimizer: Any = None
+        self.units: Any = None
         self.schedule: Any = None
         self.stops = Stops(config, self.loss_count)
         scaled = self.scaler is not None
@@ -195,12 +197,15 @@ class TrainingLoop:
             state = checkpoints.read_state(checkpoint)
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
+        elementwise = self.row.elementwise and self.scaler is None
+        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise)
+        self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            parts = (partial(self.gathered.own_part, self.optimizer),) if self.gathered else ()
+            own = partial(self.gathered.own_part, self.optimizer) if self.gathered else self.units.own_state
             with whole_inside(self.trained, self.optimizer):
-                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, *parts)
+                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, own)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / checkpoints.TRAINER_STATE
@@ -218,7 +223,7 @@ class TrainingLoop:
     def _run(self, checkpoint: Path | None) -> None:
         """Epoch after epoch until a callback says stop, as the first one does at the last step."""
         began, first = time.time(), self.state.global_step
-        self._drop_gradients()
+        self.units.drop_gradients()
         self.model.train()
         self.callbacks("on_train_begin")
         epoch, done = divmod(first, self._steps_per_epoch)
@@ -293,7 +298,7 @@ class TrainingLoop:
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
         before = random_states() if len(taken) > 1 else None
-        sums = sum_gradients(self.mesh, self.trained, self.stepper(self._unless_late(taken, before), count))
+        sums = self.units.reduce(self.stepper(self._unless_late(taken, before), count))
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
@@ -311,7 +316,7 @@ class TrainingLoop:
         """The norm of the gradients, before they are clipped to `max_grad_norm`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        return clip_gradients(self.mesh, self.trained, self.config.max_grad_norm or math.inf)
+        return self.units.clip(self.config.max_grad_norm or math.inf)
 
     def _move(self) -> float:
         """The optimizer's step, and the schedule's; the learning rate that it was made with."""
@@ -325,12 +330,8 @@ class TrainingLoop:
         # a step that the scaler leaves out is none of the schedule's; a fused optimizer leaves it out itself
         if self.scaler is None or math.isfinite(self.records.norm) or self.row.guarded:
             self.schedule.step()
-        self._drop_gradients()
+        self.units.stepped()
         return rate
-
-    def _drop_gradients(self) -> None:
-        for parameter in self.trained:  # nn.Module.zero_grad walks every frozen module: milliseconds a step
-            parameter.grad = None
 
     def _finish_step(self, rate: float, epoch: float) -> None:
         """The end of a step: what it says is recorded once its numbers are there, then evaluate and save."""
@@ -426,7 +427,7 @@ class TrainingLoop:
         states = self.mesh.gather(random or random_states())
         with whole_inside(self.trained, self.optimizer):
             weights = self.gathered.weights() if self.gathered else None
-            optimizer = self.gathered.optimizer(self.optimizer) if self.gathered else self.optimizer.state_dict()
+            optimizer = (self.gathered.optimizer if self.gathered else self.units.whole_state)(self.optimizer)
             if self.mesh.is_main:
                 self._write(weights, optimizer, states, owes_evaluation)
 

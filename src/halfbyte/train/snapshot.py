@@ -76,7 +76,7 @@ def load_optimizer(
     optimizer: Any,
     schedule: Any,
     scaler: torch.amp.GradScaler | None,
-    own_part: Callable[[State], State] = lambda state: state,
+    own_part: Callable[[State], State],
 ) -> None:
     """What `save_optimizer` wrote.
 

@@ -1,0 +1,176 @@
+"""Trained parameters between a step's last backward and the next forward: reduced, stepped, and whole again.
+
+Modules read whole parameters, and backward leaves whole gradients. Two kinds of what lies between:
+
+- `Whole`: every process steps all of them.
+- `Sliced`, along "shard": of each parameter a process steps an equal slice of its elements, in memory that is the
+  parameter's own, and keeps the optimizer's state of no more (ZeRO-1). Once a step gradients are reduced into slices
+  and parameters gathered from them: together the traffic of one all-reduce. That is for optimizers that treat each
+  element alone, and gives bit by bit what they would give whole.
+
+Checkpoints hold whole states, so that any mesh reads what another has written.
+
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .collectives import gathered, scattered_sum
+from .mesh import TOKENS, Mesh
+from .reduce import CUT, buckets, clip_gradients, sum_gradients
+
+AXIS = "shard"
+
+
+def trained_units(mesh: Mesh, parameters: Sequence[nn.Parameter], *, elementwise: bool) -> Whole:
+    """How the `parameters` of a run are reduced and stepped.
+
+    Args:
+        elementwise: whether the optimizer treats each element alone, and nothing scales the loss. Stages of a pipeline
+            and what is cut along "tensor" are stepped as they are.
+    """
+    sliced = elementwise and mesh.ways(AXIS) > 1 and mesh.ways("tensor", "pipeline") == 1
+    return Sliced(mesh, parameters) if sliced else Whole(mesh, parameters)
+
+
+class Whole:
+    """Every process steps all parameters."""
+
+    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]):
+        self.mesh, self.parameters = mesh, list(parameters)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have a new `optimizer` of the parameters step what this process is to step."""
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        """After the last backward of a step; `sums` as in `reduce.sum_gradients`."""
+        return sum_gradients(self.mesh, self.parameters, sums)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The norm of all gradients, before they are clipped to `max_norm`."""
+        return clip_gradients(self.mesh, self.parameters, max_norm)
+
+    def stepped(self) -> None:
+        """After the optimizer's step: parameters are whole, and gradients gone."""
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters:  # nn.Module.zero_grad walks every frozen module: milliseconds a step
+            parameter.grad = None
+
+    def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimizer of whole parameters, in the main process; all processes call it."""
+        return optimizer.state_dict()
+
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Of a whole `state`, what this process's optimizer loads."""
+        return state
+
+
+class Sliced(Whole):
+    """Every process steps a slice of each parameter."""
+
+    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]):
+        super().__init__(mesh, parameters)
+        ways, self.place = mesh.ways(AXIS), mesh.place(AXIS)
+        self.widths = [-(-parameter.numel() // ways) for parameter in self.parameters]
+        self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
+        for part in self.slices:
+            setattr(part, CUT, (AXIS,))
+        self.order: list[int] = []  # of the parameters in the optimizer
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
+        for group in optimizer.param_groups:
+            own = [numbers[id(parameter)] for parameter in group["params"]]
+            group["params"] = [self.slices[at] for at in own]
+            self.order += own
+        for parameter, values in list(optimizer.state.items()):  # that an optimizer may begin with
+            at = numbers[id(parameter)]
+            del optimizer.state[parameter]
+            optimizer.state[self.slices[at]] = {key: self._part(value, at) for key, value in values.items()}
+
+    @torch.no_grad()
+    def reduce(self, sums: Tensor) -> Tensor:
+        here = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
+        anywhere = self.mesh.max(here, TOKENS).tolist()
+        for bucket in self._buckets([at for at, found in enumerate(anywhere) if found]):
+            flat = torch.cat([self._gradient(at) for at in bucket], dim=1)
+            own = scattered_sum(flat.view(-1), self.mesh.group(AXIS))
+            self.mesh.sum(own, tuple(axis for axis in TOKENS if axis != AXIS))
+            for at, part in zip(bucket, own.split([self.widths[at] for at in bucket]), strict=True):
+                self.slices[at].grad = part[: self.slices[at].numel()]
+                self.parameters[at].grad = None
+        return self.mesh.sum(sums.clone(), TOKENS)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return clip_gradients(self.mesh, self.slices, max_norm)
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        self.drop_gradients()
+        for bucket in self._buckets(range(len(self.slices))):
+            whole = self._gathered([self.slices[at] for at in bucket], bucket)
+            for at, values in zip(bucket, whole, strict=True):
+                self.parameters[at].copy_(values)
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        for part in self.slices:
+            part.grad = None
+
+    @torch.no_grad()
+    def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        def whole(value: Any, at: int) -> Any:
+            if not isinstance(value, Tensor) or value.shape != self.slices[at].shape:
+                return value
+            (values,) = self._gathered([value], [at])
+            return values.cpu() if self.mesh.is_main else None  # a device has room for one at a time
+
+        return self._each(optimizer.state_dict(), whole)
+
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self._each(state, self._part)
+
+    def _each(self, state: dict[str, Any], change: Callable[[Any, int], Any]) -> dict[str, Any]:
+        """An optimizer's `state` with another value in the place of each, by the number of its parameter."""
+        changed = {number: {key: change(value, self.order[number]) for key, value in values.items()}
+                   for number, values in state["state"].items()}  # fmt: skip
+        return {**state, "state": changed}
+
+    def _part(self, value: Any, at: int) -> Any:
+        """Of a number of each element of a parameter, those of this process; anything else as it is."""
+        if not isinstance(value, Tensor) or value.shape != self.parameters[at].shape:
+            return value
+        return self._own(value, at).clone()
+
+    def _own(self, whole: Tensor, at: int) -> Tensor:
+        """This process's elements of what has a parameter's shape; a view."""
+        width = self.widths[at]
+        return whole.reshape(-1)[self.place * width : (self.place + 1) * width]
+
+    def _gradient(self, at: int) -> Tensor:
+        """[ways, width]: a row for each process, zeros where there is none."""
+        parameter, width = self.parameters[at], self.widths[at]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return F.pad(gradient.reshape(-1), (0, width * self.mesh.ways(AXIS) - parameter.numel())).view(-1, width)
+
+    def _gathered(self, parts: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
+        """What all processes' `parts` are together, in the shapes of the parameters."""
+        widths = [self.widths[at] for at in bucket]
+        padded = [F.pad(part, (0, width - part.numel())) for part, width in zip(parts, widths, strict=True)]
+        columns = gathered(torch.cat(padded), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
+        shapes = [self.parameters[at].shape for at in bucket]
+        return [column.reshape(-1)[: shape.numel()].view(shape) for column, shape in zip(columns, shapes, strict=True)]
+
+    def _buckets(self, chosen: Sequence[int]) -> Iterator[list[int]]:
+        numbers = {id(self.parameters[at]): at for at in chosen}
+        for bucket in buckets([self.parameters[at] for at in chosen]):
+            yield [numbers[id(parameter)] for parameter in bucket]

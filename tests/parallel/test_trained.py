@@ -1,0 +1,112 @@
+"""Trained parameters stepped in slices: what one process does, bit by bit, and the files of one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.optim import OPTIMIZERS
+from halfbyte.parallel import ALONE
+from halfbyte.parallel.trained import Sliced, Whole, trained_units
+
+pytestmark = pytest.mark.dist
+
+SHAPES = [(8, 16), (5, 7), (3,), (1,), (2, 3, 5)]  # divisible, odd, and fewer elements than there are ranks
+SETTINGS = {"learning_rate": 0.1, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
+ELEMENTWISE = [name for name, row in OPTIMIZERS.items() if row.elementwise]
+
+
+class Settings:
+    learning_rate, weight_decay, adam_beta1, adam_beta2 = SETTINGS.values()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias = nn.Parameter(torch.randn(4))  # whose decay differs, so that there are two groups
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in SHAPES)
+        self.unused = nn.Parameter(torch.randn(6))
+
+
+def gradients(step, rank):
+    """Small whole numbers, whose sums are exact in any order; one rank has none of the first parameter."""
+    torch.manual_seed(10 * step + rank)
+    found = [torch.randint(-4, 5, shape).float() for shape in [(4,), *SHAPES]]
+    return [None if rank == 1 and at == 0 else each for at, each in enumerate(found)]
+
+
+def run(mesh, ranks, name, steps, state=None, model=None):
+    """`steps` of an optimizer; parameters, norms, and the optimizer's state in the main process."""
+    model = copy.deepcopy(model) or Model()  # what ranks are sent lies in memory that they share
+    parameters = list(model.parameters())
+    named = [model.bias, *model.weights]
+    optimizer = OPTIMIZERS[name].make(model, Settings())
+    units = trained_units(mesh, parameters, elementwise=True)
+    units.adopt(optimizer)
+    if state is not None:
+        optimizer.load_state_dict(units.own_state(copy.deepcopy(state)))
+    sums, norms = [], []
+    for step in steps:
+        for rank in ranks if mesh.size == 1 else [mesh.rank]:
+            for parameter, gradient in zip(named, gradients(step, rank), strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        own = torch.tensor([float(rank) for rank in (ranks if mesh.size == 1 else [mesh.rank])]).sum().reshape(1)
+        sums.append(float(units.reduce(own)))
+        norms.append(float(units.clip(1.0)))
+        optimizer.step()
+        units.stepped()
+        assert all(parameter.grad is None for parameter in parameters)
+    found = {key: value.detach().clone() for key, value in model.named_parameters()}
+    kept = sum(value.numel() for each in optimizer.state.values() for value in each.values() if value.dim())
+    return found, sums, norms, units.whole_state(optimizer), kept, type(units)
+
+
+def assert_equal_state(found, expected):
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for number, values in expected["state"].items():
+        assert found["state"][number].keys() == values.keys()
+        for key, value in values.items():
+            torch.testing.assert_close(found["state"][number][key], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_elementwise_optimizer(two, name):
+    expected = run(ALONE, [0, 1], name, range(3))
+    assert expected[5] is Whole
+    results = two.run(run, [0, 1], name, range(3), layout={"shard": 2})
+    assert sum(result[4] for result in results) == expected[4]  # each rank keeps the state of its slices
+    for parameters, sums, norms, _, kept, kind in results:
+        assert kind is Sliced
+        assert (sums, norms) == (expected[1], pytest.approx(expected[2], rel=1e-6))
+        assert abs(kept - expected[4] / 2) <= len(SHAPES) + 1
+        for key, value in expected[0].items():
+            torch.testing.assert_close(parameters[key], value, rtol=1e-6, atol=1e-7)
+    assert_equal_state(results[0][3], expected[3])
+
+
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])
+def test_state_of_one_process_continues_on_four(four, layout):
+    ranks, name = [0, 1, 2, 3], "adamw_torch"
+    values, _, _, state, *_ = run(ALONE, ranks, name, range(2))
+    model = Model()
+    model.load_state_dict(values)
+    expected = run(ALONE, ranks, name, range(2, 4), state, model)
+    results = four.run(run, ranks, name, range(2, 4), state, model, layout=layout)
+    for parameters, sums, norms, *_ in results:
+        assert (sums, norms) == (expected[1], pytest.approx(expected[2], rel=1e-6))
+        for key, value in expected[0].items():
+            torch.testing.assert_close(parameters[key], value, rtol=1e-6, atol=1e-7)
+    assert_equal_state(results[0][3], expected[3])
+
+
+def kind(mesh, elementwise):
+    return type(trained_units(mesh, list(Model().parameters()), elementwise=elementwise)) is Sliced
+
+
+def test_what_stays_whole(two):
+    assert two.run(kind, False, layout={"shard": 2}) == [False, False]
+    assert two.run(kind, True, layout={"data": 2}) == [False, False]
