@@ -245,7 +245,8 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     adapter, storage = run.sections.adapter, run.sections.storage
     if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
-        how["along"] = ("shard",) if run.mesh.ways("tensor") == 1 else ()  # products are cut before bytes
+        wide = run.mesh.wide(("shard", "tensor"))
+        how["along"] = wide if len(wide) == 1 else ()  # what is cut twice is loaded whole
         how["elsewhere"] = run.cut.elsewhere if run.cut else None
     model = load_model(run.files, storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
