@@ -31,12 +31,11 @@ from halfbyte.memory.limit import held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
-from halfbyte.models.layer import decoder_layers
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
-from halfbyte.models.sharding import shard_model, stays_of
+from halfbyte.models.sharding import shard_model
 from halfbyte.models.slices import divided
 from halfbyte.models.stages import Stages
 from halfbyte.notices import forget, silent
@@ -260,8 +259,7 @@ def _own_part(run: PreparedRun, model: Any) -> Stages | None:
     """Leave this process its part of the model; the stages among it, where there are any."""
     stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
     divide_products(model, run.mesh)
-    stays = stays_of(len(decoder_layers(model)[1]), run.plan.stays) if run.plan.stays else None
-    shard_model(model, run.mesh, stays)
+    shard_model(model, run.mesh, kept=run.plan.stays)
     return stages
 
 
