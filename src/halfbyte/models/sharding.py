@@ -17,7 +17,7 @@ from ..errors import ModelError
 from ..notices import notice
 from ..parallel import Mesh
 from .head import divide_vocabulary, undivided
-from .layer import causal_lm_of, decoder_layers
+from .layer import LayerView, causal_lm_of, decoder_layers, layer_view
 
 if TYPE_CHECKING:
     from ..parallel.shard import Sharded, Stay
@@ -25,12 +25,20 @@ if TYPE_CHECKING:
 _sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
 
-def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = None, *, on_host: bool = False) -> None:
+def shard_model(
+    model: nn.Module,
+    mesh: Mesh,
+    stays: Sequence[Stay] | None = None,
+    *,
+    kept: Collection[int] = (),
+    on_host: bool = False,
+) -> None:
     """Leave of the frozen weights of `model`'s decoder layers this process's slice; all where the mesh has no shards.
 
     Args:
         model: a causal LM of transformers, quantized or not, or a `peft.PeftModel` around one.
-        stays: how long each layer stays whole; default: `stays_of` none.
+        stays: how long each layer stays whole; default: `stays_of` those that are `kept`.
+        kept: numbers of the layers that stay for good.
         on_host: as in `shard_blocks`.
 
     Raises:
@@ -41,7 +49,7 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
     from ..parallel.shard import shard_blocks  # half a second of torch
 
     name, every = decoder_layers(model)
-    stays = stays_of(len(every)) if stays is None else stays
+    stays = stays_of(len(every), kept) if stays is None else stays
     if len(stays) != len(every):
         raise ModelError(f"{len(stays)} stays for {len(every)} layers", "give one a layer")
     here = [next(layer.parameters(), None) is not None for layer in every]  # none of another stage's
@@ -57,7 +65,7 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
         divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
 
 
-def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:
+def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:
     """How long as many layers stay whole, where those numbered `kept` stay for good: the others for a call, but for the
     last, of which backward asks first."""
     each: list[Stay] = ["always" if at in kept else "call" for at in range(layers)]
@@ -69,3 +77,9 @@ def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:
 def sharded(model: nn.Module) -> Sharded | None:
     """What `shard_model` made of `model`; None: its weights are whole."""
     return _sharded.get(causal_lm_of(model))
+
+
+def trains_alike(model: nn.Module) -> bool:
+    """Whether each backward gives all trained parameters a gradient, whatever the tokens: no experts choose."""
+    views = [layer_view(layer) for layer in decoder_layers(model)[1]]
+    return all(isinstance(view, LayerView) and view.mlp is not None for view in views)
