@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import Parallel
 from .collectives import gathered, scattered_sum
 from .mesh import TOKENS, Mesh
 from .reduce import CUT, buckets, clip_gradients, sum_gradients
@@ -36,8 +37,12 @@ def trained_units(mesh: Mesh, parameters: Sequence[nn.Parameter], *, elementwise
         elementwise: whether the optimizer treats each element alone, and nothing scales the loss. Stages of a pipeline
             and what is cut along "tensor" are stepped as they are.
     """
-    sliced = elementwise and mesh.ways(AXIS) > 1 and mesh.ways("tensor", "pipeline") == 1
-    return Sliced(mesh, parameters) if sliced else Whole(mesh, parameters)
+    return Sliced(mesh, parameters) if slices(mesh.layout, elementwise) > 1 else Whole(mesh, parameters)
+
+
+def slices(layout: Parallel, elementwise: bool) -> int:
+    """Of how many processes each keeps its part of the optimizer's state; the arguments are those of a run."""
+    return layout.shard if elementwise and layout.tensor * layout.pipeline == 1 else 1
 
 
 class Whole:
