@@ -26,6 +26,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats import FORMATS, from_spec
 from halfbyte.models import divided
 from halfbyte.models.load import load_model
+from halfbyte.models.products import divided_along
 from halfbyte.parallel import ALONE
 from halfbyte.parallel.placement import Placement, fill, templates
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
@@ -120,6 +121,27 @@ def folder(tiny_checkpoint):
 @pytest.mark.parametrize("axis", ["data", "shard"])
 def test_every_format(axis, two, folder):
     check(two, axis, [(folder, keys_of(spec)) for spec in EXAMPLES])
+
+
+def test_products_come_divided(two, tiny_checkpoint):
+    """Rows of q, k, v, gate and up and columns of o and down, each of whole blocks; the rest is whole."""
+    folder = str(tiny_checkpoint("Qwen2", dtype="bfloat16", intermediate_size=128))
+    specs = ("nf4", "int8", "fp8", "nvfp4", "kbit4")
+    models = [(folder, keys_of(spec)) for spec in specs] + [(folder, {"load_in_4bit": False})]
+    found = two.run(several, models, ("tensor",), layout={"tensor": 2})
+    for at, (where, keys) in enumerate(models):
+        model = load_model(where, device="cpu", **keys)
+        dims, named = divided_along(model), dict(model.named_parameters())
+        assert {name.split(".", 3)[3] for name in dims if name.endswith("bias")} == {
+            f"self_attn.{each}_proj.bias" for each in "qkv"
+        }
+        for rank in range(2):
+            wanted = digests(model)
+            for name, dim in dims.items():
+                piece = Placement(("tensor",), dim).cut(named[name].detach(), 2)[rank]
+                wanted[name] = digest(torch.nn.Parameter(piece, requires_grad=named[name].requires_grad))
+                assert piece.nbytes < named[name].nbytes * 0.6
+            assert found[rank][at][0] == wanted, keys
 
 
 @pytest.mark.parametrize("axis", ["data", "shard"])
