@@ -127,6 +127,18 @@ def _plain(alpha: float) -> Any:
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
+def reads_base(adapter: Adapter) -> bool:
+    """Whether adding an adapter looks at weights under it: DoRA takes their norms, and `modules_to_save` copies some.
+
+    Raises:
+        CheckpointError: the one to continue from cannot be read.
+    """
+    if adapter.adapter_path:
+        saved = read_adapter_config(Path(adapter.adapter_path))
+        return bool(saved.get("use_dora") or saved.get("modules_to_save"))
+    return bool(adapter.use_dora or adapter.modules_to_save)
+
+
 def _say_what_differs(lora: PeftConfig, adapter: Adapter) -> None:
     differing = [
         f"{key} {getattr(lora, key)} (not {getattr(adapter, key)})"

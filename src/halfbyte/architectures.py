@@ -68,9 +68,14 @@ def is_linear(module: Any) -> bool:
         return True
     if not own.__module__.startswith("transformers"):  # its models' own code and that of the hub
         return True
+    weights: dict[str, torch.Tensor] = {}
+    if getattr(module.weight, "template", None) is not None:  # a piece (`parallel.placement`): shapes say it, too
+        held = dict(module.named_parameters()) | dict(module.named_buffers())
+        weights = {name: getattr(tensor, "template", tensor).to("meta") for name, tensor in held.items()}
     try:
         with torch.no_grad():
-            found = module(module.weight.new_zeros(2, module.in_features))
+            rows = weights.get("weight", module.weight).new_zeros(2, module.in_features)
+            found = torch.func.functional_call(module, weights, (rows,))
     except RuntimeError:  # it takes no rows
         return False
     return isinstance(found, torch.Tensor) and found.shape == (2, module.out_features)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .adapters import compute, no_input_casts
+from .data.chat import prompt_text
 from .errors import ConfigError, ModelError
 from .generation import Sampling
 from .generation.engine import context_length
@@ -102,12 +103,8 @@ class HalfbyteLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return prompt_text(self.tokenizer, chat_history, **how)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids; with the tokenizer's BOS unless the text, e.g. from a chat template, has it already."""

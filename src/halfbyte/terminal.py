@@ -44,6 +44,7 @@ class Part(NamedTuple):
 MEMORY_PARTS = {
     "runtime": Part("runtime", "bright_black", "r"),
     "weights": Part("weights", "blue", "w"),
+    "gathered": Part("gathered weights", "bright_blue", "W"),
     "adapters": Part("adapters", "cyan", "a"),
     "gradients": Part("gradients", "green", "g"),
     "optimizer": Part("optimizer", "yellow", "o"),

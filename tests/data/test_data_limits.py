@@ -1,10 +1,11 @@
 """Templates that run away are ended; of a text that is far longer than a row, only the beginning is tokenized."""
 
+import copy
 import json
 
 import pytest
 
-from halfbyte.data.chat import ChatTemplate, _more
+from halfbyte.data.chat import ChatTemplate, _more, prompt_text
 from halfbyte.data.encode import CUT_AWAY, Encoder, _Text
 from halfbyte.errors import DataError
 
@@ -69,6 +70,19 @@ def test_a_very_long_row_is_quick_and_quiet(make_tokenizer, caplog, word):
     assert (len(found["input_ids"][0]), found["dropped"]) == (64, [CUT_AWAY])
     assert found["length"][0] == pytest.approx(4_900_000, rel=0.01)
     assert caplog.text == ""
+
+
+def test_a_begun_answer_is_rendered_under_the_same_limits(make_tokenizer):
+    """As lm-evaluation-harness asks for it."""
+    tokenizer, how = make_tokenizer("marked"), {"add_generation_prompt": False, "continue_final_message": True}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "begun"}]
+    text = prompt_text(tokenizer, talk, **how)
+    assert text == tokenizer.apply_chat_template(talk, tokenize=False, **how)
+    assert text.endswith("begun")
+    runaway = copy.deepcopy(tokenizer)
+    runaway.chat_template = "{% for i in range(10 ** 9) %}{% endfor %}{{ messages[-1].content }}"
+    with pytest.raises(DataError, match="it takes"):
+        prompt_text(runaway, talk, **how)
 
 
 def test_a_long_conversation_may_take_longer():

@@ -173,13 +173,18 @@ def test_hidden_folders_hold_no_data(write, tmp_path):
     assert rows_of(str(tmp_path / "folder")) == [[{"text": "a"}]]
 
 
-def test_a_long_file_shows_how_far_it_is(write, monkeypatch, capsys):
+def test_a_long_file_shows_how_far_it_is(write, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("halfbyte.data.sources.LONG", 1)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("tqdm.tqdm", functools.partial(tqdm.tqdm, mininterval=0))
     monkeypatch.setattr("halfbyte.data.sources.SHOWN_AFTER", 0)
     assert rows_of(write('{"a": 1}\n' * 50)) == [[{"a": 1}] * 50]
     assert "reading data.jsonl: 100%" in capsys.readouterr().err
+    assert rows_of(write(json.dumps([{"a": 1}] * 50), "rows.json")) == [[{"a": 1}] * 50]
+    assert "reading rows.json: 100%" in capsys.readouterr().err
+    parquet.write_table(pyarrow.Table.from_pylist([{"a": 1}] * 50), tmp_path / "d.parquet", row_group_size=10)
+    assert rows_of(str(tmp_path / "d.parquet")) == [[{"a": 1}] * 50]
+    assert "reading d.parquet: 100%" in capsys.readouterr().err
 
 
 def test_missing_file_names_the_closest(write, tmp_path):

@@ -9,12 +9,15 @@ from merge_runs import TEMPLATE, by_peft, save_base, save_run, tensors
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from halfbyte.errors import CheckpointError
+from halfbyte.cli.merge import merge_run
+from halfbyte.errors import CheckpointError, TrainingError
 from halfbyte.export import verify
 from halfbyte.export.fidelity import Distance
 from halfbyte.export.merge import merge
 from halfbyte.export.weights import MergedWeights
+from halfbyte.files import write_json
 from halfbyte.models.load import load_model
+from halfbyte.notices import said
 
 KINDS = {
     "lora": {"lora_alpha": 12.0},
@@ -278,3 +281,19 @@ def test_one_changed_bit_on_disk_is_caught_and_named(tmp_path, run, monkeypatch)
     with pytest.raises(CheckpointError, match=r"safetensors: \S+ on disk differs"):
         merge(run, tmp_path / "merged")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_merge_that_its_run_cannot_note_is_whole_all_the_same(tmp_path, run, monkeypatch, capsys):
+    """A disk that is full behind the model: what was asked for is there."""
+
+    def full(path, *content):
+        if path.name == "config.json":
+            return write_json(path, *content)
+        raise TrainingError(f"cannot write {path}: no space left on device", "free some space")
+
+    monkeypatch.setattr("halfbyte.export.merge.write_json", full)
+    monkeypatch.setattr("halfbyte.report.write_report", full)
+    merge_run(run, tmp_path / "merged", "auto", True)
+    assert f"merged model in {tmp_path / 'merged'}" in capsys.readouterr().out
+    assert "no space left on device; the merged model in" in said()["merge-report"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

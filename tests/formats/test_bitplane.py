@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from noise import normal, sqnr
 
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4, KBit, from_spec
@@ -26,16 +27,6 @@ from halfbyte.ops.bitplane import (
 CPU = torch.device("cpu")
 quick = settings(max_examples=40, deadline=None)
 SYMMETRIC = [f"kbit:{k}:{kind}" for k in (2, 3, 4, 5) for kind in ("nf", "bnf")]
-
-
-def sqnr(weight, format):
-    """Signal over quantization noise, dB."""
-    values = format.dequantize(format.quantize(weight), tuple(weight.shape), torch.float32)
-    return float(10 * torch.log10(weight.float().square().sum() / (weight.float() - values).square().sum()))
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
 # ---- planes and scales

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_bitplane import normal, sqnr
+from noise import normal, sqnr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.errors import CheckpointError, ModelError

@@ -29,8 +29,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,17 @@ class Case:
     def commands(self) -> list[list[str]]:
         runs = self.run if isinstance(self.run, tuple) else (self.run,)
         return [shlex.split(run) if isinstance(run, str) else run for run in runs]
+
+
+def later(*cases: Case) -> list[Case]:
+    """Left to `make test-all`."""
+    return [replace(case, slow=True) for case in cases]
+
+
+def some(cases: Iterable[Case], many: int = 1) -> list[Case]:
+    """Cases that show one thing: so many of them run in `make test`, the others in `make test-all`."""
+    made = list(cases)
+    return [*made[:many], *later(*made[many:])]
 
 
 # Contents of `files`.

@@ -49,6 +49,11 @@ ROWS = [
     # Values.
     Case("4 seed below zero", both("seed=-1"), says="seed"),
     Case("4 seed past 32 bits", both("seed=99999999999999999999"), says="seed"),
+    Case("+ no ways to divide a run", both("'parallel={data: 0}'"), says="parallel must be auto"),
+    Case("+ an axis that nobody knows", both("'parallel={rows: 2}'"), says=("parallel", "data or shard")),
+    Case("+ a mesh of nothing", both("'parallel={}'"), says="parallel must name at least one"),
+    Case("+ a mesh for one device", both("'parallel={data: 2}' device=cuda:1"), says=("device: cuda:1", "one device")),
+    Case("+ a million processes", "train run.yaml 'parallel={data: 1000000}' device=cpu", says="1,000,000 processes"),
     Case("5 an unknown tracker", both("report_to=nonsense"), says=("report_to", "nonsense")),
     Case("5 a tracker that is not installed", both("report_to=wandb"), says=("report_to", "wandb")),
     Case(
@@ -74,8 +79,9 @@ ROWS = [
     ),
     Case("9 colours in output_dir", "check run.yaml", code=0, files=config(output_dir=RED), says="ready"),
     Case(
-        "9 colours in output_dir",
+        "9 colours in output_dir that is written",
         "train run.yaml",
+        slow=True,
         code=0,
         files=config(output_dir=RED),
         says=r"saved: a\x1b[31mred\nnew/adapter",

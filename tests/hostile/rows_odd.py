@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 
 import torch
-from hostile import Case, Link, cut, edited, gone, mode, tensors
+from hostile import Case, Link, cut, edited, gone, later, mode, some, tensors
 from hostile_inputs import DATA, RUN, STOPPED, TEMPLATE
 from rows_config import both, config
 from rows_data import PAIR, data
@@ -80,9 +80,13 @@ CONFIGS = [
     refused("+ epochs of nan", "num_train_epochs", "num_train_epochs=.nan"),
     either("+ evaluated at nothing", "check run.yaml eval_split_size=2 eval_steps=1e-300"),
     either("+ warmed up for ever", "check run.yaml warmup_steps=1e18"),
-    either("+ steps of a billion batches", "check run.yaml gradient_accumulation_steps=1000000000"),
-    either("+ evaluated a billion at a time", "check run.yaml eval_split_size=2 per_device_eval_batch_size=1000000000"),
-    either("+ tokenized by 5000 processes", "check run.yaml dataset_num_proc=5000"),
+    *later(either("+ steps of a billion batches", "check run.yaml gradient_accumulation_steps=1000000000")),
+    *later(
+        either(
+            "+ evaluated a billion at a time", "check run.yaml eval_split_size=2 per_device_eval_batch_size=1000000000"
+        )
+    ),
+    *later(either("+ tokenized by 5000 processes", "check run.yaml dataset_num_proc=5000")),
     refused("+ all rows held out", "eval_split_size", "eval_split_size=17"),
     refused("+ a folder for a template", "model", "chat_template_path=model"),
     refused("+ an empty template", "empty.jinja", "chat_template_path=empty.jinja", files={"empty.jinja": ""}),
@@ -99,14 +103,16 @@ CONFIGS = [
     either("+ output_dir is a link to nowhere", files={"out": Link("nowhere/there")}),
     refused("+ resumed from nowhere", "nowhere", "resume_from_checkpoint=nowhere"),
     refused("+ alpha past floats", "lora_alpha", "lora_alpha=1e999"),
-    either("+ an empty prompt to answer", "train run.yaml 'sample_prompts=[\"\"]'", after=RAN_OUT),
-    either("+ a NUL to answer", "train run.yaml", files=config(sample_prompts='["\\0"]'), after=RAN_OUT),
-    either("+ too long to answer", f"train run.yaml 'sample_prompts=[\"{'a' * 2000}\"]'", after=RAN_OUT),
+    either(
+        "+ an empty prompt to answer", "train run.yaml sample_max_new_tokens=2 'sample_prompts=[\"\"]'", after=RAN_OUT
+    ),
+    *later(either("+ a NUL to answer", "train run.yaml", files=config(sample_prompts='["\\0"]'), after=RAN_OUT)),
+    *later(either("+ too long to answer", f"train run.yaml 'sample_prompts=[\"{'a' * 2000}\"]'", after=RAN_OUT)),
 ]
 
 DATASETS = [
     refused("+ CSV with semicolons", "d.csv", "dataset=d.csv", files={"d.csv": "prompt;completion\na;b\n"}),
-    either("+ CSV with NUL", "check run.yaml dataset=d.csv", files={"d.csv": "prompt,completion\na\0,b\n"}),
+    *later(either("+ CSV with NUL", "check run.yaml dataset=d.csv", files={"d.csv": "prompt,completion\na\0,b\n"})),
     either("+ a CSV field of 200,000", "check run.yaml dataset=d.csv", files={
          "d.csv": f"prompt,completion\na,{'b ' * 100_000}\n"}),
     refused("+ CSV with rows too wide", "d.csv", "dataset=d.csv", files={"d.csv": "prompt,completion\na,b,c,d\n"}),
@@ -118,12 +124,12 @@ DATASETS = [
     either("+ JSON named JSONL", files=data(json.dumps([json.loads(PAIR)] * 3, indent=1))),
     either("+ rows below a key", "check run.yaml dataset=d.json", files={"d.json": json.dumps({"data": [json.loads(
          PAIR)] * 3})}),
-    *[refused(f"+ a row that is {row}", "data.jsonl:2", files=data(f"{PAIR}{row}\n")) for row in ("null", "[]", "3",
-         '"a"')],
-    *[refused(f"+ messages are {given}", "data.jsonl:1", files=data(MESSAGES.format(given))) for given in (
+    *some(refused(f"+ a row that is {row}", "data.jsonl:2", files=data(f"{PAIR}{row}\n")) for row in ("null", "[]", "3",
+         '"a"')),
+    *some((refused(f"+ messages are {given}", "data.jsonl:1", files=data(MESSAGES.format(given))) for given in (
         "[]", "null", '"a"', "[1]", '[{"role": "user"}]', '[{"content": "a"}]', '[{"role": "user", "content": 3}]',
         '[{"role": "martian", "content": "a"}]', '[{"role": "user", "content": {"a": [1]}}]',
-        '[{"role": ["user"], "content": "a"}]')],
+        '[{"role": ["user"], "content": "a"}]')), 3),
     refused("+ rows of two layouts", "data.jsonl:2", files=data(MESSAGES.format(
         '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]') + PAIR)),
     either("+ JSON with a key twice", files=data('{"prompt": "a", "prompt": "b", "completion": "c"}\n')),
@@ -131,16 +137,16 @@ DATASETS = [
     refused("+ data in latin-1", "data.jsonl", files=data(PAIR.replace("a", "é").encode("latin-1"))),
     refused("+ gzip named JSONL", "data.jsonl", files=data(gzip.compress(DATA.encode()))),
     refused("+ a folder of other things", "dd", "dataset=dd", files={"dd/a.doc": "x"}),
-    either("+ a folder of two kinds", "check run.yaml dataset=dd", files={"dd/a.jsonl": PAIR,
-         "dd/b.csv": "prompt,completion\na,b\n"}),
+    *later(either("+ a folder of two kinds", "check run.yaml dataset=dd", files={"dd/a.jsonl": PAIR,
+         "dd/b.csv": "prompt,completion\na,b\n"})),
     refused("+ the model for a dataset", "model", "dataset=model"),
     refused("+ run.yaml for a dataset", "run.yaml", "dataset=run.yaml"),
     refused("+ a device for a dataset", "/dev/zero", "dataset=/dev/zero"),
     refused("+ standard input for a dataset", "/dev/stdin", "dataset=/dev/stdin"),
     refused("+ a process's memory for a dataset", "/proc/self/mem", "dataset=/proc/self/mem"),
-    *[good(f"+ data in {name!r}", ["check", "run.yaml", f"dataset={name}"], files={name: DATA}) for name in (
+    *some(good(f"+ data in {name!r}", ["check", "run.yaml", f"dataset={name}"], files={name: DATA}) for name in (
         "two words.jsonl", "größe 模型.jsonl", "a%20b#c.jsonl", "x$HOME~ ?.jsonl", "-dash.jsonl", "a=b.jsonl",
-        "q'.jsonl")],
+        "q'.jsonl")),
     either("+ data in a name of other bytes", ["check", "run.yaml", "dataset=a\udcff.jsonl"], files={
          "a\udcff.jsonl": DATA}),
     either("+ one line of 10 MB", "check run.yaml dataset=d.txt", files={"d.txt": "ab " * 3_300_000}),
@@ -153,21 +159,20 @@ DATASETS = [
 ]  # fmt: skip
 
 MODELS = [
-    good("+ a model by a link", "train run.yaml model_name_or_path=link", files={"link": Link("model")}, after=RAN_OUT),
+    good("+ a model by a link", "check run.yaml model_name_or_path=link", files={"link": Link("model")}),
     good("+ weights by a link, as in a cache", files={"blob": lambda path: (path.parent / WEIGHTS).rename(path),
          WEIGHTS: Link("../blob")}),
-    good("+ a model that may only be read", "train run.yaml", files={"model": mode(0o555)}, after=RAN_OUT),
-    *[good(f"+ a model in {name!r}", ["train", "run.yaml", f"model_name_or_path={name}"], files={"model": moved(
-         name.strip("/"))},
-           after=RAN_OUT) for name in ("two words", "größe 模型", "a%20b#c", "model/")],
-    *[either(f"+ a tokenizer without {name}", "train run.yaml", files={ITS_CONFIG: without_token(name)}, after=RAN_OUT)
-      for name in ("eos_token", "pad_token")],
+    *later(good("+ a model that may only be read", "train run.yaml", files={"model": mode(0o555)}, after=RAN_OUT)),
+    *some(good(f"+ a model in {name!r}", ["check", "run.yaml", f"model_name_or_path={name}"], files={"model": moved(
+         name.strip("/"))}) for name in ("two words", "größe 模型", "a%20b#c", "model/")),
+    *some((either(f"+ a tokenizer without {name}", files={ITS_CONFIG: without_token(name)})
+      for name in ("eos_token", "pad_token")), 2),
     refused("+ no chat template for messages", "chat template", files={"model/chat_template.jinja": gone}),
     either("+ a template without generation marks", "train run.yaml", after=RAN_OUT, files={"model/chat_template.jinja":
         TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")}),
-    either("+ a template without a generation prompt", "train run.yaml", after=RAN_OUT, files={
+    *later(either("+ a template without a generation prompt", "train run.yaml", after=RAN_OUT, files={
          "model/chat_template.jinja":
-        TEMPLATE.partition("{% if add_generation_prompt %}")[0]}),
+        TEMPLATE.partition("{% if add_generation_prompt %}")[0]})),
     refused("+ a template in the model's folder that is none", "chat_template.jinja", files={
          "model/chat_template.jinja": "{% if"}),
     refused("+ ids past the embeddings", "config.json", files={CONFIG: edited(vocab_size=20),
@@ -224,20 +229,20 @@ RUNS = [
     Case("+ resumed with fewer rows", f"train run.yaml {STOPPED} --resume", given=("stopped",), code=(0, 1),
          files=data("".join(DATA.splitlines(True)[:5]))),
     stopped("+ metrics.jsonl cut in a line", {"stopped/metrics.jsonl": cut(0.9)}, code=0, after=RAN, gone=RAN),
-    stopped("+ no metrics.jsonl", {"stopped/metrics.jsonl": gone}, code=(0, 1), after=RAN, gone=RAN),
+    *later(stopped("+ no metrics.jsonl", {"stopped/metrics.jsonl": gone}, code=(0, 1), after=RAN, gone=RAN)),
     stopped("+ metrics.jsonl is a folder", {"stopped/metrics.jsonl": lambda path: (gone(path), path.mkdir())},
          says="metrics.jsonl"),
-    stopped("+ a file for a checkpoint", {"stopped/checkpoint-9": "x"}, code=(0, 1), after=RAN, gone=RAN),
-    stopped("+ a checkpoint of no number", {"stopped/checkpoint-abc/x": "x"}, code=0, after=RAN, gone=RAN),
+    *later(stopped("+ a file for a checkpoint", {"stopped/checkpoint-9": "x"}, code=(0, 1), after=RAN, gone=RAN)),
+    *later(stopped("+ a checkpoint of no number", {"stopped/checkpoint-abc/x": "x"}, code=0, after=RAN, gone=RAN)),
     stopped("+ a step that is text", {f"stopped/checkpoint-{n}/trainer_state.json": edited(global_step="4") for n in (
          2, 4)}, says="trainer_state.json"),
     stopped("+ a lock that is a folder", {"stopped/.lock": lambda path: (path.unlink(missing_ok=True), path.mkdir())},
          says=".lock"),
     stopped("+ a run that was moved", {"stopped": moved("elsewhere")}, code=0, after=("stopped", "stopped/*"),
          gone=RAN),
-    Case("+ resumed after the run was moved", f"train run.yaml {STOPPED} output_dir=elsewhere --resume", code=0,
+    *later(Case("+ resumed after the run was moved", f"train run.yaml {STOPPED} output_dir=elsewhere --resume", code=0,
          given=("stopped",),
-         files={"stopped": moved("elsewhere")}, after=("elsewhere/*",), gone=("elsewhere/*",)),
+         files={"stopped": moved("elsewhere")}, after=("elsewhere/*",), gone=("elsewhere/*",))),
     Case("+ a finished run resumed",
          "train run.yaml output_dir=run max_steps=4 save_steps=2 eval_split_size=2 lora_dropout=0.1 --resume",
          code=0, after=("run/*",), given=("run",)),
@@ -252,30 +257,33 @@ RUNS = [
 MACHINES = [
     Case("+ the folder it is in went away", ("check run.yaml", "env", "train model data.jsonl"), code=(1, 0), wishes={
          "nowhere": True}),
-    *[Case(f"+ {command.split()[0]} into a full disk", command, code=(1, 0), given=("run",),
+    *some((Case(f"+ {command.split()[0]} into a full disk", command, code=(1, 0), given=("run",),
          says="cannot write the output",
          wishes={"full": [1]}) for
-      command in ("check run.yaml", "env", "init model data.jsonl", "generate run prompts.jsonl --max-new-tokens 4")],
+      command in ("check run.yaml", "env", "init model data.jsonl",
+         "generate run prompts.jsonl --max-new-tokens 4")), 2),
     Case("+ train tells a full disk", "train run.yaml", code=(0, 1), wishes={"full": [1]}, after=RAN_OUT),
     good("+ standard input is closed", "train run.yaml", wishes={"closed": [0]}, after=RAN_OUT),
     Case("+ standard output is closed", "check run.yaml", code=(0, 1, 120), wishes={"closed": [1]}),
     Case("+ standard error is closed", "check run.yaml seed=x", wishes={"closed": [2]}),
-    good("+ 64 open files", "train run.yaml", wishes={"limits": {"RLIMIT_NOFILE": 64}}, after=RAN_OUT),
-    Case("+ memory for nothing", "train run.yaml", code=(0, 1), after=RAN_OUT, wishes={"limits": {"RLIMIT_AS": 2**28}}),
+    *later(good("+ 64 open files", "train run.yaml", wishes={"limits": {"RLIMIT_NOFILE": 64}}, after=RAN_OUT)),
+    *later(Case("+ memory for nothing", "train run.yaml", code=(0, 1), after=RAN_OUT,
+         wishes={"limits": {"RLIMIT_AS": 2**28}})),
     Case("+ files of 10 kB at most", "train run.yaml", says="out", after=RAN_OUT, wishes={"limits": {
          "RLIMIT_FSIZE": 10_000}}),
     either("+ no folder for temporary files", environment={"TMPDIR": "/nowhere"}),
-    *[good(f"+ {name}={value!r}", environment={name: value}) for name, value in (
+    *some((good(f"+ {name}={value!r}", environment={name: value}) for name, value in (
         ("LC_ALL", "C"), ("LC_ALL", "xx_YY.nothing"), ("LANG", None), ("PYTHONUTF8", "0"), ("TERM", "dumb"), ("TERM",
         None),
         ("NO_COLOR", "1"), ("COLUMNS", "0"), ("COLUMNS", "many"), ("COLUMNS", "1"), ("COLUMNS", "5000"), ("HOME",
         "/nowhere"),
-        ("HF_ENDPOINT", "what"), ("HTTPS_PROXY", "what"), ("CUDA_VISIBLE_DEVICES", "what"), ("LINES", "x"))],
-    either("+ a file for a cache", "train run.yaml", environment={"HALFBYTE_CACHE": "/etc/hostname"}, after=RAN_OUT),
-    good("+ warnings are errors", environment={"PYTHONWARNINGS": "error"}, wishes={"fresh": True}, seconds=20),
-    good("+ threads of words", environment={"OMP_NUM_THREADS": "many"}, wishes={"fresh": True}, seconds=20),
-    *[good(f"+ a terminal of {columns} columns", "train run.yaml", wishes={"columns": columns},
-         after=RAN_OUT) for columns in (1, 40, 400)],
+        ("HF_ENDPOINT", "what"), ("HTTPS_PROXY", "what"), ("CUDA_VISIBLE_DEVICES", "what"), ("LINES", "x"))), 3),
+    *later(either("+ a file for a cache", "train run.yaml", environment={"HALFBYTE_CACHE": "/etc/hostname"},
+         after=RAN_OUT)),
+    *later(good("+ warnings are errors", environment={"PYTHONWARNINGS": "error"}, wishes={"fresh": True}, seconds=20)),
+    *later(good("+ threads of words", environment={"OMP_NUM_THREADS": "many"}, wishes={"fresh": True}, seconds=20)),
+    *some(good(f"+ a terminal of {columns} columns", "train run.yaml", wishes={"columns": columns},
+         after=RAN_OUT) for columns in (1, 40, 400)),
 ]  # fmt: skip
 
 COMMANDS = [
@@ -302,8 +310,8 @@ COMMANDS = [
     *[Case(f"+ serve {more}", f"serve run --port 0 {more}", code=(1, 2), given=("run",)) for more in (
         "--adapter a", "--adapter =run", "--adapter a=", "--adapter a=run --adapter a=run", "--adapter 'a=nowhere'",
         "--host nowhere.invalid", "--host 0.0.0.0", "--max-seconds nan")],
-    Case("+ chat: a line of 1 MB", "chat run --max-new-tokens 2", code=(0, 1), given=("run",), wishes={
-         "stdin": b"a " * 500_000 + b"\n"}),
+    *later(Case("+ chat: a line of 1 MB", "chat run --max-new-tokens 2", code=(0, 1), given=("run",), wishes={
+         "stdin": b"a " * 500_000 + b"\n"})),
     Case("+ chat: a misspelt command", "chat run --max-new-tokens 2", code=1, says="line 1", given=("run",), wishes={
          "stdin": b"/rest\n/quit\n"}),
     Case("+ chat: nothing at all", "chat run", code=0, given=("run",)),
@@ -335,15 +343,15 @@ COMMANDS = [
         ("a sequence of 5000 digits", f"sequence_len: {'9' * 5000}\ndatasets:\n  - path: d\n"), ("nothing else", ""),
         ("datasets without paths", "datasets:\n  - type: alpaca\n"), ("an odd key", "? {a: b}\n: c\n"),
         ("a rate of words", "learning_rate: fast\ndatasets:\n  - path: d\n    type: alpaca\n"))],
-    Case("+ init for names with signs", ["init", "model: #x", "it's \"data\".jsonl"], code=0,
+    *later(Case("+ init for names with signs", ["init", "model: #x", "it's \"data\".jsonl"], code=0,
          says="model_name_or_path", seconds=4,
-         files={"model": moved("model: #x"), "it's \"data\".jsonl": DATA}),
+         files={"model": moved("model: #x"), "it's \"data\".jsonl": DATA})),
     Case("+ env: a device that nobody knows", "env --device what", says="what", code=(1, 2)),
     Case("+ demo over something else", "demo model", says="model"),
 ]  # fmt: skip
 
 README = [  # what the README shows, with nothing wrong
-    good("+ README: merge", "merge run", given=("run",), after=("run/*",), seconds=4),
+    *later(good("+ README: merge", "merge run", given=("run",), after=("run/*",), seconds=4)),
     good("+ README: merge in FP8", "merge run m --quantize fp8-block", given=("run",), after=("m", "m/*", "run/*"),
          seconds=4),
     good("+ README: chat", "chat run --compare-base --max-new-tokens 4", given=("run",), wishes={
@@ -356,7 +364,7 @@ README = [  # what the README shows, with nothing wrong
     good("+ README: env", "env --kernels"),
     good("+ README: a model and data, no file", "train model data.jsonl max_steps=1 max_length=64", after=(*RAN_OUT,
          "out/run.yaml")),
-    good("+ README: check a model and data", "check model data.jsonl max_length=64", says="ready"),
+    *later(good("+ README: check a model and data", "check model data.jsonl max_length=64", says="ready")),
 ]  # fmt: skip
 
 ROWS = README + CONFIGS + DATASETS + MODELS + RUNS + MACHINES + COMMANDS

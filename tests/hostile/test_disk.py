@@ -112,12 +112,20 @@ def check_rerun(disk: Disk, folder: Path, name: str, when: str) -> None:
     assert not hidden, f"{when}: {hidden}"
 
 
+def moments() -> list:
+    """Of every command; in `make test` one of a training."""
+    return [
+        pytest.param(name, at, marks=[] if (name, at) == ("train", 0) else [pytest.mark.slow])
+        for name in COMMANDS
+        for at in MOMENTS
+    ]
+
+
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("moment", [pytest.param(at, marks=[pytest.mark.slow] if at else []) for at in MOMENTS])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "moment"), moments())
 def test_killed(disk, name, moment):
     chance, seconds = random.Random(f"{name} {moment}"), disk.whole(name)[1]
     when = chance.choice([chance.uniform(0.0, 1.1 * seconds), chance.choice(SIGNS[name].split())])
@@ -155,9 +163,8 @@ def fill(disk: Disk, name: str, full: int, seen: set[frozenset[str]]) -> bool:
         return True
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_full_from_some_write_on(disk, name):
-    fill(disk, name, random.Random(3).randrange(60), set())
+def test_full_from_some_write_on(disk):
+    fill(disk, "merge", random.Random(3).randrange(60), set())
 
 
 @pytest.mark.slow

@@ -24,8 +24,10 @@ def parameters() -> list:
                 name = f"{case.name} [{command[0] if command else ''}]" if isinstance(case.run, tuple) else case.name
                 name = f"{subject.removeprefix('rows_')}: {name}"
                 name = name.encode("unicode_escape").decode()
-                # `make test` runs the first of a case off the list
-                marks = [pytest.mark.slow] if case.slow or (at and case.name.startswith("+")) else []
+                # `make test` runs the first of a case off the list; and `check` alone where `train` must say the same,
+                # which test_mutations.py shows of the two
+                again = at and (case.name.startswith("+") or case.commands()[0][0] == "check")
+                marks = [pytest.mark.slow] if case.slow or again else []
                 made.append(pytest.param(case, command, id=name, marks=marks))
     return made
 

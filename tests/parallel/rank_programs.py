@@ -73,5 +73,31 @@ def talkative():
     sys.exit(7 if RANK == 1 else 0)
 
 
+def breaks_on_one():
+    """`halfbyte train FOLDER/run.yaml`, in which the second rank meets what argv[3] says in its third step."""
+    from unittest import mock
+
+    import torch
+
+    from halfbyte.cli import main
+    from halfbyte.train.loop import TrainingLoop
+
+    calls, inner = [], TrainingLoop._sums
+
+    def sums(self, batch):
+        calls.extend([1] * self.model.training)
+        found = inner(self, batch)
+        if RANK != 1 or len(calls) != 3 or not self.model.training:
+            return found
+        if sys.argv[3] == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if sys.argv[3] == "bug":
+            raise KeyError("nobody foresaw this")
+        return {name: value * float("nan") for name, value in found.items()}
+
+    with mock.patch.object(TrainingLoop, "_sums", sums):
+        main(["train", str(FOLDER / "run.yaml")])
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

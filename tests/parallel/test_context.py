@@ -279,7 +279,7 @@ def test_models_that_can_be_cut(two, kind):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return write_place(tmp_path_factory.mktemp("context"), rows=15)
+    return write_place(tmp_path_factory.mktemp("context"), rows=15, intermediate_size=128)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -313,8 +313,10 @@ def test_noise_is_that_of_whole_rows(two):
         assert found == pytest.approx(5 / numbers**0.5, rel=1e-2)
 
 
-def test_weights_are_sharded_too(place, four, tmp_path):
-    """Two rows at a time on pairs of ranks, each with half of every row and of the frozen bytes."""
-    alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, packing=True, max_length=40)
-    keys = {"gradient_accumulation_steps": 1, "packing": True, "max_length": 40}
-    run(four, place, tmp_path / "out", parallel={"shard": 2, "context": 2}, **keys).same_as(alone)
+@pytest.mark.parametrize("axis", ["shard", "tensor"])
+def test_beside_another_axis(place, four, tmp_path, axis):
+    """Pairs of ranks have halves of every row, and of the frozen bytes or the products."""
+    keys = {"packing": True, "max_length": 40}
+    alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, **keys)
+    keys["gradient_accumulation_steps"] = 1 if axis == "shard" else 2
+    run(four, place, tmp_path / "out", parallel={axis: 2, "context": 2}, **keys).same_as(alone)

@@ -67,6 +67,8 @@ def test_a_rank_starts_no_ranks(monkeypatch):
 def test_more_than_there_are_gpus(monkeypatch):
     with pytest.raises(ConfigError, match=r"parallel: \{data: 8\} takes 8 GPUs, and 2 are here"):
         wanted(monkeypatch, 2, parallel={"data": 8})
+    with pytest.raises(ConfigError, match=r"parallel: \{data: 1000000\} takes 1,000,000 processes on a CPU"):
+        wanted(monkeypatch, 0, parallel={"data": 1000000})
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfbyte import notices
+from halfbyte.architectures import all_linear
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import FORMATS, from_spec
 from halfbyte.models import divided
@@ -62,7 +63,10 @@ def known(model):
     """What else of a model is to be one process's."""
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     trains = model.training, {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return kinds, trains, model.name_or_path, model.generation_config.to_dict(), model.config.to_dict()
+    config = model.config.to_dict()
+    if skipped := config.get("quantization_config", {}).get("llm_int8_skip_modules"):
+        skipped.sort()  # transformers takes them from a set
+    return kinds, trains, all_linear(model), model.name_or_path, model.generation_config.to_dict(), config
 
 
 def loads(mesh, folder, keys, along=()):
@@ -80,7 +84,7 @@ def expected(folder, keys, along=(), ranks=2):
     for rank in range(ranks):
         own = digests(model)
         for name, parameter in named.items():
-            if along and ".layers." in name and "vision" not in name:
+            if along and re.search(r"\.(layers|h)\.", name) and "vision" not in name:
                 with torch.no_grad():
                     piece = Placement(along).cut(parameter, ranks)[rank]
                 own[name] = digest(torch.nn.Parameter(piece.clone(), requires_grad=parameter.requires_grad))
@@ -134,7 +138,7 @@ def test_products_come_divided(two, tiny_checkpoint):
         for rank in range(2):
             wanted = digests(model)
             for name, dim in dims.items():
-                piece = Placement(("tensor",), dim).cut(named[name].detach(), 2)[rank]
+                piece = Placement(("tensor",), dim=dim).cut(named[name].detach(), 2)[rank]
                 wanted[name] = digest(torch.nn.Parameter(piece, requires_grad=named[name].requires_grad))
                 assert piece.nbytes < named[name].nbytes * 0.6
             assert found[rank][at][0] == wanted, keys
@@ -166,6 +170,8 @@ def test_experts_towers_and_tied_heads(axis, two, tiny_checkpoint, tmp_path):
     models.append((str(tmp_path / "Gemma3"), {"dtype": "float32", "bnb_4bit_blocksize": 32}))
     tied = tiny_checkpoint("Gemma", tie_word_embeddings=True)
     shutil.copytree(tied, tmp_path / "twice")
+    build("falcon").save_pretrained(tmp_path / "falcon")  # linears of a class of its own
+    models.append((str(tmp_path / "falcon"), {"dtype": "float32", "load_in_4bit": False}))
     change(tmp_path / "twice", lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
     models += [(str(folder), {"dtype": "float32"}) for folder in (tied, tmp_path / "twice")]
     check(two, axis, models)
@@ -189,6 +195,30 @@ def test_four_ranks_and_two_axes(four, folder):
     for rank in range(4):
         assert found[rank] == wanted[rank % 2]
     check(four, "shard", [(folder, keys)])
+
+
+def stages(mesh, folder):
+    """What a rank of two stages of two layers holds: names of what is on the meta device, and digests of the rest."""
+
+    def elsewhere(model, place):
+        kept = ("model.layers.0.", EMBEDDING), ("model.layers.1.", "model.layers.2.", NORM, HEAD)
+        return lambda name: not name.startswith(kept[place])
+
+    keys = {"dtype": "float32", "device": "cpu", "mesh": mesh, "along": SHARD, "elsewhere": elsewhere}
+    model = load_model(folder, **keys)
+    named = dict(model.named_parameters())
+    return {name: "" if tensor.is_meta else digest(tensor) for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_stage_holds_its_layers(shards, two, four, folder):
+    wanted = expected(folder, {"dtype": "float32"}, SHARD if shards > 1 else ())
+    found = (four if shards > 1 else two).run(stages, folder, layout={"pipeline": 2, "shard": shards})
+    for rank, holds in enumerate(found):
+        stage, shard = divmod(rank, shards)
+        own = (("layers.0", "embed"), ("layers.1", "layers.2", "model.norm", "lm_head"))[stage]
+        for name, held in holds.items():
+            assert held == (wanted[shard][0][name] if any(part in name for part in own) else ""), name
 
 
 def on_two_hosts(mesh, folder, keys, along):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -63,6 +65,11 @@ def test_where_a_run_cannot_write(tmp_path):
     for name in ("", " ", "a\0b", "file", "file/below", "link", "x" * 300, "new/" + "x" * 300, "deep/" * 1000):
         with pytest.raises(ConfigError, match="output_dir"):
             look_over_output(name if name.strip() == "" else f"{tmp_path}/{name}")
+    if sys.platform == "linux":
+        for name in ("/proc/x", "/sys/kernel/x", f"/proc/{os.getpid()}/root/proc/x"):  # where root may write, they say
+            with pytest.raises(ConfigError, match="output_dir"):
+                look_over_output(name)
+        look_over_output(f"/proc/self/cwd/{os.path.relpath(tmp_path)}/new")
     for name in ("new", "new/below", ".", "[bold]ü"):
         look_over_output(f"{tmp_path}/{name}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]

@@ -70,11 +70,20 @@ def init(
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)
-def check(run: Words) -> None:
+def check(
+    run: Words,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Plan for so many GPUs, which need not be here.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=1.0, help="GiB of each of them.")] = None,
+) -> None:
     """Do all that train does before its first step."""
+    config = read_run("check", run, ["--gpus", "--gpu-memory"])[0]
+    if gpus is not None or gpu_memory is not None:
+        from .meshes import check_meshes
+
+        return check_meshes(config, gpus, gpu_memory)
     from .check import check_run
 
-    check_run(read_run("check", run)[0])
+    return check_run(config)
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)

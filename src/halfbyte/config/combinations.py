@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import get_args
 
@@ -12,7 +12,6 @@ from .resolve import Parallel
 from .schema import Axis
 
 AXES: tuple[str, ...] = get_args(Axis)
-EXISTING = ("data",)  # of them, those that a run can be divided along today
 WITH_PIPELINE = ("data", "shard")
 
 
@@ -21,13 +20,9 @@ def wide(layout: Parallel) -> tuple[str, ...]:
     return tuple(each.name for each in fields(layout) if getattr(layout, each.name) > 1)
 
 
-def obstacle(layout: Parallel, existing: Collection[str] = EXISTING) -> tuple[str, str] | None:
+def obstacle(layout: Parallel) -> tuple[str, str] | None:
     """Why no run can be divided so, whatever its model: what is wrong, and the fix."""
     axes = wide(layout)
-    for axis in axes:
-        if axis not in existing:
-            there = ", ".join(f"{{{each}: {layout.size}}}" for each in AXES if each in existing)
-            return f"parallel: {layout}: runs cannot be divided along {axis} yet", f"set parallel: {there} or auto"
     beside = [axis for axis in axes if axis not in ("pipeline", *WITH_PIPELINE)]
     if "pipeline" in axes and beside:
         wrong = f"parallel: {layout}: pipeline goes with {' and '.join(WITH_PIPELINE)}, not with {beside[0]}"
@@ -35,11 +30,10 @@ def obstacle(layout: Parallel, existing: Collection[str] = EXISTING) -> tuple[st
     return None
 
 
-def layouts(processes: int, axes: Collection[str] = EXISTING) -> Iterator[Parallel]:
+def layouts(processes: int) -> Iterator[Parallel]:
     """Every way to divide a run among so many processes that nothing here forbids, those along one axis first."""
-    along = [axis for axis in AXES if axis in axes]
     factors = [n for n in range(1, processes + 1) if processes % n == 0]
-    ways = (dict(zip(along, each, strict=True)) for each in itertools.product(factors, repeat=len(along)))
-    found = [Parallel(**each) for each in ways if math.prod(each.values()) == processes]
+    ways = itertools.product(factors, repeat=len(AXES))
+    found = [Parallel(**dict(zip(AXES, each, strict=True))) for each in ways if math.prod(each) == processes]
     found.sort(key=lambda layout: (len(wide(layout)), [-getattr(layout, axis) for axis in AXES]))
-    yield from (layout for layout in found if obstacle(layout, axes) is None)
+    yield from (layout for layout in found if obstacle(layout) is None)

@@ -191,7 +191,7 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
     elif origin is list:
         yield "a list of text"
     elif origin is dict:
-        yield f"a mapping from text to {' or '.join(_in_words(arguments[1]))}"
+        yield f"a mapping from {' or '.join(_in_words(arguments[0]))} to {' or '.join(_in_words(arguments[1]))}"
     else:
         plain = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
         yield plain[annotation] + (_bounds(metadata) if annotation in (int, float) else "")
@@ -211,6 +211,8 @@ def _bounds(metadata: Iterable[Any]) -> str:
 def _choices(annotation: Any) -> list[str]:
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
+    if get_origin(annotation) is dict:  # whose keys are no values
+        return []
     return [choice for argument in get_args(annotation) for choice in _choices(argument)]
 
 

@@ -46,7 +46,7 @@ class Section(BaseModel):
     def _paths_as_text(cls, value: Any) -> Any:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
-    @field_validator("target_modules", "dataset", "eval_dataset", "quantization", check_fields=False)
+    @field_validator("target_modules", "dataset", "eval_dataset", "quantization", "parallel", check_fields=False)
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
         if value is not None and not value:

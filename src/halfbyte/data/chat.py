@@ -245,9 +245,17 @@ _renderers: weakref.WeakKeyDictionary[Any, tuple[Any, Bounded[Any, str]]] = weak
 
 
 def prompt_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> str:
     """A conversation as the tokenizer's chat template writes it, up to where an answer begins, under the same limits.
+
+    Args:
+        add_generation_prompt, continue_final_message: as `apply_chat_template` takes them; the latter leaves out what
+            the template puts behind the last message.
 
     Raises:
         DataError: the template refuses the conversation, or takes more time or memory than it may.
@@ -257,7 +265,7 @@ def prompt_text(
         held = weakref.ref(tokenizer)  # so that the entry does not keep its own key
         renderer = Bounded(lambda item: _render(held(), *item))
         _renderers[tokenizer] = tokenizer.chat_template, renderer
-    [found] = renderer([(list(messages), None, add_generation_prompt)])
+    [found] = renderer([(list(messages), None, add_generation_prompt, continue_final_message)])
     if isinstance(found, Failure):
         raise DataError(f"the model's chat template says: {found.said}", "give turns that it takes")
     if isinstance(found, HalfbyteError):
@@ -265,11 +273,21 @@ def prompt_text(
     return found
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool = False,
+) -> str:
     """A conversation as one string. Not bounded: called by what is."""
     restart_clock(_more(messages))
     text = tokenizer.apply_chat_template(
-        list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        list(messages),
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
     )
     assert isinstance(text, str)
     if len(text) > LONGEST and len(text) > LONGEST + 16 * len(_json([messages, tools])):

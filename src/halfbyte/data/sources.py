@@ -6,6 +6,7 @@ later can be named by file and line.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import re
@@ -119,19 +120,24 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """The lines of an open file; from a long one with a bar that shows how far it is, where somebody watches."""
-    size = os.fstat(file.fileno()).st_size
-    if size < LONG or not sys.stderr.isatty():
-        yield from file
+    """The lines of an open file, with a bar."""
+    with _bar(path, os.fstat(file.fileno()).st_size, "B") as further:
+        for line in file:
+            further(len(line))
+            yield line
+
+
+@contextlib.contextmanager
+def _bar(path: Path, total: int, unit: str) -> Iterator[Callable[[int], object]]:
+    """Shows how far a long file is read, where somebody watches; yields what is called with how much more that is."""
+    if path.stat().st_size < LONG or not sys.stderr.isatty():
+        yield lambda more: None
         return
     from tqdm import tqdm
 
-    with tqdm(
-        total=size, desc=f"reading {path.name}", unit="B", unit_scale=True, delay=SHOWN_AFTER, leave=False
-    ) as bar:
-        for line in file:
-            bar.update(len(line))
-            yield line
+    name = f"reading {path.name}"
+    with tqdm(total=total, desc=name, unit=unit, unit_scale=True, delay=SHOWN_AFTER, leave=False) as bar:
+        yield bar.update
 
 
 def _read_jsonl(path: Path) -> Source:
@@ -150,7 +156,7 @@ def _read_jsonl(path: Path) -> Source:
 
 def _read_json(path: Path) -> Source:
     with open_text(path, DataError) as file:
-        text = file.read()
+        text = "".join(_lines(file, path))
     if not text.strip():
         return Source(str(path), "json", [])
     first, _, rest = text.strip().partition("\n")
@@ -207,7 +213,11 @@ def _read_parquet(path: Path) -> Source:
     try:
         with parquet.ParquetFile(path) as file:
             _check_columns(file.schema_arrow.names, str(path))
-            rows = [_without_null(row) for batch in file.iter_batches() for row in batch.to_pylist()]
+            rows: list[Row] = []
+            with _bar(path, file.metadata.num_rows, " rows") as further:
+                for batch in file.iter_batches():
+                    rows += map(_without_null, batch.to_pylist())
+                    further(len(batch))
     except DataError:
         raise
     except OSError as error:
@@ -234,7 +244,7 @@ def _without_null(row: Row) -> Row:
 def _read_text(path: Path) -> Source:
     """Documents end at <|endoftext|> where the file has it, else at blank lines, else at every line."""
     with open_text(path, DataError) as file:
-        text = file.read()
+        text = "".join(_lines(file, path))
     if END_OF_TEXT in text:
         documents, unit = text.split(END_OF_TEXT), f"up to each {END_OF_TEXT}"
     elif re.search(r"\n[ \t]*\n", text.strip()):

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from halfbyte.config import SIXTEEN, Resolved, RunConfig, resolve
-from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import check_space, new_directory, write_json
 from halfbyte.hardware import chosen_device
 from halfbyte.notices import notice
@@ -208,8 +208,18 @@ def merge(
         seconds, run_dir=job.run_dir,
     )  # fmt: skip
     if verify and job.run_dir:
-        write_json(job.run_dir / report.file_name, report.as_dict())
+        with whole_all_the_same(out):
+            write_json(job.run_dir / report.file_name, report.as_dict())
     return report
+
+
+@contextmanager
+def whole_all_the_same(out: Path) -> Iterator[None]:
+    """Around what is written of a merge into its run: without it the merged model is no worse, so it is only said."""
+    try:
+        yield
+    except TrainingError as error:
+        notice("merge-report", f"{error.message}; the merged model in {out} is whole")
 
 
 def slug(quantize: str) -> str:

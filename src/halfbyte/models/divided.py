@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from torch import Tensor
 from ..config import Origin
 from ..errors import HalfbyteError
 from ..notices import notice
-from ..parallel import Mesh
-from ..parallel.placement import WHOLE, Placement, all_read, crew_of, hand_out
+from ..parallel import ALONE, Mesh
+from ..parallel.placement import Placement, all_read, crew_of, hand_out
 from ..parallel.tensor import AXIS
 from ..reading.tensors import read_header, safetensors_files
 from .layer import decoder_layers
@@ -34,17 +35,50 @@ from .whole import meta_model
 BLOCK = re.compile(r".*?\.\d+(?=\.)")  # a name up to its first number
 
 Load = Callable[..., Any]
+Elsewhere = Callable[[Any, int], Callable[[str], bool]]
 
 
-def load_together(
-    place: Origin, config: Any, mesh: Mesh, along: tuple[str, ...], device: torch.device, load: Load
-) -> Any:
+@dataclass(frozen=True)
+class Share:
+    """What each process of a mesh is to keep of a model.
+
+    Attributes:
+        along: axes of the mesh along which the weights of decoder layers are cut; the rest is whole everywhere. Along
+            "tensor", those whose products are divided, by rows or columns.
+        elsewhere: of the model and a place along "pipeline", whether a parameter is only in others' stages, by its
+            name; it stays on the meta device there. None: nothing is.
+    """
+
+    mesh: Mesh = ALONE
+    along: tuple[str, ...] = ()
+    elsewhere: Elsewhere | None = None
+
+    def placements(self, model: Any) -> Callable[[str], Placement]:
+        """Placement of a parameter, by its name."""
+        axes = self.along if self.mesh.ways(*self.along) > 1 else ()
+        layers = f"{decoder_layers(model)[0]}." if axes else ""
+        products = divided_along(model) if axes == (AXIS,) else {}
+        absent = [self.elsewhere(model, place) for place in range(self.mesh.ways("pipeline"))] if self.elsewhere else []
+
+        def placement(name: str) -> Placement:
+            stages = frozenset(place for place, other in enumerate(absent) if not other(name)) if absent else None
+            if products:
+                return Placement(axes if name in products else (), stages, products.get(name))
+            return Placement(axes if name.startswith(layers) else (), stages)
+
+        return placement
+
+    @property
+    def of_memory(self) -> int:
+        """Processes that hold one model."""
+        return self.mesh.ways(*self.along, *(("pipeline",) if self.elsewhere else ()))
+
+
+def load_together(place: Origin, config: Any, share: Share, device: torch.device, load: Load) -> Any:
     """The model that `load` loads in one process, of which each keeps its share.
 
     Args:
         place: the checkpoint's folder, or its hub id.
-        along: axes of the mesh along which the weights of decoder layers are cut; the rest is whole everywhere. Along
-            "tensor", those whose products are divided, by rows or columns.
         load: called with `device`, and with a `state_dict` and the model's class `cls` where entries are given.
 
     Returns:
@@ -53,6 +87,7 @@ def load_together(
     Raises:
         HalfbyteError: what `load` raises in any process.
     """
+    mesh = share.mesh
     crew = crew_of(mesh)
     folder = mesh.first(lambda: folder_of(place))
     why = "" if safetensors_files(folder) else "it is no safetensors"
@@ -64,10 +99,10 @@ def load_together(
     if why:
         notice("loaded-whole", f"every process loads {place.name} whole: {why}")
         model = None  # before the next one is there
-        on = torch.device("cpu") if along else device
+        on = device if share.of_memory == 1 else torch.device("cpu")
         model, _ = _all(mesh, lambda: (load(device=on), ""))
         read = all_read(model, mesh, crew)
-    hand_out(model, read, mesh, crew, _placements(model, along), device)
+    hand_out(model, read, mesh, crew, share.placements(model), device)
     return model
 
 
@@ -84,7 +119,7 @@ def _all(mesh: Mesh, make: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
         error = raised
     answers = mesh.gather((error, why))
     if first := next((other for other, _ in answers if other is not None), None):
-        raise error or first
+        raise first from error
     return made, next((other for _, other in answers if other), "")
 
 
@@ -102,15 +137,6 @@ def _own_share(
             if error.__cause__ is None or isinstance(error.__cause__, HalfbyteError):
                 raise
             return None, error.message  # transformers' or torch's words: of a tensor that is not here, maybe
-
-
-def _placements(model: Any, along: tuple[str, ...]) -> Callable[[str], Placement]:
-    if along == (AXIS,):
-        dims = divided_along(model)
-        return lambda name: Placement(along, dims[name]) if name in dims else WHOLE
-    layers = f"{decoder_layers(model)[0]}." if along else ""
-    cut = Placement(along)
-    return lambda name: cut if along and name.startswith(layers) else WHOLE
 
 
 # --- who reads what --------------------------------------------------------------------------------------------------
@@ -154,11 +180,11 @@ def _entries(folder: Path, own: int, ways: int, opened: contextlib.ExitStack) ->
         if mine:
             tensors = opened.enter_context(safe_open(file, framework="pt"))
             entries |= {name: tensors.get_slice(name) for name in mine}
-        entries |= {name: Elsewhere(**entry) for name, entry in header.items() if reader[name] != own}
+        entries |= {name: Absent(**entry) for name, entry in header.items() if reader[name] != own}
     return entries
 
 
-class Elsewhere:
+class Absent:
     """An entry that another process reads; as much of a slice of safetensors as transformers' loader asks for.
 
     Args:
@@ -174,7 +200,7 @@ class Elsewhere:
     def get_shape(self) -> list[int]:
         return self.shape
 
-    def __getitem__(self, index: Any) -> Elsewhere:
+    def __getitem__(self, index: Any) -> Absent:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:

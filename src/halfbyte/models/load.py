@@ -23,6 +23,7 @@ from ..parallel import ALONE, Mesh
 from ..reading import read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files
+from .divided import Elsewhere, Share, load_together
 from .find import ModelFiles, find_model, place_of, trusted_only
 from .quiet import no_loading_bars, quiet
 from .tiny import tiny_config
@@ -119,6 +120,7 @@ def load_model(
     trust_remote_code: bool = False,
     mesh: Mesh = ALONE,
     along: tuple[str, ...] = (),
+    elsewhere: Elsewhere | None = None,
     **keys: Any,
 ) -> Any:
     """A causal language model of transformers, its linear layers (not the head) quantized.
@@ -135,7 +137,7 @@ def load_model(
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
         mesh: processes that call this at once; those of a host read, and quantize, each tensor once.
-        along: axes of the mesh along which the weights of decoder layers are cut: see `parallel.placement`.
+        along, elsewhere: what each of them keeps: see `divided.Share`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 
@@ -155,7 +157,8 @@ def load_model(
     check_attention(config, attn_implementation, target)
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
-    options = _quantized_by(config, files.name, storage, mesh.ways(*along)) | {
+    share = Share(mesh, along, elsewhere)
+    options = _quantized_by(config, files.name, storage, share.of_memory) | {
         "revision": files.place.revision,
         "trust_remote_code": files.place.trust_remote_code,
         "attn_implementation": attn_implementation,
@@ -165,9 +168,7 @@ def load_model(
     if mesh.size == 1:
         model = load(device=target)
     else:
-        from .divided import load_together
-
-        model = load_together(files.place, config, mesh, along, target, load)
+        model = load_together(files.place, config, share, target, load)
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:

@@ -16,7 +16,7 @@ zeros make up for what is lacking; they cost no time, since processes with a hea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +59,10 @@ class Context:
         """
         again, lacking = self._fit(query.shape[1], key.shape[1])
         key, value = (x.repeat_interleave(again, 1) if again > 1 else x for x in (key, value))
-        dealt = [self._dealt(F.pad(x, (0, 0, 0, 0, 0, lacking)) if lacking else x) for x in (query, key, value)]
-        whole = _Exchange.apply(torch.cat(dealt, -1), self.group).transpose(0, 1).flatten(1, 2)
-        parts = whole.split([each.shape[-1] for each in dealt], -1)
-        query, key, value = (
-            part.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2)
-            for part, x in zip(parts, (query, key, value), strict=True)
-        )
+        heads = (F.pad(x, (0, 0, 0, 0, 0, lacking)) if lacking else x for x in (query, key, value))
+        slices = (x.unflatten(1, (self.ways, -1)).permute(1, 0, 3, 2, 4) for x in heads)  # [ways, B, t, h, D]
+        rows = (x.transpose(0, 1).flatten(1, 2) for x in _Exchange.apply(self.group, *slices))
+        query, key, value = (x.transpose(1, 2) for x in rows)
         return query, key, value
 
     def to_tokens(self, out: Tensor, heads: int) -> Tensor:
@@ -79,7 +76,7 @@ class Context:
             [B, t, heads, D].
         """
         slices = out.unflatten(1, (self.ways, -1)).transpose(0, 1)
-        return _Exchange.apply(slices, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :heads]
+        return _Exchange.apply(self.group, slices)[0].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :heads]
 
     def _fit(self, heads: int, key_heads: int) -> tuple[int, int]:
         """How often each key head is sent, and how many heads of zeros follow."""
@@ -87,29 +84,30 @@ class Context:
         most = heads if lacking else math.lcm(key_heads, self.ways)
         return most // key_heads, lacking
 
-    def _dealt(self, x: Tensor) -> Tensor:
-        """[B, H, t, D] → [ways, B, t, H / ways · D]."""
-        return x.unflatten(1, (self.ways, -1)).permute(1, 0, 3, 2, 4).flatten(3)
-
 
 class _Exchange(OnceFunction):
-    """Part i of `parts` [ways, …] goes to process i; part j of the result came from process j."""
+    """Of each tensor [ways, …] part i goes to process i; part j of the result came from process j."""
 
     @staticmethod
-    def forward(ctx, parts, group):
+    def forward(ctx, group, *tensors):
         ctx.group = group
-        return _exchanged(parts, group)
+        return _exchanged(tensors, group)
 
     @staticmethod
-    def backward(ctx, grad):
-        return _exchanged(grad, ctx.group), None
+    def backward(ctx, *grads):
+        return None, *_exchanged(grads, ctx.group)
 
 
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
+def _exchanged(tensors: Sequence[Tensor], group: Any) -> tuple[Tensor, ...]:
+    """Each is on its way while the next is laid out."""
+    sent, received, works = [], [], []
+    for tensor in tensors:
+        sent.append(tensor.contiguous())
+        received.append(torch.empty_like(sent[-1]))
+        works.append(dist.all_to_all_single(received[-1], sent[-1], group=group, async_op=True))
+    for work in works:
+        work.wait()
+    return tuple(received)
 
 
 def slice_of(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:

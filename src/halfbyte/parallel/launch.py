@@ -41,6 +41,7 @@ from .ranks import Failure, is_rank, read_failure
 
 GRACE = 5.0  # seconds
 LOOK = 0.1  # seconds between two looks at the processes
+ON_A_CORE = 8  # processes, which have no GPU
 LINES = 20  # of what a process wrote before it died
 HOST = "127.0.0.1"
 SEVERAL_HOSTS = "for several hosts start it with torchrun on each (docs/several-gpus.md)"
@@ -57,9 +58,14 @@ def layout_wanted(config: RunConfig) -> Parallel:
     layout, kind = resolve(config).parallel, config.device
     if layout is None:
         return Parallel(data=max(1, torch.cuda.device_count()) if kind in (None, "cuda") else 1)
-    if layout.size == 1 or kind == "cpu":
+    if layout.size == 1:
         return layout
-    gpus = torch.cuda.device_count()
+    gpus = 0 if kind == "cpu" else torch.cuda.device_count()
+    if not gpus and kind in (None, "cpu") and layout.size > (most := ON_A_CORE * _cores()):
+        what = f"parallel: {layout} takes {layout.size:,} processes on a CPU of {_cores()} cores"
+        raise ConfigError(what, f"change parallel so that its numbers multiply to at most {most}")
+    if kind == "cpu":
+        return layout
     if kind == "xpu" or (kind is None and not gpus and torch.xpu.is_available()):
         raise ConfigError(f"parallel: {layout} is not built for xpu", "set parallel: {data: 1}, or device: cpu")
     if kind and not gpus:

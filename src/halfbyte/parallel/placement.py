@@ -33,11 +33,18 @@ class Placement:
 
     Attributes:
         axes: of the mesh, along which processes keep different pieces of it; along all others the same one.
+        stages: places along "pipeline" of those that keep any; None: all.
         dim: which pieces are cut along, where they are computed with as they are (`parallel.tensor`).
     """
 
     axes: tuple[str, ...] = ()
+    stages: frozenset[int] | None = None
     dim: int | None = None
+
+    def wanted(self, mesh: Mesh, rank: int) -> int | None:
+        """Which of the pieces a process keeps."""
+        other = replace(mesh, rank=rank)
+        return other.place(*self.axes) if self.stages is None or other.place("pipeline") in self.stages else None
 
     def cut(self, whole: Tensor, ways: int) -> list[Tensor]:
         """All pieces, as FSDP2 cuts a parameter: rows, or of a quantized tensor its bytes; or along `dim`. On the meta
@@ -170,14 +177,18 @@ def hand_out(
         placement: of a parameter, by its name; buffers are whole everywhere.
     """
     slots = _Slots(model)
+    if device.type != "cpu":  # NCCL connects everybody in a group's first collective: messages between two come after
+        dist.all_reduce(torch.zeros(1, device=device), group=crew.group)
     for name in _in_turns(read):
         described, holders = read.by[name]
         module, key = slots.at[name]
         chosen = placement(name) if key in module._parameters else WHOLE
         held = slots[name]
-        kept = _piece(None if held.is_meta else held, described, holders, chosen, mesh, crew, device)
+        kept = _kept(None if held.is_meta else held, described, holders, chosen, mesh, crew, device)
         if key in module._buffers:
             slots[name] = kept
+        elif kept is None:
+            slots[name] = nn.Parameter(described.template(), requires_grad=described.requires_grad)
         elif kept is not held:
             slots[name] = parameter = nn.Parameter(kept, requires_grad=described.requires_grad)
             if mesh.ways(*chosen.axes) > 1 and described.shape and chosen.dim is None:
@@ -197,7 +208,7 @@ def _in_turns(read: Read) -> Iterator[str]:
         yield from (name for name in row if name is not None)
 
 
-def _piece(
+def _kept(
     held: Tensor | None,
     described: _Described,
     holders: list[int],
@@ -205,26 +216,29 @@ def _piece(
     mesh: Mesh,
     crew: Crew,
     device: torch.device,
-) -> Tensor:
-    """What this process keeps of a tensor that it holds, or that its owner sends."""
-    ways = mesh.ways(*placement.axes)
+) -> Any:
+    """What this process keeps of a tensor that it holds, or that its owner sends; None: nothing."""
+    ways, owner = mesh.ways(*placement.axes), holders[0]
     pieces = placement.cut(described.template() if held is None else held, ways)
-    wanted = [replace(mesh, rank=rank).place(*placement.axes) for rank in crew.ranks]
-    mine, owner = pieces[wanted[crew.place]], holders[0]
+    wanted = [placement.wanted(mesh, rank) for rank in crew.ranks]
+    own = wanted[crew.place]
+    mine = None if own is None else pieces[own]
+    if held is not None and mine is not None:
+        mine = (mine if ways == 1 else _alone(mine)).to(device)
+    elif mine is not None:
+        mine = _room(mine, device)
     if len(holders) == len(crew.ranks):
-        return mine.to(device) if ways == 1 else _alone(mine).to(device)
-    if ways == 1:
-        kept = mine if crew.place == owner else _room(mine, device)
-        for buffer in _buffers(kept):
+        return mine
+    if set(wanted) == {0} and ways == 1:
+        for buffer in _buffers(mine):
             dist.broadcast(_bytes(buffer), crew.ranks[owner], crew.group)
-        return kept
-    if crew.place == owner:
-        sent = [(rank, pieces[wanted[place]]) for place, rank in enumerate(crew.ranks) if place != owner]
+    elif crew.place == owner:
+        sent = [(rank, pieces[index]) for rank, index in zip(crew.ranks, wanted, strict=True)
+                if index is not None and rank != mesh.rank]  # fmt: skip
         _wait([(dist.isend, rank, buffer) for rank, piece in sent for buffer in _buffers(piece)], crew)
-        return _alone(mine)
-    kept = _room(mine, device)
-    _wait([(dist.irecv, crew.ranks[owner], buffer) for buffer in _buffers(kept)], crew)
-    return kept
+    elif mine is not None:
+        _wait([(dist.irecv, crew.ranks[owner], buffer) for buffer in _buffers(mine)], crew)
+    return mine
 
 
 def _wait(messages: list[tuple[Any, int, Tensor]], crew: Crew) -> None:
@@ -235,7 +249,7 @@ def _wait(messages: list[tuple[Any, int, Tensor]], crew: Crew) -> None:
             work.wait()
 
 
-def _buffers(piece: Tensor) -> list[Tensor]:
+def _buffers(piece: Any) -> list[Tensor]:
     """The plain tensors that store it, in an order of their names."""
     if isinstance(piece, QuantizedTensor):
         parts = piece.parts

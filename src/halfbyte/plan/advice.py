@@ -46,15 +46,24 @@ def check_fits(
     more = (
         f"or raise memory_limit_gib to {needed}" if limited else f"memory_limit_gib: {needed} has it tried all the same"
     )
-    raise ConfigError(said, f"{what_would_fit(config, model_config, rows, batches)}; {more}")
+    divided: dict[str, Any] = {}
+    if plan.layout.size > 1:
+        divided = {"layout": plan.layout, "capacity_bytes": plan.capacity_bytes}
+    raise ConfigError(said, f"{what_would_fit(config, model_config, rows, batches, **divided)}; {more}")
 
 
-def what_would_fit(config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches]) -> str:
-    """The first single change with which the run fits, cheapest for the result first; failing that, several at once."""
+def what_would_fit(
+    config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches], **divided: Any
+) -> str:
+    """The first single change with which the run fits, cheapest for the result first; failing that, several at once.
+
+    Args:
+        divided: what `estimate` takes of a run on several devices.
+    """
 
     def fits(keys: Keys) -> bool:
         changed = config.model_copy(update=keys)
-        return estimate(changed, model_config, batches=batches(changed)).fits
+        return estimate(changed, model_config, batches=batches(changed), **divided).fits
 
     alone: Keys = {}
     for steps in _changes(config, rows):

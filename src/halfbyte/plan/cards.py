@@ -8,6 +8,10 @@ products that add up in fp32, memory bandwidth, and the link in one direction. W
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 2**30
 NVLINK = 330e9 / 450e9  # of the data sheet's rate, what a collective reaches
@@ -74,3 +78,13 @@ def card_of_memory(gib: float) -> Card:
     """The card most likely meant by its memory."""
     name = next((name for most, name in USUAL.items() if gib <= most), "B200")
     return next(card for card in CARDS if card.name == name)
+
+
+def card_of(device: torch.device) -> Card:
+    """Of a device that is here; where its name is not known, its memory says it, and of what is no GPU an H200."""
+    import torch
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    return card_named(properties.name) or card_of_memory(properties.total_memory / GIB)

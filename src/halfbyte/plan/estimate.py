@@ -15,18 +15,32 @@ import psutil
 import torch
 
 from ..config import Level, Parallel, RunConfig
-from ..config.combinations import wide
 from ..hardware import best_device, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
+from ..models.stages import cut_model
 from ..models.unpacking import LIKE
 from ..notices import notice
 from ..optim import OPTIMIZERS
+from ..parallel.reduce import BUCKET
+from ..parallel.schedules import Seconds
 from .cards import H200, Card
-from .policy import OFFLOADED, REPLAYED, Choice, LayerCost, choose, cost, in_words, peak, replayed_level, staying
-from .rank import ONE, Stage, exchanged_bytes, gathered_bytes, rank_config, stages
-from .replay import Step
-from .seconds import cut_head, head_seconds, stage_seconds, step_seconds, vocabulary_seconds
+from .policy import (
+    OFFLOADED,
+    REPLAYED,
+    Choice,
+    Gathers,
+    LayerCost,
+    choose,
+    cost,
+    in_words,
+    peak,
+    replayed_level,
+    staying,
+)
+from .rank import ONE, Line, Stage, gathered_bytes, in_context, line, rank_config
+from .replay import LayerBytes, Step
+from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
 
 GIB = 2**30
@@ -67,14 +81,13 @@ class MemoryPlan:
     use_graphs: bool = False
     rough: bool = False
     gathered: int = 0  # frozen blocks that are whole: on their way, in use, or for good
-    exchanged: int = 0  # buffers of what processes exchange
     layout: Parallel = ONE
     stays: tuple[int, ...] = ()
     gathers: int = 0
     seconds: float | None = None
 
     PARTS: ClassVar = (
-        *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs", "exchanged"),
+        *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs"),
         "runtime",
     )
 
@@ -125,15 +138,19 @@ def estimate(
         ConfigError: packed documents cannot be kept apart.
     """
     target = torch.device(device or config.device or best_device())
-    capacity = _capacity(config, target, capacity_bytes, layout.size)
+    free = free_bytes(target, layout.size) if capacity_bytes is None else capacity_bytes
+    capacity = _within_limit(config, free)
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target)
     batches = batches or _full_rows(config)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
     if layout.context > 1:
         batches = batches.longer(1 / layout.context)
-    options: dict[str, Any] = {"graphs": shapes.packed_way == "positions", "layout": layout, "card": card}
+    options: dict[str, Any] = {"config": config, "layout": layout, "card": card}
+    options["graphs"] = shapes.packed_way == "positions"
     plan = _Planner(shapes, batches, capacity, **options).plan()
+    if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
+        plan = _Planner(shapes, batches, capacity, **options, recomputed=False).plan()
     return replace(plan, rough=shapes.rough)
 
 
@@ -162,14 +179,16 @@ class _Planner:
         batches: of its data, as one process gets them.
         capacity: bytes that may be used.
         graphs: whether micro-batches may be captured, as far as the data goes.
+        config: the run; default: that of `shapes`.
         layout, card: as in `estimate`.
+        recomputed: whether a pipeline is cut for layers that run again for backward.
     """
 
     def __init__(
-        self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, layout: Parallel = ONE,
-        card: Card = H200,
+        self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, *,
+        config: RunConfig | None = None, layout: Parallel = ONE, card: Card = H200, recomputed: bool = True,
     ):  # fmt: skip
-        self.shapes, self.config, self.batches, self.capacity = shapes, shapes.config, batches, capacity
+        self.shapes, self.config, self.batches, self.capacity = shapes, config or shapes.config, batches, capacity
         self.layout, self.card = layout, card
         self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
         self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
@@ -177,15 +196,20 @@ class _Planner:
         self.asked: Level | None = None if want == "auto" else _level(want)
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
         self.may_capture = (
-            graphs and {*wide(layout)} <= {"data"} and may_capture(self.config, shapes.device, shapes.dtype)
+            graphs and layout.size == layout.data and may_capture(self.config, shapes.device, shapes.dtype)
         )
         self.frozen = shapes.frozen()
         self.optimizer = OPTIMIZERS[self.config.optim].state_bytes(shapes.model)
         self.vocabulary = shapes.text_config.vocab_size
-        self.stages = stages(layout, self.depth, self.config.gradient_accumulation_steps, self._head())
+        self.line = self._line(recomputed)
+        self.stages = self.line.stages
 
     def plan(self) -> MemoryPlan:
         """Levels as the config says, or the fastest that fit."""
+        plan = self._chosen()
+        return replace(plan, seconds=self._seconds(plan))
+
+    def _chosen(self) -> MemoryPlan:
         level = self.asked
         if level is None:
             return self._fastest() if self.shapes.fused else self._kept_or_recomputed()
@@ -205,8 +229,8 @@ class _Planner:
         planned = {choice: self.planned(choice) for choice in choices}
         choice = next((choice for choice, plan in planned.items() if plan.fits), choices[-1])
         room = int(self._margin * self.capacity) - planned[choice].total
-        if self._block and room >= self._block:
-            return self.planned(replace(choice, stays=min(self.depth, room // self._block)))
+        if self._gathered and room >= self._gathered.block:
+            return self.planned(replace(choice, stays=min(self.depth, room // self._gathered.block)))
         return planned[choice]
 
     def _kept_or_recomputed(self) -> MemoryPlan:
@@ -230,7 +254,7 @@ class _Planner:
             largest=largest,
             host=int(HOST_MARGIN * host.available_bytes() / self.layout.size),
             graphs=self.may_capture,
-            gathers=self.frozen.gathers(self.layout, self.stages[0], self.card.link),
+            gathers=self._gathered,
         )
         plan = self.planned(choice)
         kept = self.planned(replace(choice, levels=("keep",) * self.depth))
@@ -246,10 +270,18 @@ class _Planner:
     def _margin(self) -> float:
         return GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
 
-    @property
-    def _block(self) -> int:
-        """Bytes that a decoder layer needs more if it stays gathered; 0 where layers are not divided."""
-        return self.frozen.largest(self.stages[0]) if self.layout.shard > 1 else 0
+    @functools.cached_property
+    def _gathered(self) -> Gathers | None:
+        """The gathers that blocks which stay would save; None where there are none, and on a CPU, where what a process
+        keeps is what the others lack."""
+        if self.layout.shard == 1 or self.shapes.device.type == "cpu":
+            return None
+        return self.frozen.gathers(self.layout, max(self.stages, key=self._block), self.card.link)
+
+    @functools.cache  # noqa: B019 (as long as the plan is made)
+    def _block(self, stage: Stage) -> int:
+        """Bytes that a decoder layer needs more where it is gathered; 0 where layers are not divided."""
+        return self.frozen.largest(stage) if self.layout.shard > 1 else 0
 
     def _need(self, plan: MemoryPlan) -> str:
         return f"{plan.total / GIB:.2f} of {self.capacity / GIB:.2f} GiB"
@@ -260,8 +292,7 @@ class _Planner:
 
     def planned(self, choice: Choice) -> MemoryPlan:
         """The plan with these levels: of the stage that needs most."""
-        plans = (self._of_stage(choice, stage) for stage in self.stages)
-        return replace(max(plans, key=lambda plan: plan.total), seconds=self._seconds(choice))
+        return max((self._of_stage(choice, stage) for stage in self.stages), key=lambda plan: plan.total)
 
     def _of_stage(self, choice: Choice, stage: Stage) -> MemoryPlan:
         trained = self._trained(stage)
@@ -269,21 +300,19 @@ class _Planner:
         moving, graphs, evaluated = self._moving(largest, choice, stage), 0, self.evaluated * stage.ends
         if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
             graphs = max(evaluated, self._moving(self.batches.second, choice, stage))
-        moving = max(moving, evaluated, _step_scratch(self.config.optim, trained, device.type))
+        summed = min(trained.bytes, BUCKET) if self.layout.size > self.layout.pipeline else 0
+        moving = max(moving, evaluated, summed, _step_scratch(self.config.optim, trained, device.type))
         logits = min(self._step(largest, choice).logits, moving) * stage.ends
-        hidden = largest.tokens * self.shapes.text_config.hidden_size * self.shapes.dtype.itemsize
         runtime = CUDA_RUNTIME if device.type != "cpu" else _cpu_runtime(self.shapes, self.batches)
-        divided = self.layout.shard > 1
         return MemoryPlan(
-            weights=self.frozen.share(stage, self.layout),
-            gathered=gathered_bytes(self.frozen, stage, choice.stays) if divided else 0,
+            weights=self._share(stage),
+            gathered=gathered_bytes(self._block(stage), stage, choice.stays),
             adapters=trained.bytes,
             gradients=trained.bytes,
             optimizer=self.optimizer * trained.bytes // self.trained.bytes if self.trained.bytes else 0,
             activations=moving - logits,
             logits=logits,
             graphs=graphs,
-            exchanged=exchanged_bytes(self.layout, trained.bytes, hidden * (stage.begins or stage.ends)),
             runtime=runtime + GRAPH_RUNTIME * choice.graphs,
             activation_checkpointing=set(choice.levels) != {"keep"},
             reason="as activation_checkpointing says",
@@ -292,13 +321,19 @@ class _Planner:
             levels=choice.levels if self.shapes.fused else (),
             use_graphs=choice.graphs,
             layout=self.layout,
-            stays=staying(self.depth, choice.stays) if divided else (),
-            gathers=self._gathers(choice, stage) if divided else 0,
+            stays=self._staying(choice.stays),
+            gathers=self._gathers(choice, stage),
         )
 
+    @functools.cache  # noqa: B019 (as long as the plan is made)
+    def _share(self, stage: Stage) -> int:
+        return self.frozen.share(stage, self.layout)
+
+    @functools.cache  # noqa: B019 (as long as the plan is made)
     def _trained(self, stage: Stage) -> Trainable:
         """What a process of this stage trains."""
-        bytes_ = sum(self.gradients[stage.first : stage.end]) + self._others * (stage.begins or stage.ends)
+        beside = self._others if stage.begins or stage.ends else 0
+        bytes_ = sum(self.gradients[index] for index in stage.layers[: len(self.gradients)]) + beside
         return Trainable(self.trained.numel * bytes_ // max(self.trained.bytes, 1), bytes_)
 
     @property
@@ -306,36 +341,44 @@ class _Planner:
         """Bytes of what is trained beside the layers."""
         return self.trained.bytes - sum(self.gradients)
 
+    @functools.cache  # noqa: B019 (as long as the plan is made)
+    def _staying(self, count: int) -> tuple[int, ...]:
+        """The decoder layers that stay gathered, so many of each stage."""
+        return tuple(sorted(stage.layers[i] for stage in self.stages for i in staying(stage.depth, count)))
+
     def _gathers(self, choice: Choice, stage: Stage) -> int:
         """Bytes that the gathers of a step come to: each block twice a micro-batch, the last once."""
         moved = stage.depth - min(choice.stays, stage.depth)
         passes = (2 * moved - 1) * self.config.gradient_accumulation_steps if moved else 0
-        return passes * self.frozen.largest(stage)
+        return passes * self._block(stage)
 
     def _moving(self, batch: Shape, choice: Choice, stage: Stage) -> int:
         """Bytes that come and go in a step."""
         if not batch.tokens:
             return 0
-        step, on_their_way = self._step(batch, choice), 0
-        layers = step.layers * (1 if len(step.layers) == self.depth else self.depth)
+        step, on_their_way, buffer = self._step(batch, choice), 0, self._block(stage)
+        layers = tuple(_beside(layer, buffer) for layer in step.layers)
+        layers *= 1 if len(layers) == self.depth else self.depth
         if self.shapes.fused:
             cost = self.layer(batch)
-            each = {level: cost.bytes(level) for level in set(choice.levels)}
+            each = {level: _beside(cost.bytes(level), buffer) for level in set(choice.levels)}
             layers = tuple(each[level] for level in choice.levels)
             on_their_way = max(map(cost.on_host, each))  # as much as one layer saves
-        layers, trained = layers[stage.first : stage.end], self._trained(stage)
-        gradients = self.gradients[stage.first : stage.end][: len(layers)]
+        layers = tuple(layers[index] for index in stage.layers) if layers else ()
+        trained = self._trained(stage)
+        gradients = [self.gradients[index] for index in stage.layers[: len(layers)]]
         before = step.before - self.shapes.copied(self.trained.bytes - self._others - sum(gradients))
         hidden = batch.tokens * self.shapes.text_config.hidden_size * self.shapes.dtype.itemsize
+        head = step.head + 2 * (self.layout.shard - 1) * hidden  # of the others' rows, and their gradient
         highest = peak(
             layers,
             before=before,
-            head=step.head if stage.ends else 2 * hidden,  # what is sent, and its gradient
+            head=head if stage.ends else 2 * hidden,  # what is sent, and its gradient
             gradients=gradients,
             others=trained.bytes - sum(gradients),
             accumulated=choice.graphs or self.config.gradient_accumulation_steps > 1,  # graphs add to what stays
         )
-        waiting = (stage.in_flight - 1) * (sum(layer.saved for layer in layers) + hidden)
+        waiting = int((stage.in_flight - 1) * (sum(layer.saved for layer in layers) + hidden))
         return max(highest + on_their_way + waiting - trained.bytes, 0)
 
     # --- time --------------------------------------------------------------------------------------------------------
@@ -346,27 +389,39 @@ class _Planner:
         largest, usual = self.layer(self.batches.largest), self.batches.usual
         return replace(largest.of_share(usual), length=usual.length * self.layout.context)
 
-    def _seconds(self, choice: Choice) -> float | None:
+    def _seconds(self, plan: MemoryPlan) -> float | None:
         """Of a step."""
-        if not self.shapes.fused or not self.batches.usual.tokens:
+        if not self._timed:
             return None
         shape, layout, micro = self.usual, self.layout, []
         for stage in self.stages:
             gathers = self.frozen.gathers(layout, stage, self.card.link)
-            levels, stays = choice.levels[stage.first : stage.end], min(choice.stays, stage.depth)
-            seconds = stage_seconds(shape, levels, layout, graphs=choice.graphs, gathers=gathers, stays=stays)
+            levels, stays = [plan.levels[index] for index in stage.layers], len({*plan.stays} & {*stage.layers})
+            seconds = micro_seconds(shape, levels, layout, graphs=plan.use_graphs, gathers=gathers, stays=stays)
             if stage.ends:
-                seconds += head_seconds(shape, self.vocabulary) / layout.tensor + vocabulary_seconds(
-                    shape, layout.shard
-                )
+                head = head_seconds(shape, self.vocabulary) / layout.tensor
+                seconds += head + vocabulary_seconds(shape, layout.shard)
             micro.append(seconds)
         trained, window = self.trained.bytes // layout.pipeline, self.config.gradient_accumulation_steps
-        return step_seconds(micro, layout, window, trained, self.card.link)
+        return step_seconds(micro, self.line.idle, layout, window, trained, self.card.link)
 
-    def _head(self) -> float:
-        """Head and loss in decoder layers."""
-        known = self.shapes.fused and self.layout.pipeline > 1 and self.batches.usual.tokens
-        return cut_head(self.usual, (self.asked or "checkpoint",), self.vocabulary) if known else 0.0
+    @property
+    def _timed(self) -> bool:
+        """Whether rates of these layers are known."""
+        return self.shapes.fused and bool(self.batches.usual.tokens)
+
+    def _line(self, recomputed: bool) -> Line:
+        """Where a pipeline is cut, and what becomes of its schedule; layers of unknown rates take 1 forward."""
+        layer, head, window = Seconds(1.0, 2.0), Seconds(0.0, 0.0), self.config.gradient_accumulation_steps
+        if (ranks := self.layout.pipeline) == 1:
+            return line(None, [layer] * self.depth, head, window)
+        recomputed = recomputed and self.asked != "keep"
+        if self._timed:
+            again = self.usual.seconds(self.asked or "checkpoint") if recomputed else 0.0
+            layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
+            head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
+        cut = cut_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
+        return line(cut, [layer] * self.depth, head, window)
 
     def _step(self, batch: Shape, choice: Choice) -> Step:
         """A replay with one layer at each level that may be asked about."""
@@ -381,7 +436,12 @@ class _Planner:
         options |= {"trains_all": not self.config.use_peft, "card": self.card}
         replayed = dict(zip(self.replayed, layers, strict=True))
         found = LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
-        return replace(found, length=batch.length * self.layout.context)
+        return in_context(found, self.layout.context)
+
+
+def _beside(layer: LayerBytes, buffer: int) -> LayerBytes:
+    """A layer beside the buffer that the next one's weights come into while its own is not free yet."""
+    return replace(layer, forward=layer.forward + buffer) if buffer else layer
 
 
 def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:
@@ -394,12 +454,14 @@ def _step_scratch(name: str, trained: Trainable, device_type: str) -> int:
     return trained.bytes if OPTIMIZERS[name].scratch and device_type != "cpu" else 0
 
 
-def _capacity(config: RunConfig, device: torch.device, given: int | None, processes: int) -> int:
-    if given is None:
-        if device.type == "cuda" and torch.cuda.is_available():
-            given = torch.cuda.mem_get_info(device)[0]
-        elif device.type == "xpu" and torch.xpu.is_available():
-            given = torch.xpu.mem_get_info(device)[0]
-        else:
-            given = psutil.virtual_memory().available // processes
-    return given if config.memory_limit_gib is None else min(given, int(config.memory_limit_gib * GIB))
+def free_bytes(device: torch.device, processes: int = 1) -> int:
+    """Of `device` now; of a CPU's memory, which the processes of a host share, the part of one."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "xpu" and torch.xpu.is_available():
+        return torch.xpu.mem_get_info(device)[0]
+    return psutil.virtual_memory().available // processes
+
+
+def _within_limit(config: RunConfig, free: int) -> int:
+    return free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))

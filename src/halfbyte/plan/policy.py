@@ -206,7 +206,9 @@ class Gathers:
 
 
 def staying(layers: int, count: int) -> tuple[int, ...]:
-    """Which `count` of the layers stay gathered: spread evenly, so that several compute while one is gathered."""
+    """Which `count` of the layers stay gathered, all if it is as many: spread evenly, so that several compute while one
+    is gathered."""
+    count = min(count, layers)
     return tuple(index for index in range(layers) if (index + 1) * count // layers > index * count // layers)
 
 

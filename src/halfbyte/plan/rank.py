@@ -2,74 +2,91 @@
 
 In these, `shard`, `tensor`, `pipeline` and `context` are the ways of that axis; a mesh of one has 1 everywhere.
 
-    frozen blocks       bytes of the stage's decoder layers ÷ tensor (a model of a rank's heads, `rank_config`) ÷ shard,
-                        parameter by parameter, rounded up to 16 bytes
+    frozen blocks       bytes of the process's decoder layers ÷ tensor (a model of a rank's heads, `rank_config`)
+                        ÷ shard, parameter by parameter, rounded up to 16 bytes
     embedding, head     rows of the vocabulary ÷ (shard · tensor); tied ones once, or on the first and the last stage
-    gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share
-    trained             masters, gradients and optimizer state of the stage's layers
-    activations         of micro-batches of 1/context of the tokens; a stage keeps those of the micro-batches that wait
-                        for their backward: as many as there are stages from here on, in 1F1B
-    exchanged           the flat buffer in which gradients are summed; hidden states of all processes that share a
-                        vocabulary, and their gradient
+    gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share; in forward one more, the
+                        buffer that the next is gathered into
+    trained             masters, gradients and optimizer state of the process's layers, whole
+    activations         of micro-batches of 1/context of the tokens. A stage keeps those of the micro-batches that wait
+                        for their backward: as many as its schedule says (`parallel.schedules`)
+    head                hidden states of all processes that share a vocabulary with other rows, and their gradients
+    gradients' sum      a flat buffer of `parallel.reduce`, when activations are gone
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..config import Parallel
 from ..models.layer import causal_lm_of
+from ..models.stages import Cut
+from ..parallel.schedules import Seconds, simulate, stage_seconds
 from ..tensor import ALIGNMENT
-from .policy import Gathers
+from .policy import Gathers, LayerCost
 
 ONE = Parallel()
 IN_FLIGHT = 2  # blocks: the one that computes, and the one that comes
-BUCKET = 256 * 2**20  # bytes of gradients that are summed at a time
+KEEPS_ATTENTION = ("keep", "recompute", "recompute_mlp")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive decoder layers of one process.
+    """The decoder layers of one process: all, or those of its place in a pipeline.
 
     Attributes:
-        first, end: of the layers, `end` not among them.
-        in_flight: micro-batches whose activations wait for their backward at most.
+        layers: their indices.
+        in_flight: micro-batches whose activations wait for their backward at most; in an interleaved schedule not all
+            of them in all layers.
         begins, ends: whether the embedding, and the head, are here.
     """
 
-    first: int
-    end: int
-    in_flight: int = 1
+    layers: tuple[int, ...]
+    in_flight: float = 1.0
     begins: bool = True
     ends: bool = True
 
     @property
     def depth(self) -> int:
-        return self.end - self.first
+        return len(self.layers)
 
 
-def stages(layout: Parallel, depth: int, window: int, head: float = 0.0) -> list[Stage]:
-    """Of a pipeline, cut where each computes about as long.
+@dataclass(frozen=True)
+class Line:
+    """How a model stands along a pipeline.
+
+    Attributes:
+        stages: of each process.
+        idle: share of the time in which a process waits for others.
+    """
+
+    stages: tuple[Stage, ...]
+    idle: float = 0.0
+
+
+def line(cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int) -> Line:
+    """The processes of a pipeline as the model is cut; one that has all, where it is not.
 
     Args:
-        depth: decoder layers.
+        layers: what each takes.
         window: micro-batches of a step.
-        head: what head and loss take, in layers.
     """
-    count = layout.pipeline
-    each, bounds = (depth + head) / count, [0]
-    for stage in range(1, count):
-        bounds.append(min(max(round(each * stage), bounds[-1] + 1), depth - (count - stage)))
-    bounds.append(depth)
-    return [
-        Stage(bounds[i], bounds[i + 1], min(count - i, window), begins=i == 0, ends=i == count - 1)
-        for i in range(count)
-    ]
+    if cut is None:
+        return Line((Stage(tuple(range(len(layers)))),))
+    schedule = cut.schedule
+    simulated = simulate(schedule.orders(window), [stage_seconds(part, layers, head) for part in cut.parts])
+    stages = []
+    for process in range(schedule.ranks):
+        own = schedule.stages_of(process)
+        indices = tuple(index for stage in own for index in cut.parts[stage])
+        held = simulated.held[process] / schedule.chunks
+        stages.append(Stage(indices, held, begins=0 in own, ends=schedule.stages - 1 in own))
+    return Line(tuple(stages), simulated.idle)
 
 
 @dataclass(frozen=True)
@@ -111,7 +128,7 @@ class Frozen:
 
     def share(self, stage: Stage, layout: Parallel) -> int:
         """Bytes that stay on a process of `stage`."""
-        parameters = (size for block in self.blocks[stage.first : stage.end] for size in block)
+        parameters = (size for index in stage.layers for size in self.blocks[index]) if self.blocks else ()
         blocks = sum(_divided(size, layout.shard) for size in parameters)
         ways = layout.shard * layout.tensor
         ends = self.embedding * (stage.begins or (self.tied and stage.ends)) + self.head * stage.ends
@@ -119,7 +136,7 @@ class Frozen:
 
     def largest(self, stage: Stage) -> int:
         """Bytes of the stage's largest layer, whole."""
-        return max((self.block(index) for index in range(stage.first, stage.end)), default=0)
+        return max((self.block(index) for index in stage.layers), default=0) if self.blocks else 0
 
     def gathers(self, layout: Parallel, stage: Stage, link: float) -> Gathers | None:
         """Of the stage's layers; None where each process holds them whole."""
@@ -130,22 +147,30 @@ def _divided(size: int, ways: int) -> int:
     return size if ways == 1 else -(-size // (ways * ALIGNMENT)) * ALIGNMENT
 
 
-def gathered_bytes(frozen: Frozen, stage: Stage, stays: int) -> int:
+def gathered_bytes(block: int, stage: Stage, stays: int) -> int:
     """Bytes beside a process's share while it computes: blocks on their way, and those that stay whole."""
-    moved = min(stage.depth - stays, IN_FLIGHT)
-    return (stays + moved) * frozen.largest(stage)
+    return block * min(stays + IN_FLIGHT, stage.depth + 1)  # also where all stay, one is on its way at first
 
 
-def exchanged_bytes(layout: Parallel, trained: int, hidden: int) -> int:
-    """Bytes of buffers that processes exchange through.
+def in_context(layer: LayerCost, ways: int) -> LayerCost:
+    """A layer whose rows are cut along their tokens, of one that was replayed on a slice of them.
 
-    Args:
-        trained: bytes of a process's gradients.
-        hidden: bytes of a micro-batch's hidden states.
+    Tokens attend to those of all slices. Heads take the tokens' place in attention, so q, k and v are as many bytes;
+    what attention gives is kept twice where it is kept, before and after it goes back; what is sent is scratch.
     """
-    buffer = min(trained, BUCKET) if layout.size > layout.pipeline else 0
-    others = layout.shard - 1  # whose hidden states come to this process's rows of the vocabulary
-    return buffer + 2 * others * hidden
+    if ways == 1:
+        return layer
+    result, sent = (layer.tokens * width * layer.itemsize for width in (layer.queries, layer.queries + 2 * layer.keys))
+    replayed = {
+        level: replace(
+            found,
+            saved=found.saved + result * (level in KEEPS_ATTENTION),
+            forward=found.forward + sent,
+            backward=found.backward + sent,
+        )
+        for level, found in layer.replayed.items()
+    }
+    return replace(layer, length=layer.length * ways, replayed=replayed)
 
 
 def rank_config(model_config: Any, layout: Parallel) -> Any:

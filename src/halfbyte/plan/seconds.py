@@ -14,7 +14,7 @@ def head_seconds(shape: LayerCost, vocabulary: int) -> float:
     return 2 * products / (GEMM_FLOPS["bf16"] * shape.card.compute)
 
 
-def stage_seconds(
+def micro_seconds(
     shape: LayerCost, levels: Sequence[Level], layout: Parallel, *, graphs: bool, gathers: Gathers | None, stays: int
 ) -> float:
     """Of the layers of one process, forward and backward of a micro-batch; exchanges between processes as far as
@@ -54,22 +54,15 @@ def vocabulary_seconds(shape: LayerCost, ways: int) -> float:
 
 
 def step_seconds(
-    micro: Sequence[float], layout: Parallel, window: int, trained: int, link: float, chunks: int = 1
+    micro: Sequence[float], idle: float, layout: Parallel, window: int, trained: int, link: float
 ) -> float:
     """Of `window` micro-batches and the sum of gradients.
 
     Args:
         micro: of one micro-batch, on each stage.
-        trained: bytes of the gradients that are summed.
-        chunks: of a stage in an interleaved schedule.
+        idle: share of the time in which a stage waits for others.
+        trained: bytes of the gradients that a process sums with others.
     """
-    idle = (len(micro) - 1) / chunks
     summed = layout.size // layout.pipeline
     reduction = _reduced(trained, summed, link) if summed > 1 else 0.0
-    return (window + idle) * max(micro) + reduction
-
-
-def cut_head(shape: LayerCost, levels: Sequence[Level], vocabulary: int) -> float:
-    """Head and loss in decoder layers."""
-    layer = stage_seconds(shape, levels[:1], Parallel(), graphs=True, gathers=None, stays=0)
-    return head_seconds(shape, vocabulary) / layer
+    return window * sum(micro) / len(micro) / (1 - idle) + reduction

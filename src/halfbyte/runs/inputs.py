@@ -85,6 +85,8 @@ def look_over_output(output_dir: str) -> None:
             _exists(there / below)  # the system's own rules: for names, and for the whole
         _exists(path / LONGEST_BELOW)
         what = "" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
+        if there.resolve().is_relative_to("/proc") or there.resolve().is_relative_to("/sys"):
+            what = "is the system's own, and holds no files of anybody"
         if not what and not os.access(there, os.W_OK | os.X_OK):
             what = "is not yours to write to"
     except (OSError, ValueError) as error:  # ValueError: a NUL

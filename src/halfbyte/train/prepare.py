@@ -20,24 +20,27 @@ from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
-from halfbyte.errors import CheckpointError, ConfigError, DataError
+from halfbyte.errors import CheckpointError, DataError
 from halfbyte.files import check_space
 from halfbyte.hardware import bound_cpu_primitives, chosen_device
 from halfbyte.methods import Method, method_of
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
-from halfbyte.models.products import check_products
 from halfbyte.models.recipes import check_recipe, configured_recipe
-from halfbyte.models.slices import check_divided_like, unknown_documents
-from halfbyte.models.stages import WITHOUT, Cut, check_stages, check_trained, cut_model
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.models.slices import check_divided_like
+from halfbyte.models.stages import Cut, check_stages, check_trained, cut_model
 from halfbyte.parallel import ALONE, ROWS, Mesh
+from halfbyte.parallel.links import gather_rate, host_rate
 from halfbyte.plan.advice import check_fits
-from halfbyte.plan.estimate import MemoryPlan, estimate
+from halfbyte.plan.cards import Card, card_of
+from halfbyte.plan.estimate import MemoryPlan, estimate, free_bytes
+from halfbyte.plan.meshes import Device, Meshes, check_layout
+from halfbyte.plan.policy import OFFLOADED
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import qat_format
 from halfbyte.terminal import print_data, print_header, print_memory, print_processes
+from halfbyte.words import one_line
 
 from . import checkpoint as checkpoints
 from . import samples
@@ -135,14 +138,15 @@ def prepare_run(
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
-    _check_divided(shapes, mesh)
+    check_layout(mesh.layout, config, shapes)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
-    _check_products(sections, shapes, mesh)
     if not mesh.equal(size_of(data)):
         raise DataError("the processes of this run read different data", "give each the same files")
+    config, mesh = _laid_out(config, files, machine, data, shapes, mesh, console)
+    _check_divided(shapes, mesh)
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
     arguments = _arguments(config, machine, data, mesh)
@@ -155,7 +159,7 @@ def prepare_run(
     )
     if mesh.size > 1:
         print_processes(console, mesh.layout, mesh.size, config, mesh.ways(*ROWS))
-    plan = _planned(config, files, machine, data, shapes, console)
+    plan = _planned(config, files, machine, data, shapes, mesh, console)
     cut = _cut(config, mesh, shapes, plan)
     return PreparedRun(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
@@ -171,14 +175,6 @@ def _cut(config: RunConfig, mesh: Mesh, shapes: ModelShapes, plan: MemoryPlan) -
     ranks = mesh.ways("pipeline")
     if ranks == 1:
         return None
-    if not config.use_peft:
-        raise ConfigError("parallel: a pipeline trains adapters, and use_peft is false", WITHOUT)
-    if config.modules_to_save:
-        raise ConfigError("modules_to_save: a pipeline trains low-rank adapters alone", f"remove it, or {WITHOUT}")
-    if (config.packing or config.padding_free) and shapes.packed_way != "positions":
-        key = "packing" if config.packing else "padding_free"
-        raise ConfigError(f"{key}: documents of this model's rows are not kept apart by positions, as stages need",
-                          f"set {key}: false, or {WITHOUT}")  # fmt: skip
     check_stages(shapes.causal_lm, config.trust_remote_code)
     batches = config.gradient_accumulation_steps
     cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, batches, plan.activation_checkpointing)
@@ -212,28 +208,10 @@ def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) 
     return Machine(device, compute, weights, facts)
 
 
-def _check_products(sections: Resolved, shapes: ModelShapes, mesh: Mesh) -> None:
-    """Whether this model is trained with its products divided, if they are."""
-    if (ways := mesh.ways("tensor")) == 1:
-        return
-    check_products(shapes.model, ways)
-    key, recipe = f"parallel: {{tensor: {ways}}}", sections.precision.recipe
-    if recipe != "bf16":
-        raise ConfigError(f"{key}: recipe {recipe} would scale each process's part by itself", "set recipe: bf16")
-    if not OPTIMIZERS[shapes.config.optim].elementwise:
-        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
-        raise ConfigError(
-            f"{key}: optim {shapes.config.optim} cannot step slices of a parameter", f"use one of {known}"
-        )
-
-
 def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
     """Whether the rows of the model can be cut along their tokens, where they are to be."""
-    ways = mesh.ways("context")
-    if ways == 1:
+    if mesh.ways("context") == 1:
         return
-    if shapes.packed_way != "positions":
-        raise ConfigError(*unknown_documents(ways))
     attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
     check_divided_like(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
 
@@ -251,15 +229,50 @@ def _arguments(config: RunConfig, machine: Machine, data: PreparedData, mesh: Me
     return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)
 
 
+def _laid_out(
+    config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
+    console: Console,
+) -> tuple[RunConfig, Mesh]:  # fmt: skip
+    """The run and its processes as `parallel: auto` divides it, said with the reason; steps keep their rows."""
+    if config.parallel != "auto" or mesh.size == 1:
+        return config, mesh
+    device = Device(machine.device, _free_bytes(machine, mesh), _card(machine, mesh))
+    meshes = Meshes(config, files.config, device, lambda changed: batches_of(changed, data, machine.device), shapes)
+    option, reason = meshes.choose(mesh.size)
+    chosen, said = mesh.from_main((option, reason))  # what is free in the host's memory differs from moment to moment
+    console.print(one_line(f"parallel: {chosen.layout}: {said}"), soft_wrap=True)
+    return chosen.config.model_copy(update={"parallel": "auto"}), mesh.laid_out(chosen.layout)
+
+
+def _card(machine: Machine, mesh: Mesh) -> Card:
+    """What this process computes on, with the link to the others as it was measured."""
+    return card_of(machine.device).measured(link=gather_rate(mesh, machine.device))
+
+
+def _free_bytes(machine: Machine, mesh: Mesh) -> int:
+    """Of the device that has least."""
+    return -mesh.max(-free_bytes(machine.device, mesh.size))
+
+
 def _planned(
-    config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, console: Console
-) -> MemoryPlan:
-    """The plan of a run that fits, with room on the disk for a checkpoint."""
+    config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
+    console: Console,
+) -> MemoryPlan:  # fmt: skip
+    """The plan of a run that fits, with room on the disk for a checkpoint: every process's, the main one's."""
 
     def batches(changed: RunConfig) -> Any:
         return batches_of(changed, data, machine.device)
 
-    plan = estimate(config, files.config, device=machine.device, batches=batches(config), shapes=shapes)
+    options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": mesh.layout}
+    if mesh.size > 1:
+        options["capacity_bytes"] = _free_bytes(machine, mesh)
+    if mesh.ways("tensor") == 1:
+        options["shapes"] = shapes
+    card = _card(machine, mesh)
+    plan = mesh.from_main(estimate(config, files.config, card=card, **options))
+    if mesh.size > 1 and not OFFLOADED.keys().isdisjoint(plan.levels):  # all copy at once
+        card = card.measured(host=host_rate(mesh, machine.device))
+        plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
     check_fits(plan, config, files.config, rows=len(data.train), batches=batches)
     needed = plan.adapters + plan.optimizer

@@ -100,9 +100,11 @@ class Records:
             self.callbacks.log(record)
 
     def read_all(self) -> None:
-        """The run ends early: what was not finished is dropped, what was is recorded."""
+        """The run ends early: what was not finished is dropped, what was is recorded; but not in a process of several,
+        which may end alone: the others are in other collectives than a record's."""
         self._launched = None
-        self.read()
+        if self.mesh.size == 1:
+            self.read()
 
     def write(self, kind: str, numbers: Mapping[str, Any]) -> None:
         """A record of metrics.jsonl."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from halfbyte.adapters import add_adapter, compute, no_input_casts
+from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
@@ -31,11 +31,12 @@ from halfbyte.memory.limit import held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
+from halfbyte.models.layer import decoder_layers
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
-from halfbyte.models.sharding import shard_model
+from halfbyte.models.sharding import shard_model, stays_of
 from halfbyte.models.slices import divided
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
@@ -229,17 +230,20 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
-    wide = run.mesh.wide(("shard", "tensor"))
-    # what is trained whole is loaded whole, and so is what is cut twice
-    how["along"] = wide if run.sections.adapter and len(wide) == 1 else ()
-    model = load_model(run.files, run.sections.storage, dtype=run.machine.weights_dtype, **how)
+    adapter, storage = run.sections.adapter, run.sections.storage
+    if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
+        wide = run.mesh.wide(("shard", "tensor"))
+        how["along"] = wide if len(wide) == 1 else ()  # products are cut before bytes
+        how["elsewhere"] = run.cut.elsewhere if run.cut else None
+    model = load_model(run.files, storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    model = add_adapter(model, run.sections.adapter) if run.sections.adapter else model
+    model = add_adapter(model, adapter) if adapter else model
     divide_products(model, run.mesh)
-    shard_model(model, run.mesh)
+    stays = stays_of(len(decoder_layers(model)[1]), run.plan.stays) if run.plan.stays else None
+    shard_model(model, run.mesh, stays)
     return model
 
 

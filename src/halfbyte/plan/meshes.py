@@ -1,0 +1,208 @@
+"""Along which axes this model's run may be divided, what each way takes, and which one `parallel: auto` chooses.
+
+The rule: `data`, where every process holds all and only adapters' gradients are exchanged, if the plan fits. Else the
+fastest by planned seconds of those that fit, first among ways that keep rows whole: frozen bytes divided (`shard`), or
+layers (`pipeline`), which exchanges little where links are slow; then among those that divide rows or products, too.
+All are compared on steps of the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import Parallel, RunConfig, resolve
+from ..config.combinations import layouts, obstacle, wide
+from ..errors import ConfigError, HalfbyteError, ModelError
+from ..memory.batches import Batches
+from ..models.layer import decoder_layers
+from ..models.products import check_products
+from ..models.slices import obstacle as row_obstacle
+from ..models.slices import unknown_documents
+from ..models.stages import WITHOUT
+from ..notices import silent
+from ..optim import OPTIMIZERS
+from ..terminal import size
+from .cards import H200, Card
+from .estimate import MemoryPlan, estimate
+from .rank import rank_config
+from .shapes import ModelShapes
+
+AUTO: tuple[set[str], ...] = ({"data"}, {"data", "shard", "pipeline"}, {"data", "shard", "context"})  # in this order
+
+
+def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> None:
+    """Whether a run of this model can be divided so, as far as configuration and shapes say.
+
+    Args:
+        shapes: the model, whole.
+
+    Raises:
+        ConfigError, ModelError: the axis that cannot be, why, and the fix.
+    """
+    if wrong := obstacle(layout):
+        raise ConfigError(*wrong)
+    if layout.tensor > 1:
+        _check_products(layout.tensor, config, shapes)
+    if layout.context > 1:
+        if wrong := row_obstacle(shapes.causal_lm.config, layout.context, layout.tensor):
+            raise ConfigError(*wrong)
+        if shapes.packed_way != "positions":
+            raise ConfigError(*unknown_documents(layout.context))
+    if layout.pipeline > 1:
+        _check_stages(config, shapes)
+    if layout.shard > 1:
+        decoder_layers(shapes.causal_lm)
+        if not any(shapes.frozen().blocks):
+            raise ModelError("parallel: shard slices frozen weights, and all are trained", "use parallel: {data: N}")
+
+
+def _check_products(ways: int, config: RunConfig, shapes: ModelShapes) -> None:
+    check_products(shapes.model, ways)
+    key, recipe = f"parallel: {{tensor: {ways}}}", resolve(config).precision.recipe
+    if recipe != "bf16":
+        raise ConfigError(f"{key}: recipe {recipe} would scale each process's part by itself", "set recipe: bf16")
+    if not OPTIMIZERS[config.optim].elementwise:
+        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        raise ConfigError(f"{key}: optim {config.optim} cannot step slices of a parameter", f"use one of {known}")
+
+
+def _check_stages(config: RunConfig, shapes: ModelShapes) -> None:
+    if not config.use_peft:
+        raise ConfigError("parallel: a pipeline trains adapters, and use_peft is false", WITHOUT)
+    if config.modules_to_save:
+        raise ConfigError("modules_to_save: a pipeline trains low-rank adapters alone", f"remove it, or {WITHOUT}")
+    if (config.packing or config.padding_free) and shapes.packed_way != "positions":
+        key = "packing" if config.packing else "padding_free"
+        raise ConfigError(
+            f"{key}: documents of this model's rows are not kept apart by positions, as stages need",
+            f"set {key}: false, or {WITHOUT}",
+        )
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to divide a run.
+
+    Attributes:
+        config: the run so divided; its steps keep their rows.
+        plan: None where it cannot be divided so, as `refused` says.
+    """
+
+    layout: Parallel
+    config: RunConfig
+    plan: MemoryPlan | None = None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.plan.fits
+
+
+@dataclass(frozen=True)
+class Device:
+    """What every process of a run computes on.
+
+    Attributes:
+        capacity_bytes: of the smallest.
+        card: whose rates planned seconds go by.
+    """
+
+    torch: torch.device
+    capacity_bytes: int
+    card: Card = H200
+
+
+class Meshes:
+    """The ways to divide a run.
+
+    Args:
+        config: its steps have the rows that `data` over all processes would have.
+        batches: those of a configuration.
+        shapes: the model, whole, where it was built before.
+    """
+
+    def __init__(
+        self, config: RunConfig, model_config: Any, device: Device, batches: Callable[[RunConfig], Batches],
+        shapes: ModelShapes | None = None,
+    ):  # fmt: skip
+        self.config, self.model_config, self.device, self.batches = config, model_config, device, batches
+        self.shapes = {1: shapes or ModelShapes(config, model_config, device.torch)}  # by the ways of tensor
+
+    def option(self, layout: Parallel, accumulation: int | None = None) -> Option:
+        """The run divided so.
+
+        Args:
+            accumulation: micro-batches of a step on each process; default: as many as keep the step's rows.
+        """
+        steps = accumulation or self.config.gradient_accumulation_steps * layout.size // (layout.data * layout.shard)
+        ways = {axis: getattr(layout, axis) for axis in wide(layout)} or {"data": 1}
+        config = self.config.model_copy(update={"parallel": ways, "gradient_accumulation_steps": steps})
+        try:
+            check_layout(layout, config, self.shapes[1])
+            with silent():
+                plan = estimate(
+                    config, self.model_config, device=self.device.torch, capacity_bytes=self.device.capacity_bytes,
+                    batches=self.batches(config), shapes=self._shapes(layout), layout=layout, card=self.device.card,
+                )  # fmt: skip
+        except HalfbyteError as error:
+            return Option(layout, config, refused=error.message)
+        return Option(layout, config, plan)
+
+    def _shapes(self, layout: Parallel) -> ModelShapes:
+        ways = layout.tensor
+        if ways not in self.shapes:
+            model_config = rank_config(self.model_config, layout)
+            self.shapes[ways] = ModelShapes(self.config, model_config, self.device.torch)
+        return self.shapes[ways]
+
+    def options(self, processes: int) -> Iterator[Option]:
+        """All, those along one axis first."""
+        yield from map(self.option, layouts(processes))
+
+    def choose(self, processes: int) -> tuple[Option, str]:
+        """What `auto` takes, and why; of what fits nowhere, what needs least."""
+        seen: list[Option] = []
+        every = list(layouts(processes))
+        for axes in AUTO:
+            new = [layout for layout in every if {*wide(layout)} <= axes and all(layout != o.layout for o in seen)]
+            seen += map(self.option, new)
+            if fitting := [option for option in seen if option.fits]:
+                best = min(fitting, key=_seconds)
+                return best, because(best, seen)
+        possible = [option for option in seen if option.plan is not None]
+        if not possible:
+            raise ConfigError(f"parallel: auto finds no way over {processes} GPUs: {seen[0].refused}", "use one GPU")
+        least = min(possible, key=lambda option: option.plan.total)  # type: ignore[union-attr]
+        return least, because(least, seen)
+
+
+def _seconds(option: Option) -> float:
+    """What a step takes, for a comparison; where rates are unknown the first is taken."""
+    assert option.plan is not None
+    return option.plan.seconds or 0.0
+
+
+def because(chosen: Option, seen: Sequence[Option]) -> str:
+    """The reason of a choice, in words."""
+    plan = chosen.plan
+    assert plan is not None
+    if not plan.fits:
+        return f"nothing fits; it needs least, {size(plan.total)} of {size(plan.capacity_bytes)}"
+    if {*wide(chosen.layout)} <= {"data"}:
+        return f"all of the run fits each GPU, {size(plan.total)} of {size(plan.capacity_bytes)}"
+    alone = next(option for option in seen if {*wide(option.layout)} <= {"data"})
+    needed = size(alone.plan.total) if alone.plan else alone.refused
+    words = [f"the whole model would need {needed} of {size(plan.capacity_bytes)} on each GPU"]
+    others = [o for o in seen if o.fits and o is not chosen and o.plan and o.plan.seconds and plan.seconds]
+    if others:
+        second = min(others, key=_seconds)
+        words.append(f"{_of_time(chosen)}, as {second.layout} {_of_time(second)}")
+    return "; ".join(words)
+
+
+def _of_time(option: Option) -> str:
+    return f"a step is planned with {_seconds(option):.2f} s"

@@ -1,0 +1,39 @@
+"""What one rank meets in the middle of a run ends it on all, and is said once, as in a run of one process."""
+
+import time
+from pathlib import Path
+
+import pytest
+from whole import configured, write_place
+
+from halfbyte.config import Parallel, dump_given
+from halfbyte.errors import HalfbyteError
+from halfbyte.parallel.launch import launch
+
+pytestmark = pytest.mark.dist
+PROGRAMS = str(Path(__file__).with_name("rank_programs.py"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("memory", r"(?s)^process 1: .*out of memory"),
+        ("nan", r"^step 3: loss nan \(sum\), gradient norm nan; stopped before updating any weight"),
+        pytest.param("bug", r"^process 1: this is a bug .*: KeyError: 'nobody foresaw this'", marks=pytest.mark.slow),
+    ],
+)
+def test_what_one_rank_meets(place, tmp_path, kind, said):
+    keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2}, "sample_prompts": 0}
+    (tmp_path / "run.yaml").write_text(dump_given(configured(place, tmp_path / "out", **keys)))
+    began = time.monotonic()
+    with pytest.raises(HalfbyteError, match=said) as failed:
+        launch(lambda _: ["-P", PROGRAMS, "breaks_on_one", str(tmp_path), kind], Parallel(data=2))
+    assert time.monotonic() - began < 90
+    if kind == "memory":
+        assert "activation_checkpointing" in str(failed.value)  # what the plan advises
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
