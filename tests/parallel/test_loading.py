@@ -138,7 +138,7 @@ def test_products_come_divided(two, tiny_checkpoint):
         for rank in range(2):
             wanted = digests(model)
             for name, dim in dims.items():
-                piece = Placement(("tensor",), dim).cut(named[name].detach(), 2)[rank]
+                piece = Placement(("tensor",), dim=dim).cut(named[name].detach(), 2)[rank]
                 wanted[name] = digest(torch.nn.Parameter(piece, requires_grad=named[name].requires_grad))
                 assert piece.nbytes < named[name].nbytes * 0.6
             assert found[rank][at][0] == wanted, keys

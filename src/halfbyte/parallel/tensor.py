@@ -18,7 +18,12 @@ Adapters need no sums of their own. With process i of n, scaling s, and the shap
 So a factor that is divided has its whole gradient where it is; that of a factor that is not is a part on each process,
 and the step's one reduction adds the parts (`reduce`). A bias of a linear with divided columns is added by one process.
 
-Hooks stand on the blocks, not on linears, which fused functions would pass by. The sums are of the stream's dtype.
+Hooks stand on the blocks, not on linears, which fused functions would pass by.
+
+Rounding. A part is rounded to the stream's dtype as its product writes it, and the sum again: in 16 bits the error of
+what leaves a block is 1.5 times one process's, where sharding, stages and slices of rows add none. A wider sum of such
+parts would change nothing for two, which are added in fp32 and rounded once; products would have to write fp32, which doubles what
+moves: 17 GB instead of 8.6 in a step of an 8B with 4×2048 tokens.
 """
 
 from __future__ import annotations
