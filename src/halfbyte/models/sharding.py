@@ -7,6 +7,7 @@ which are read beside the layers, are never gathered: each process has its rows 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -47,15 +48,17 @@ def shard_model(
         return
     from ..parallel.shard import shard_blocks  # half a second of torch
 
-    name, layers = decoder_layers(model)
-    stays = stays_of(len(layers), kept) if stays is None else stays
-    if len(stays) != len(layers):
-        raise ModelError(f"{len(stays)} stays for {len(layers)} layers", "give one a layer")
+    name, every = decoder_layers(model)
+    stays = stays_of(len(every), kept) if stays is None else stays
+    if len(stays) != len(every):
+        raise ModelError(f"{len(stays)} stays for {len(every)} layers", "give one a layer")
+    here = [next(layer.parameters(), None) is not None for layer in every]  # none of another stage's
+    layers, stays = list(compress(every, here)), list(compress(stays, here))
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         raise ModelError("parallel: shard slices frozen weights, and all are trained", "use parallel: {data: N}")
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
-    _sharded[causal_lm] = shard_blocks(root, list(layers), mesh, stays, on_host=on_host)
+    _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=on_host)
     if why := undivided(model):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     else:

@@ -56,7 +56,7 @@ from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered
 from .metrics import TOKENS, MetricsFile, Window
 from .pipelined import PipelinedStepper
-from .readback import StepNumbers, guard
+from .readback import Mark, StepNumbers, guard
 from .records import Records
 from .rows import Counting, batches, counts_of
 from .snapshot import (
@@ -300,12 +300,15 @@ class TrainingLoop:
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
         before = random_states() if len(taken) > 1 else None
-        sums = self.units.reduce(self.stepper(self._unless_late(taken, before), count))
+        began = Mark(self.device) if self.mesh.size > 1 else None
+        sums = self.stepper(self._unless_late(taken, before), count)
+        own = None if began is None else (began, Mark(self.device))
+        sums = self.units.reduce(sums)
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
             guard(self.optimizer, numbers)
-        step = StepNumbers(number, counts, numbers)
+        step = StepNumbers(number, counts, numbers, own)
         self.records.launch(step)
         if not guarded or number == 1:
             self.records.check(step)
