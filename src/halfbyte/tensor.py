@@ -68,6 +68,11 @@ class QuantizedTensor(Tensor):
         """Stored bytes, scales included."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether its memory is gone until FSDP2 gathers it again."""
+        return any(part.untyped_storage().nbytes() == 0 < part.numel() for part in self.parts.values())
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, in `dtype` or the tensor's own, rounded once from fp32."""
         return self.format.dequantize(self.parts, tuple(self.shape), dtype or self.dtype)

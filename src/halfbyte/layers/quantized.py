@@ -32,7 +32,7 @@ class _QuantizedWeight:
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         weight = destination.pop(f"{prefix}weight")
-        if not isinstance(weight, QuantizedTensor) or weight.is_meta:  # not all of it is here: nothing saves it
+        if not isinstance(weight, QuantizedTensor) or weight.is_meta or weight.is_freed:  # not here: nothing saves it
             destination[f"{prefix}weight"] = weight
             return
         for suffix, value in weight.format.to_state(weight.parts, tuple(weight.shape), weight.dtype).items():
