@@ -7,7 +7,7 @@ from torch import nn
 from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
-from halfbyte.tensor import QuantizedShard, QuantizedTensor, part_offsets
+from halfbyte.tensor import BlockShard, QuantizedShard, QuantizedTensor, part_offsets
 
 NESTED = Blockwise4("nf4", 64, True)
 SHAPES = [(1, 1), (7, 33), (64, 64), (3, 50, 31), (4, 128, 64)]
@@ -65,6 +65,22 @@ def test_shards_gather_to_the_tensor(rows):
     whole, buffers = shards[0].fsdp_post_all_gather((gathered,), metadata[0], torch.float32)
     assert torch.equal(whole.dequantize(), tensor.dequantize())
     assert buffers[0].data_ptr() == gathered.data_ptr()
+
+
+def test_slices_answer_what_offload_asks():
+    """FSDP2 asks whether they are pinned before it pins them; pinning itself needs a GPU."""
+    shard = torch.chunk(tensor_of((8, 33)), 2)[0]
+    block = BlockShard([shard.raw, shard.raw], 1, lambda gathered: None)
+    for slices in (shard, block):
+        assert torch.ops.aten.is_pinned.default(slices) is False
+        assert type(slices.cpu()) is type(slices)
+    assert torch.equal(block.to("cpu", copy=True).raws[1], shard.raw)
+    assert [each.rows for each in torch.chunk(BlockShard([shard.raw], 2, lambda gathered: None), 2)] == [1, 1]
+
+
+def test_a_block_refuses_what_needs_values():
+    with pytest.raises(ModelError, match="slices of a block's weights"):
+        BlockShard([torch.zeros(16, dtype=torch.uint8)], 1, lambda gathered: None) + 1
 
 
 def test_shards_refuse_what_needs_values():
