@@ -44,7 +44,7 @@ class Share:
 
     Attributes:
         along: axes of the mesh along which the weights of decoder layers are cut; the rest is whole everywhere. Along
-            "tensor", those whose products are divided, by rows or columns.
+            "tensor" alone, those whose products are divided, by rows or columns.
         elsewhere: of the model and a place along "pipeline", whether a parameter is only in others' stages, by its
             name; it stays on the meta device there. None: nothing is.
     """
@@ -57,13 +57,13 @@ class Share:
         """Placement of a parameter, by its name."""
         axes = self.along if self.mesh.ways(*self.along) > 1 else ()
         layers = f"{decoder_layers(model)[0]}." if axes else ""
-        products = divided_along(model) if axes == (AXIS,) else {}
+        dims = divided_along(model) if axes == (AXIS,) else None
         absent = [self.elsewhere(model, place) for place in range(self.mesh.ways("pipeline"))] if self.elsewhere else []
 
         def placement(name: str) -> Placement:
             stages = frozenset(place for place, other in enumerate(absent) if not other(name)) if absent else None
-            if products:
-                return Placement(axes if name in products else (), stages, products.get(name))
+            if dims is not None:
+                return Placement(axes if name in dims else (), stages, dims.get(name))
             return Placement(axes if name.startswith(layers) else (), stages)
 
         return placement

@@ -36,8 +36,8 @@ class Pipeline:
         seconds: of each stage of the model, in any unit; the same in all processes. They decide the order of messages.
         width: H of the hidden states between stages.
         dtype: of the hidden states.
-        ahead: of a stage, how many of its layers that are recomputed are so before the gradient is there; what they
-            save waits that much longer.
+        ahead: of a stage, how many of its layers that are recomputed may be so before the gradient is there.
+        spare: bytes of the device for what those after the first save until then; None: as many as it takes.
     """
 
     def __init__(
@@ -50,9 +50,11 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         ahead: int = 1,
+        spare: int | None = None,
     ):
         self.mesh, self.schedule, self.seconds, self.ahead = mesh, schedule, tuple(seconds), ahead
-        self.width, self.dtype, self.device = width, dtype, device
+        self.width, self.dtype, self.device, self.spare = width, dtype, device, spare
+        self.saved = 0.0  # bytes of a recomputed layer and token, once known
         self.rank, self.group = mesh.place("pipeline"), mesh.group("pipeline")
         self.process_of = [schedule.process_of(stage) for stage in range(schedule.stages)]
 
@@ -69,6 +71,23 @@ class Pipeline:
     def has_last(self) -> bool:
         """Whether the loss is computed here."""
         return self.process_of[self.last] == self.rank
+
+    def recompute_ahead(self, left: Sequence[Any], tokens: int) -> None:
+        """Of what a stage's layers have left for backward, run what there is room for; backward begins with the last.
+
+        Args:
+            tokens: of the micro-batch.
+        """
+        count = min(self.ahead, len(left))
+        if self.spare is not None:  # the first one's graph would be there in backward, too
+            count = min(count, 1 + int(self.spare // (self.saved * tokens)) if self.saved else 1)
+        for each in reversed(left[len(left) - count :]):
+            before = self._allocated()
+            run_ahead(each)
+            self.saved = max(self.saved, (self._allocated() - before) / tokens)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.spare is not None and not self.saved else 0
 
     def step(self, batches: Sequence[Batch], forward: Forward) -> None:
         """Forward and backward of the micro-batches of a step, which all processes call with the same ones.
@@ -163,8 +182,7 @@ class _Run:
     def differentiate(self, action: Action) -> None:
         line, stage = self.pipeline, action.stage
         x, output, left = self.computed.pop((stage, action.batch))
-        for each in reversed(left[-line.ahead :] if line.ahead else []):  # backward begins with the last
-            run_ahead(each)
+        line.recompute_ahead(left, self.batches[action.batch]["input_ids"].numel())
         gradient = None if stage == line.last else self.take(action._replace(kind="B"))
         if output.requires_grad:
             torch.autograd.backward(output, gradient)

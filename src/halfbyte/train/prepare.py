@@ -29,7 +29,7 @@ from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.models.slices import check_divided_like
-from halfbyte.models.stages import Cut, check_stages, check_trained, cut_model
+from halfbyte.models.stages import Cut, check_trained, cut_model
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.parallel.links import gather_rate, host_rate
 from halfbyte.plan.advice import check_fits
@@ -175,9 +175,8 @@ def _cut(config: RunConfig, mesh: Mesh, shapes: ModelShapes, plan: MemoryPlan) -
     ranks = mesh.ways("pipeline")
     if ranks == 1:
         return None
-    check_stages(shapes.causal_lm, config.trust_remote_code)
-    batches = config.gradient_accumulation_steps
-    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, batches, plan.activation_checkpointing)
+    how = config.gradient_accumulation_steps, plan.activation_checkpointing, config.trust_remote_code
+    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, *how)
     check_trained(shapes.model, cut)
     return cut
 
