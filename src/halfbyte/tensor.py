@@ -179,6 +179,8 @@ class QuantizedShard(Tensor):
             return shard._with(shard.raw)
         if function is aten.clone.default:
             return shard._with(shard.raw.clone())
+        if function is aten.empty_like.default:
+            return shard._with(torch.empty_like(shard.raw, device=kwargs.get("device")))
         if function is aten.new_empty.default:  # for a rank that no rows are left for: as many bytes, never read
             return shard._with(torch.zeros_like(shard.raw))
         if function in (aten._to_copy.default, aten._pin_memory.default):

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 
 from halfbyte.cli.init import SHOWN, _packed, starting_config
@@ -114,6 +115,18 @@ def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path, monkeypatch):
     assert plan_of(config, load_model_config(config.model_name_or_path)).fits
     assert len(asked) <= 7
     assert config.max_length <= 2048  # what the model was made for
+
+
+def test_init_divides_a_run_over_several_gpus(shared, tmp_path, monkeypatch):
+    monkeypatch.setattr("halfbyte.cli.init._devices", lambda: [torch.device("cpu")] * 2)
+    rows = [{"prompt": f"what is {n}?", "completion": "a number. " * n} for n in range(1, 41)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = starting_config(str(shared / "models/llama-40m"), str(tmp_path / "data.jsonl"))
+    assert "# 2 GPUs, parallel: {data: 2}: all of the run fits each GPU" in text
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(tmp_path / "run.yaml")
+    assert config.parallel == {"data": 2}
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps * 2 >= 8
 
 
 def test_init_reads_the_data(shared, tmp_path):

@@ -56,20 +56,21 @@ def plan_of(shapes, layout, gib=139.0, card=H200, **keys):
 
 
 def test_70b_on_two_small_cards_part_by_part(shapes_70b):
-    """Research §4: 16.44 of blocks, 0.82 of two of them, 1.96 of embedding and head, and the adapters; these whole on
-    each, where slices would be half of 3.08."""
+    """16.44 GiB of blocks, 0.82 of two of them, 1.96 of embedding and head; adapters and their gradients, 0.77 each,
+    and half of the optimizer's 1.54; scratch 0.44, recomputation 0.58, adapters in 16 bits 0.39."""
     plan = plan_of(shapes_70b, Parallel(shard=2), gib=23.3, card=RTX_4090, activation_checkpointing="offload")
     assert plan.weights / GIB == pytest.approx(16.44 + 1.96, abs=0.05)
     assert plan.gathered / GIB == pytest.approx(0.82, abs=0.01)
-    assert plan.adapters == plan.gradients == plan.optimizer // 2
-    assert (plan.adapters + plan.gradients + plan.optimizer) / GIB == pytest.approx(2 * 1.54, abs=0.02)
-    # scratch 0.44, recomputation 0.58 and the adapters in 16 bits 0.39
+    assert plan.adapters == plan.gradients == plan.optimizer
+    assert plan.optimizer / GIB == pytest.approx(1.54 / 2, abs=0.01)
     assert (plan.activations + plan.logits) / GIB == pytest.approx(0.44 + 0.58 + 0.39, abs=0.35)
+    assert plan.total / GIB < 24 - 0.9  # with CUDA and NCCL beside it
     assert plan.stays == ()
     staged = plan_of(
         shapes_70b, Parallel(pipeline=2), gib=23.3, card=RTX_4090, activation_checkpointing="offload",
         gradient_accumulation_steps=4,
     )  # fmt: skip
+    assert staged.optimizer / GIB == pytest.approx(1.54 / 2, abs=0.01)
     assert staged.total / GIB == pytest.approx(21, abs=0.7)
     assert staged.gathers == 0
 

@@ -12,6 +12,7 @@ and positions need no sending.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +39,13 @@ class Pipeline:
         dtype: of the hidden states.
         ahead: of a stage, how many of its layers that are recomputed may be so before the gradient is there.
         spare: bytes of the device for what those after the first save until then; None: as many as it takes.
+
+    Attributes:
+        watch: a context around all that a stage computes, given "F" (forward), "again" or "B" (the rest of backward)
+            and the stage.
     """
+
+    watch: Callable[[str, int], AbstractContextManager[Any]] = staticmethod(lambda kind, stage: nullcontext())
 
     def __init__(
         self,
@@ -165,7 +172,7 @@ class _Run:
     def compute(self, action: Action) -> None:
         line, stage, number = self.pipeline, action.stage, action.batch
         x = None if stage == 0 else self.take(action).requires_grad_(self.grad)
-        with gathered() as left:
+        with line.watch("F", stage), gathered() as left:
             output = self.forward(stage, self.batches[number], x)
         if self.grad:
             self.computed[stage, number] = x, output, left
@@ -182,10 +189,12 @@ class _Run:
     def differentiate(self, action: Action) -> None:
         line, stage = self.pipeline, action.stage
         x, output, left = self.computed.pop((stage, action.batch))
-        line.recompute_ahead(left, self.batches[action.batch]["input_ids"].numel())
+        with line.watch("again", stage):
+            line.recompute_ahead(left, self.batches[action.batch]["input_ids"].numel())
         gradient = None if stage == line.last else self.take(action._replace(kind="B"))
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+        with line.watch("B", stage):
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
         if x is not None:
             given = x.grad if x.grad is not None else torch.zeros_like(x)
             self.here[_taker(action)] = given.contiguous(), None

@@ -292,10 +292,20 @@ def templates(model: nn.Module) -> Pieces:
     return pieces
 
 
-def fill(pieces: Pieces) -> None:
-    """Put the pieces where `fully_shard` has cut their templates, before the first forward."""
-    for (module, key), piece in pieces.items():
+def fill(pieces: Pieces, on_host: bool = False) -> None:
+    """Put the pieces where `fully_shard` has cut their templates, before the first forward; `pieces` is empty then.
+
+    Args:
+        on_host: in the host's memory, where FSDP2's offload wants them.
+    """
+    while pieces:
+        (module, key), piece = pieces.popitem()
         empty: Any = getattr(module, key)
-        where = {"shape": empty.shape, "stride": empty.stride()}
-        whole = DTensor.from_local(piece, empty.device_mesh, empty.placements, run_check=False, **where)
+        if on_host:
+            whole: Any = torch.empty_like(empty, device="cpu")
+            with torch.no_grad():
+                whole.to_local().copy_(piece.cpu())
+        else:
+            where = {"shape": empty.shape, "stride": empty.stride()}
+            whole = DTensor.from_local(piece, empty.device_mesh, empty.placements, run_check=False, **where)
         module.register_parameter(key, nn.Parameter(whole, requires_grad=empty.requires_grad))

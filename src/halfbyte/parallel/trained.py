@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import Parallel
 from .collectives import gathered, scattered_sum
 from .mesh import TOKENS, Mesh
 from .reduce import CUT, buckets, clip_gradients, sum_gradients
@@ -43,10 +44,14 @@ def trained_units(mesh: Mesh, parameters: Sequence[nn.Parameter], *, elementwise
             and what is cut along "tensor" are stepped as they are.
         alike: whether each backward gives all parameters a gradient, whatever the tokens, and no graph holds it.
     """
-    sliced = elementwise and mesh.ways(AXIS) > 1 and mesh.ways("tensor", "pipeline") == 1
-    if not sliced:
+    if slices(mesh.layout, elementwise) == 1:
         return Whole(mesh, parameters)
     return Sliced(mesh, parameters, at_once=alike and sum(parameter.nbytes for parameter in parameters) >= AT_ONCE)
+
+
+def slices(layout: Parallel, elementwise: bool) -> int:
+    """Of how many processes each keeps its part of the optimizer's state; the arguments are those of a run."""
+    return layout.shard if elementwise and layout.tensor * layout.pipeline == 1 else 1
 
 
 class Whole:

@@ -110,11 +110,13 @@ class Device:
     Attributes:
         capacity_bytes: of the smallest.
         card: whose rates planned seconds go by.
+        on_host: processes that share a host's memory; None: all.
     """
 
     torch: torch.device
     capacity_bytes: int
     card: Card = H200
+    on_host: int | None = None
 
 
 class Meshes:
@@ -148,6 +150,7 @@ class Meshes:
                 plan = estimate(
                     config, self.model_config, device=self.device.torch, capacity_bytes=self.device.capacity_bytes,
                     batches=self.batches(config), shapes=self._shapes(layout), layout=layout, card=self.device.card,
+                    on_host=self.device.on_host,
                 )  # fmt: skip
         except HalfbyteError as error:
             return Option(layout, config, refused=error.message)

@@ -235,7 +235,7 @@ def _laid_out(
     """The run and its processes as `parallel: auto` divides it, said with the reason; steps keep their rows."""
     if config.parallel != "auto" or mesh.size == 1:
         return config, mesh
-    device = Device(machine.device, _free_bytes(machine, mesh), _card(machine, mesh))
+    device = Device(machine.device, _free_bytes(machine, mesh), _card(machine, mesh), _on_host(mesh))
     meshes = Meshes(config, files.config, device, lambda changed: batches_of(changed, data, machine.device), shapes)
     option, reason = meshes.choose(mesh.size)
     chosen, said = mesh.from_main((option, reason))  # what is free in the host's memory differs from moment to moment
@@ -250,7 +250,12 @@ def _card(machine: Machine, mesh: Mesh) -> Card:
 
 def _free_bytes(machine: Machine, mesh: Mesh) -> int:
     """Of the device that has least."""
-    return -mesh.max(-free_bytes(machine.device, mesh.size))
+    return -mesh.max(-free_bytes(machine.device, _on_host(mesh)))
+
+
+def _on_host(mesh: Mesh) -> int:
+    """Processes on the host that has most."""
+    return mesh.max(mesh.local) + 1
 
 
 def _planned(
@@ -264,6 +269,7 @@ def _planned(
 
     options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": mesh.layout}
     if mesh.size > 1:
+        options["on_host"] = _on_host(mesh)
         options["capacity_bytes"] = _free_bytes(machine, mesh)
     if mesh.ways("tensor") == 1:
         options["shapes"] = shapes
