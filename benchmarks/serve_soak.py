@@ -46,9 +46,9 @@ def tiny_model(folder: Path) -> None:
     config = LlamaConfig(
         vocab_size=len(fast),
         hidden_size=64,
-        intermediate_size=160,
+        intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=2,
         max_position_embeddings=CONTEXT,
         eos_token_id=fast.eos_token_id,
     )

@@ -1,4 +1,4 @@
-"""Gloo ranks that stay for a whole test session: importing torch and transformers is most of what a rank costs.
+"""Ranks that stay for a whole test session: importing torch and transformers is most of what a rank costs.
 
     def case(mesh, more):          # in a test module, at its top: every rank calls it
         return mesh.sum(more)
@@ -30,10 +30,10 @@ def free_port():
 
 
 class Ranks:
-    """`size` processes, started when the first case comes."""
+    """`size` processes on devices of a kind, "cpu" (gloo) or "cuda" (NCCL), started when the first case comes."""
 
-    def __init__(self, size):
-        self.size, self._pipes, self._processes = size, [], []
+    def __init__(self, size, kind="cpu"):
+        self.size, self.kind, self._pipes, self._processes = size, kind, [], []
 
     def run(self, case, *args, layout=None):
         """Call `case(mesh, *args)` on every rank.
@@ -67,7 +67,9 @@ class Ranks:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, self.size, port, theirs, sys.path), daemon=True)
+            process = context.Process(
+                target=_rank, args=(rank, self.size, self.kind, port, theirs, sys.path), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -82,7 +84,7 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _rank(rank, size, port, pipe, path):
+def _rank(rank, size, kind, port, pipe, path):
     sys.path[:] = path
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "HF_HUB_OFFLINE": "1"}
@@ -92,7 +94,7 @@ def _rank(rank, size, port, pipe, path):
 
     torch.set_num_threads(1)
     modules = {}
-    with present_mesh() as mesh:
+    with present_mesh(kind=kind) as mesh:
         while (task := pipe.recv()) is not None:
             file, name, args, layout = task
             torch.manual_seed(0)

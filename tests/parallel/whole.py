@@ -76,6 +76,7 @@ class Left:
         self.trained = [record for record in records if record["kind"] == "train"]
         self.evaluated = [record for record in records if record["kind"] == "eval"]
         self.adapter = load_file(self.folder / "adapter" / "adapter_model.safetensors")
+        self.memory = json.loads((self.folder / "memory.json").read_text())
         self.answers = json.loads((self.folder / "generations.json").read_text())
 
     def same_as(self, other, loss=1e-6, weights=1e-5):

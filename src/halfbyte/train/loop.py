@@ -39,6 +39,7 @@ from halfbyte.files import new_directory
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
+from halfbyte.models.sharding import sharded, trains_alike
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
@@ -198,7 +199,8 @@ class TrainingLoop:
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise)
+        alike = sharded(self.model) is not None and trains_alike(self.model)
+        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)

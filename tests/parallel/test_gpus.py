@@ -1,0 +1,59 @@
+"""Runs on two GPUs are the run of one: fused kernels in bfloat16, NCCL, CUDA graphs where rows alone are dealt."""
+
+import json
+
+import pytest
+import torch
+from ranks import Ranks
+from whole import run, write_place
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+KEYS = {"device": None, "dtype": "auto", "packing": True, "learning_rate": 1e-3, "max_steps": 12, "save_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    ranks = Ranks(2, "cuda")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_place(tmp_path_factory.mktemp("place"), rows=160, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def alone(place, tmp_path_factory):
+    output = tmp_path_factory.mktemp("alone") / "out"
+    return run(None, place, output, **KEYS | {"device": "cuda:0"}, gradient_accumulation_steps=4)
+
+
+LAYOUTS = [("data", 2, 1e-4), ("shard", 2, 1e-3), ("tensor", 4, 4e-3), ("pipeline", 4, 1e-3), ("context", 4, 1e-3)]
+
+
+@pytest.mark.parametrize(("axis", "accumulation", "tolerance"), LAYOUTS)
+def test_two_gpus_are_one(gpus, place, alone, tmp_path, axis, accumulation, tolerance):
+    """Partial products are rounded before they are added, which tensor parallelism does in each layer."""
+    layout = {"parallel": {axis: 2}, "gradient_accumulation_steps": accumulation}
+    found = run(gpus, place, tmp_path / "out", **KEYS, **layout)
+    for kind in ("trained", "evaluated"):
+        for mine, theirs in zip(getattr(found, kind), getattr(alone, kind), strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=tolerance), (kind, mine["step"])
+            assert mine.get("trained_tokens") == theirs.get("trained_tokens")
+    memory = json.loads((found.folder / "memory.json").read_text())
+    assert len(memory["ranks"]) == 2
+    if axis == "shard":
+        assert memory["ranks"][0]["after_load_bytes"] < 0.75 * alone.memory["measured"]["after_load_bytes"]
+
+
+def test_a_run_goes_on_with_one_gpu(gpus, place, alone, tmp_path):
+    folder = tmp_path / "out"
+    run(gpus, place, folder, **KEYS, parallel={"shard": 2}, gradient_accumulation_steps=2)
+    for path in (folder / "adapter", folder / "checkpoint-12"):
+        path.rename(folder / f"{path.name}.away")
+    keys = KEYS | {"device": "cuda:0", "gradient_accumulation_steps": 2}
+    again = run(None, place, folder, resume=str(folder / "checkpoint-6"), **keys)
+    assert [each["step"] for each in again.trained] == [each["step"] for each in alone.trained]
+    assert again.trained[-1]["loss"] == pytest.approx(alone.trained[-1]["loss"], rel=1e-3)
