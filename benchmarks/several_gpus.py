@@ -6,6 +6,7 @@ Weights are random and made here. Ratios count, since all of a part runs in one 
 all at once without a word to each other, all together. PARTs:
 
     link        rate of all-reduce and all-gather, and what CUDA and NCCL take of a GPU beside torch's allocator
+    tensor      a step with products divided: 8B 4×2048
     data        a step of `data` parallel: 8B 4×2048; 0.6B 2×2048 and 2×512 as CUDA graphs
     context     a step of one row of 65,536 tokens cut along them, whole and packed: 8B, layers checkpointed
 """
@@ -29,7 +30,7 @@ from torch import Tensor
 from benchmarks.common import event_us, provenance
 from benchmarks.step_model import build, random_batch, timed
 from halfbyte.config import Parallel
-from halfbyte.parallel import Context, Mesh, present_mesh, slice_of, sum_gradients
+from halfbyte.parallel import ALONE, Context, Mesh, clip_gradients, present_mesh, slice_of, sum_gradients
 from halfbyte.train.stepper import GraphedStepper, Stepper
 
 MIB = 2**20
@@ -225,7 +226,71 @@ def _exchanges(mesh: Mesh, results: Results) -> None:
     results.add("context", exchanges_ms={"to_heads": there / 1e3, "to_tokens": back / 1e3})
 
 
-PARTS = {"link": link, "data": data, "context": context}
+# --- tensor ----------------------------------------------------------------------------------------------------------
+
+
+def tensor(mesh: Mesh, results: Results) -> None:
+    """A step of the 8B on one GPU while the others wait, then on all: T₁ ÷ T; the first step's loss and gradients."""
+    import halfbyte
+    from halfbyte.models.products import divide_products
+
+    name, rows, length = "llama-3.1-8b", 4, 2048
+    found: dict[str, Any] = {}
+    mesh = mesh.laid_out(Parallel(tensor=mesh.size))
+    for way in ("alone", "together"):
+        training = Training(mesh, name, rows, length, False)
+        training.count = torch.full((), float(rows * (length - 1)), device="cuda")
+        if way == "together":
+            halfbyte.unpatch(training.model)
+            divide_products(training.model, mesh)
+            halfbyte.patch(training.model)
+            training.trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
+        if way == "together" or mesh.is_main:
+            found[way] = _divided_steps(training, mesh, way == "together")
+        mesh.wait()
+        training.stepper.close()
+        del training
+        gc.collect()
+        torch.cuda.empty_cache()
+    found["together"]["ms"] = mesh.max(found["together"]["ms"])
+    if mesh.is_main:
+        pairs = zip(found["alone"]["norms"], found["together"]["norms"], strict=True)
+        far = [abs(own / theirs - 1) for theirs, own in pairs]
+        shape = {"model": name, "rows": rows, "length": length}
+        results.add(
+            "tensor", **shape, **found, speedup=found["alone"]["ms"] / found["together"]["ms"], first_step_off=far
+        )
+    _sums_of_streams(mesh, results, rows * length, 4096)
+
+
+def _divided_steps(training: Training, mesh: Mesh, together: bool) -> dict[str, Any]:
+    """Loss and norm of the gradients of the first weights, then the median of ten steps that leave them alone."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(14)]
+    torch.cuda.reset_peak_memory_stats()
+    norms: list[float] = []
+    for event in events:
+        event.record()
+        sums = training.stepper([training.batch], training.count)
+        if together:
+            sums = sum_gradients(mesh, training.trained, sums)
+        norm = clip_gradients(mesh if together else ALONE, training.trained, 1.0)
+        if not norms:
+            norms = [float(sums[0] / training.count), float(norm)]
+        for parameter in training.trained:
+            parameter.grad = None
+    torch.cuda.synchronize()
+    ms = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events[3:]))[5]
+    return {"ms": ms, "norms": norms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def _sums_of_streams(mesh: Mesh, results: Results, tokens: int, width: int) -> None:
+    """Milliseconds of the sums of a step of the 8B: four a layer."""
+    stream = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+    one = event_us([lambda: dist.all_reduce(stream, group=mesh.group("tensor"))], 10)
+    results.add("tensor", sums_ms=4 * 32 * one / 1e3)
+
+
+PARTS = {"link": link, "data": data, "tensor": tensor, "context": context}
 
 
 def main() -> None:

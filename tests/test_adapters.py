@@ -7,8 +7,8 @@ import torch
 from peft import PeftModel
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from halfbyte.adapters import add_adapter, compute, load_adapter_weights, no_input_casts, save_adapter
-from halfbyte.config import RunConfig
+from halfbyte.adapters import add_adapter, compute, load_adapter_weights, no_input_casts, reads_base, save_adapter
+from halfbyte.config import RunConfig, resolve
 from halfbyte.errors import CheckpointError, ConfigError, ModelError
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -180,6 +180,19 @@ def test_adapter_path_continues_from_a_saved_adapter(tmp_path):
     assert torch.equal(logits(model), logits(again))
     assert {p.dtype for p in again.parameters() if p.requires_grad} == {torch.float32}
     assert sum(p.numel() for p in again.parameters() if p.requires_grad) > 0
+
+
+def test_adapters_that_look_at_whole_weights(tmp_path):
+    """Loading cuts layers into pieces before others are added; what a saved adapter says counts, not the key."""
+
+    def reads(**keys):
+        return reads_base(resolve(RunConfig(model_name_or_path="m", dataset="d", **keys)).adapter)
+
+    assert [reads(), reads(use_dora=True), reads(modules_to_save=["lm_head"])] == [False, True, True]
+    save_adapter(adapted(use_dora=True), tmp_path)
+    assert reads(adapter_path=str(tmp_path))
+    save_adapter(adapted(), tmp_path)
+    assert not reads(adapter_path=str(tmp_path), use_dora=True)
 
 
 def test_adapter_path_for_another_model_names_the_tensor(tmp_path):

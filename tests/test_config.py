@@ -203,6 +203,7 @@ class TestRefusing:
         [
             (["use_peft=false"], "quantized weights cannot be trained"),
             (["use_peft=false", "load_in_4bit=false", "use_dora=true"], "use_dora has no meaning with use_peft: false"),
+            (["parallel={pipeline: 2, tensor: 2}"], "pipeline goes with data and shard, not with tensor"),
             (["device=cuda:1", "parallel={data: 2}"], "device: cuda:1 with parallel: {data: 2}: it is one device"),
             (["use_peft=false", "load_in_4bit=false", "adapter_path=x"], "adapter_path has no meaning"),
         ],

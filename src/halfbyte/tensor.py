@@ -110,11 +110,11 @@ class QuantizedTensor(Tensor):
         parts = {name: function(part) for name, part in self.parts.items()}
         return QuantizedTensor(self.format, parts, tuple(self.shape), dtype or self.dtype)
 
-    def split_for(self, dim: int, n: int, place: int) -> QuantizedTensor:
-        """The `place`-th of `n` equal tensors along `dim`, bit for bit, in memory of its own; see `Format.split`."""
-        format_, parts = self.format.split(self.parts, tuple(self.shape), dim, n)
-        sides = tuple(size // n if each == dim else size for each, size in enumerate(self.shape))
-        return QuantizedTensor(format_, parts[place], sides, self.dtype)
+    def split_for(self, dim: int, n: int) -> list[QuantizedTensor]:
+        """`n` equal tensors along `dim`, bit for bit, each in memory of its own; see `Format.split`."""
+        format_, each = self.format.split(self.parts, tuple(self.shape), dim, n)
+        sides = tuple(size // n if at == dim else size for at, size in enumerate(self.shape))
+        return [QuantizedTensor(format_, parts, sides, self.dtype) for parts in each]
 
     def to_bytes(self, chunks: int = 1) -> Tensor:
         """uint8 [chunks, length]: all parts one after another, padded so that the chunks are equal."""
@@ -179,6 +179,8 @@ class QuantizedShard(Tensor):
             return shard._with(shard.raw)
         if function is aten.clone.default:
             return shard._with(shard.raw.clone())
+        if function is aten.empty_like.default:
+            return shard._with(torch.empty_like(shard.raw, device=kwargs.get("device")))
         if function is aten.new_empty.default:  # for a rank that no rows are left for: as many bytes, never read
             return shard._with(torch.zeros_like(shard.raw))
         if function in (aten._to_copy.default, aten._pin_memory.default):

@@ -397,6 +397,8 @@ class LiveMetrics:
         numbers.append(f"{record['tokens_per_second']:,.0f} tok/s")
         if record.get("memory_bytes"):
             numbers.append(f"memory {size(record['memory_bytes'])}{capacity}")
+        if "slowest_seconds" in record:
+            numbers.append(f"processes {record['fastest_seconds']:.3g}–{record['slowest_seconds']:.3g} s")
         return " · ".join(numbers)
 
     def _eta(self, record: Mapping[str, Any]) -> str:

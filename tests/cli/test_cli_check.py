@@ -1,14 +1,17 @@
 """`check` names what makes a run fit, and `init` writes a file that loads and fits."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 
 from halfbyte.cli.init import SHOWN, _packed, starting_config
+from halfbyte.cli.meshes import check_meshes
 from halfbyte.config import SECTIONS, RunConfig, load_config
-from halfbyte.errors import DataError, ModelError
+from halfbyte.errors import ConfigError, DataError, ModelError
 from halfbyte.memory.batches import Batches
 from halfbyte.models.find import load_model_config
 from halfbyte.plan import advice
@@ -26,7 +29,7 @@ def cost(config: RunConfig, tokens: int) -> int:
 
 @pytest.fixture
 def _stand_in(monkeypatch):
-    def estimate(config, model_config, *, batches):
+    def estimate(config, model_config, *, batches, **divided):
         return SimpleNamespace(fits=cost(config, batches.largest.tokens) <= CAPACITY)
 
     monkeypatch.setattr(advice, "estimate", estimate)
@@ -114,8 +117,62 @@ def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path, monkeypatch):
     assert config.max_length <= 2048  # what the model was made for
 
 
+def test_init_divides_a_run_over_several_gpus(shared, tmp_path, monkeypatch):
+    monkeypatch.setattr("halfbyte.cli.init._devices", lambda: [torch.device("cpu")] * 2)
+    rows = [{"prompt": f"what is {n}?", "completion": "a number. " * n} for n in range(1, 41)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = starting_config(str(shared / "models/llama-40m"), str(tmp_path / "data.jsonl"))
+    assert "# 2 GPUs, parallel: {data: 2}: all of the run fits each GPU" in text
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(tmp_path / "run.yaml")
+    assert config.parallel == {"data": 2}
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps * 2 >= 8
+
+
 def test_init_reads_the_data(shared, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     for name in ("empty.jsonl", "nothing.jsonl"):
         with pytest.raises(DataError, match=name):
             starting_config(str(shared / "models/llama-40m"), str(tmp_path / name))
+
+
+def checked(monkeypatch, capsys, shared, tmp_path, *options, gpus=0, **keys):
+    """What `halfbyte check --gpus` prints where torch sees so many GPUs."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    rows = [{"prompt": f"what is {n}?", "completion": "a number. " * (n % 9 + 1)} for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = {"model_name_or_path": str(shared / "models/llama-40m"), "dataset": str(tmp_path / "data.jsonl")}
+    config = load_config(None, named | {"output_dir": str(tmp_path / "out")} | keys)
+    check_meshes(config, *options)
+    return capsys.readouterr().out
+
+
+def test_check_plans_every_mesh_without_a_gpu(monkeypatch, capsys, shared, tmp_path):
+    said = checked(monkeypatch, capsys, shared, tmp_path, 2, 24.0)
+    assert said.startswith("2 GPUs, 23.1 GiB for torch on each; seconds as of an RTX 4090")
+    lines = {line.split("}")[0] + "}": line for line in said.splitlines()[1:]}
+    assert [*lines][:5] == ["{data: 2}", "{shard: 2}", "{tensor: 2}", "{pipeline: 2}", "{context: 2}"]
+    assert all("fits" in line and " a step" in line and "weights" in line for line in said.splitlines()[1:6])
+    assert "gathered a step" in lines["{shard: 2}"]
+    assert "auto takes parallel: {data: 2}: all of the run fits each GPU" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_says_which_meshes_cannot_be(monkeypatch, capsys, shared, tmp_path):
+    """The model has 8 heads, 4 of them with keys of their own."""
+    said = checked(monkeypatch, capsys, shared, tmp_path, 3, 24.0)
+    assert "{tensor: 3}: not possible: parallel: {tensor: 3}: " in said
+    asked = checked(monkeypatch, capsys, shared, tmp_path, 2, 24.0, parallel={"shard": 2})
+    assert "the run asks for parallel: {shard: 2}, which fits" in asked
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "said"),
+    [((2, None), {}, "--gpu-memory is missing, and there is no GPU here to ask"),
+     ((None, 24.0), {}, "--gpus is missing"),
+     ((2, 24.0), {"parallel": {"data": 4}}, "takes 4 GPUs, and --gpus is 2"),
+     ((3, 24.0), {"parallel": {"tensor": 3}}, "parallel: {tensor: 3}: ")],
+)  # fmt: skip
+def test_check_of_meshes_refuses(monkeypatch, capsys, shared, tmp_path, options, keys, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        checked(monkeypatch, capsys, shared, tmp_path, *options, **keys)

@@ -75,6 +75,11 @@ def linear(format):
     return QuantizedLinear.from_linear(nn.Linear(70, 33), format)
 
 
+def test_a_format_need_not_split():
+    with pytest.raises(ModelError, match="bytes:127: nothing splits weights of this format"):
+        linear(Bytes()).weight.split_for(0, 3)
+
+
 def test_names():
     assert named("nf4") == Blockwise4("nf4", 64, True)
     assert named("byte8") == Bytes(127)

@@ -28,7 +28,7 @@ def assert_whole(tensor, dim, n):
             assert part.untyped_storage().nbytes() == part.nbytes
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(torch.cat([each.dequantize(dtype) for each in split], dim), tensor.dequantize(dtype))
-    assert torch.equal(tensor.split_for(dim, n, n - 1).dequantize(), split[-1].dequantize())
+    assert torch.equal(tensor.split_for(dim, n)[-1].dequantize(), split[-1].dequantize())
     meta = {name: part.to("meta") for name, part in tensor.parts.items()}
     again, shapes = tensor.format.split(meta, tuple(tensor.shape), dim, n)
     assert again == format
@@ -69,7 +69,7 @@ def test_imported_weights(cls, make):
     for n in (2, 4, 8):  # 32, 16 and 8 columns each
         if cls.name in {2: (), 4: ("mxfp4",), 8: ("mxfp4", "nvfp4")}[n]:
             with pytest.raises(ModelError, match="must be a multiple of"):
-                tensor.split_for(1, n, 0)
+                tensor.split_for(1, n)
         else:
             assert_whole(tensor, 1, n)
 

@@ -94,7 +94,9 @@ def compares(mesh, family, inputs, shape=None):
 
 
 @pytest.mark.parametrize("way", ["whole", "packed"])
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Qwen3Moe", "Qwen2_5_VL"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Qwen3Moe", "Qwen2_5_VL", "Gemma3"]
+)
 def test_two_ranks(two, family, way):
     assert_close(two.run(compares, family, batch(way == "packed"), layout={"context": 2}))
 
@@ -252,6 +254,7 @@ REFUSED = {
     "no heads": ("Mamba", {}, None, r"mamba"),
     "router": ("Mixtral", {"output_router_logits": True}, None, r"the router's loss is one of whole rows"),
     "attention": ("Llama", {}, "eager", r"eager does not see whole rows .*set attn_implementation: sdpa"),
+    "a package": ("Llama", {}, "flash_attention_2", r"flash_attention_2 does not see whole rows .*: sdpa"),
     "own attention": ("Bloom", {}, None, r"eager does not see whole rows .*> leave context out"),
 }
 
@@ -267,6 +270,16 @@ def test_the_probe_sees_a_state(two):
     """Falcon H1's layers have attention and a recurrent state."""
     for said in two.run(refusal, "FalconH1", {}, None, ["hybrid", "attention"], layout={"context": 2}):
         assert re.search(r"falcon_h1 cannot be cut: its layers see other tokens otherwise than by attention", said)
+
+
+def likeness(mesh, heads):
+    with mock.patch.dict(models.tiny.TINY, {"num_attention_heads": heads}):
+        return refusal(mesh, "Llama", {})
+
+
+def test_a_model_whose_likeness_has_fewer_heads(four):
+    """A tiny model has four heads, and there may be more processes."""
+    assert four.run(likeness, 2, layout={"context": 4}) == [""] * 4
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3Moe", "GPT2", "Cohere2", "DeepseekV3"])

@@ -1,5 +1,6 @@
 """What one rank meets in the middle of a run ends it on all, and is said once, as in a run of one process."""
 
+import json
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from whole import configured, write_place
 from halfbyte.config import Parallel, dump_given
 from halfbyte.errors import HalfbyteError
 from halfbyte.parallel.launch import launch
+from halfbyte.train.sft import train
 
 pytestmark = pytest.mark.dist
 PROGRAMS = str(Path(__file__).with_name("rank_programs.py"))
@@ -37,3 +39,30 @@ def test_what_one_rank_meets(place, tmp_path, kind, said):
     if kind == "memory":
         assert "activation_checkpointing" in str(failed.value)  # what the plan advises
     assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def one_is_slow(mesh, place, output):
+    from unittest import mock
+
+    from halfbyte.train.loop import TrainingLoop
+
+    inner = TrainingLoop._sums
+
+    def sums(self, batch):
+        time.sleep(0.1 * mesh.rank)
+        return inner(self, batch)
+
+    keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2}, "sample_prompts": 0, "max_steps": 3}
+    with mock.patch.object(TrainingLoop, "_sums", sums):
+        train(configured(place, output, **keys))
+
+
+def test_a_slow_process_is_seen(place, tmp_path, two):
+    two.run(one_is_slow, place, tmp_path / "out")
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    trained = [record for record in records if record["kind"] == "train"]
+    assert len(trained) == 3
+    for record in trained:
+        assert 0 < record["fastest_seconds"] < record["slowest_seconds"] < record["step_seconds"]
+        assert record["slowest_seconds"] > 0.1
+    assert "Before gradients are summed, a step took" in (tmp_path / "out" / "report.html").read_text()

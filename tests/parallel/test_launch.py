@@ -33,8 +33,13 @@ def ranks(case, folder, count=2, **keys):
 # --- what is started --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _no_rank(monkeypatch):
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def wanted(monkeypatch, gpus, **keys):
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     return layout_wanted(RunConfig(model_name_or_path="m", dataset="d", **keys)).size
 
@@ -58,8 +63,9 @@ def test_a_process_for_each_device(monkeypatch, gpus, keys, count):
     assert wanted(monkeypatch, gpus, **keys) == count
 
 
-def test_a_rank_starts_no_ranks(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")])
+def test_a_rank_starts_no_ranks(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     config = RunConfig(model_name_or_path="m", dataset="d", device="cpu", parallel={"data": 2})
     assert layout_wanted(config).size == 1
 
@@ -94,7 +100,6 @@ def test_stages_do_not_fit_on_fewer():
 )
 def test_gpus_left_idle_are_named(monkeypatch, gpus, keys):
     notices.forget()
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     say_idle(RunConfig(model_name_or_path="m", dataset="d", **keys))
     said = notices.said().get("idle_gpus", "")

@@ -16,7 +16,7 @@ from all_families import build
 from patch_models import tiny
 from safetensors.torch import load_file, save_file
 from test_load_imports import CONFIGS, converted
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +26,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats import FORMATS, from_spec
 from halfbyte.models import divided
 from halfbyte.models.load import load_model
+from halfbyte.models.products import divided_along
 from halfbyte.parallel import ALONE
 from halfbyte.parallel.placement import Placement, fill, templates
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
@@ -122,11 +123,33 @@ def test_every_format(axis, two, folder):
     check(two, axis, [(folder, keys_of(spec)) for spec in EXAMPLES])
 
 
+def test_products_come_divided(two, tiny_checkpoint):
+    """Rows of q, k, v, gate and up and columns of o and down, each of whole blocks; the rest is whole."""
+    folder = str(tiny_checkpoint("Qwen2", dtype="bfloat16", intermediate_size=128))
+    specs = ("nf4", "int8", "fp8", "nvfp4", "kbit4")
+    models = [(folder, keys_of(spec)) for spec in specs] + [(folder, {"load_in_4bit": False})]
+    found = two.run(several, models, ("tensor",), layout={"tensor": 2})
+    for at, (where, keys) in enumerate(models):
+        model = load_model(where, device="cpu", **keys)
+        dims, named = divided_along(model), dict(model.named_parameters())
+        assert {name.split(".", 3)[3] for name in dims if name.endswith("bias")} == {
+            f"self_attn.{each}_proj.bias" for each in "qkv"
+        }
+        for rank in range(2):
+            wanted = digests(model)
+            for name, dim in dims.items():
+                piece = Placement(("tensor",), dim=dim).cut(named[name].detach(), 2)[rank]
+                wanted[name] = digest(torch.nn.Parameter(piece, requires_grad=named[name].requires_grad))
+                assert piece.nbytes < named[name].nbytes * 0.6
+            assert found[rank][at][0] == wanted, keys
+
+
 @pytest.mark.parametrize("axis", ["data", "shard"])
 def test_what_was_quantized_before(axis, two, folder, tiny_checkpoint, tmp_path):
     """By halfbyte, in each format and in several; by other tools; and what is not quantized at all."""
     models = [(folder, {"load_in_4bit": False, "dtype": "float32"})]
-    for at, quantization in enumerate([*EXAMPLES, {"*.0.*": "16bit", "*.down_proj": "fp4", "*": "nf4"}]):
+    firsts = [examples[0].spec for cls in FORMATS.values() if (examples := cls.examples())]
+    for at, quantization in enumerate([*firsts, {"*.0.*": "16bit", "*.down_proj": "fp4", "*": "nf4"}]):
         load_model(folder, quantization=quantization, dtype="bfloat16", device="cpu").save_pretrained(
             tmp_path / f"{at}"
         )
@@ -313,10 +336,11 @@ def test_no_rank_holds_the_model(two, tiny_checkpoint):
         assert most <= kept + quantizing < whole
 
 
-def computes(mesh, folder):
+def computes(mesh, folder, on_host):
     """The logits of a model whose layers are filled after FSDP2 has cut their templates, and of one process's."""
     tokens = torch.arange(10, 20)[None]
     keys = {"dtype": "float32", "device": "cpu"}
+    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if on_host else {}
     with torch.no_grad():
         wanted = load_model(folder, **keys)(tokens).logits
         model = load_model(folder, mesh=mesh, along=SHARD, **keys)
@@ -324,14 +348,15 @@ def computes(mesh, folder):
         assert len(pieces) == sum(1 for name, _ in model.named_parameters() if ".layers." in name)
         for layer in model.model.layers:
             assert layer.mlp.up_proj.weight.shape == (96, 64)
-            fully_shard(layer, mesh=mesh.devices["shard"])
-        fill(pieces)
+            fully_shard(layer, mesh=mesh.devices["shard"], **policy)
+        fill(pieces, on_host)
         found = [model(tokens).logits for _ in range(2)]
     return [torch.equal(each, wanted) for each in found]
 
 
-def test_pieces_fill_what_fsdp_has_cut(two, folder):
-    assert two.run(computes, folder, layout={"shard": 2}) == [[True, True]] * 2
+@pytest.mark.parametrize("on_host", [False, True])
+def test_pieces_fill_what_fsdp_has_cut(two, folder, on_host):
+    assert two.run(computes, folder, on_host, layout={"shard": 2}) == [[True, True]] * 2
 
 
 def fails(mesh, folder, keys, along):

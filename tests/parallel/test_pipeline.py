@@ -12,13 +12,16 @@ import whole as whole_runs
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from halfbyte.errors import HalfbyteError, ModelError
 from halfbyte.methods import METHODS
+from halfbyte.models.head import Head, take_head
 from halfbyte.models.patch import patch
-from halfbyte.models.stages import Stages, check_stages, layer_seconds
+from halfbyte.models.stages import Cut, Stages, check_stages, check_trained, layer_seconds
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
+from halfbyte.parallel import pipeline as pipelines
 from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule, cut_layers, stage_seconds
+from halfbyte.parallel.schedules import Schedule, Seconds, cut_layers, stage_seconds
 from halfbyte.train.pipelined import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 
@@ -93,12 +96,13 @@ def whole(family, keys, layers, window, activations):
 
 def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahead):
     model = model_of(family, layers, **keys)
-    check_stages(model)
+    head = check_stages(model)
     schedule = Schedule(name, mesh.ways("pipeline"), chunks)
-    seconds, head = layer_seconds(model, recomputed=activations is not None)
-    parts = cut_layers(schedule, seconds, head)
+    seconds, end = layer_seconds(model, recomputed=activations is not None)
+    parts = cut_layers(schedule, seconds, end)
     how = {"width": SHAPE["hidden_size"], "dtype": torch.float32, "device": torch.device("cpu"), "ahead": ahead}
-    pipeline = Pipeline(mesh, schedule, [stage_seconds(part, seconds, head) for part in parts], **how)
+    pipeline = Pipeline(mesh, schedule, [stage_seconds(part, seconds, end) for part in parts], **how)
+    take_head(model, head)
     stages = Stages(model, parts, pipeline.own)
     if activations is not None:
         patch(model, activations)
@@ -143,22 +147,21 @@ def test_four_processes(four, name, chunks, window):
     check(four, name, chunks, window=window)
 
 
-@pytest.mark.parametrize("level", ["checkpoint", "recompute_mlp", "recompute"])
-@pytest.mark.parametrize("ahead", [1, 99])
+@pytest.mark.parametrize(("level", "ahead"), [("checkpoint", 1), ("checkpoint", 99), ("recompute_mlp", 99)])
 def test_recomputing_ahead_of_the_gradient(two, level, ahead):
     """In a patched model, some of a stage's layers or all, before the gradient is there."""
     check(two, "interleaved", 2, activations=level, ahead=ahead)
 
 
 @pytest.mark.parametrize(
-    ("family", "keys"),
+    ("family", "keys", "patched"),
     [
-        ("Gemma2", {"sliding_window": 4, "final_logit_softcapping": 5.0}),  # two kinds of layers, a tied head
-        ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}),
-        ("Qwen3", {"tie_word_embeddings": True}),
+        ("Gemma2", {"sliding_window": 4, "final_logit_softcapping": 5.0}, False),  # two kinds of layers, a tied head
+        ("Gemma2", {"sliding_window": 4}, True),
+        ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}, False),
+        ("Qwen3", {"tie_word_embeddings": True}, True),
     ],
 )
-@pytest.mark.parametrize("patched", [False, True])
 def test_families(two, family, keys, patched):
     check(two, "zb-v", 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
 
@@ -180,6 +183,16 @@ def test_a_run_in_stages(two, place, alone, tmp_path, name):
     whole_runs.run(two, place, tmp_path / "run", **keys).same_as(alone)
 
 
+@pytest.mark.parametrize(("other", "packing"), [("data", True), ("shard", False)])
+def test_stages_and_rows(four, place, alone, tmp_path_factory, tmp_path, other, packing):
+    """Two stages of two processes each, which have other rows, and of frozen weights slices."""
+    if packing:
+        alone = whole_runs.run(None, place, tmp_path_factory.mktemp("packed"), gradient_accumulation_steps=4,
+                               packing=True)  # fmt: skip
+    keys = {"parallel": {"pipeline": 2, other: 2}, "gradient_accumulation_steps": 2, "packing": packing}
+    whole_runs.run(four, place, tmp_path / "run", **keys).same_as(alone)
+
+
 @pytest.mark.parametrize("before", ["stages", "alone"])
 def test_resume_with_and_without_stages(two, place, alone, tmp_path, before):
     """A checkpoint of two processes is taken by one, and one's by two: the run is the same."""
@@ -195,3 +208,81 @@ def test_resume_with_and_without_stages(two, place, alone, tmp_path, before):
     left = whole_runs.run(then[0], place, tmp_path / "run", resume=True, **keys, **then[1])
     left.answers = alone.answers  # a resumed run answers before it, too
     left.same_as(alone)
+
+
+def refused(mesh, place, output, keys):
+    try:
+        whole_runs.trains(mesh, place, output, keys, None)
+    except HalfbyteError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, None),  # from full logits, in the last stage
+        ({"gradient_accumulation_steps": 1}, "1f1b over 2 processes takes no step of 1 micro-batches"),
+        ({"use_peft": False, "load_in_4bit": False}, "a pipeline trains adapters, and use_peft is false"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save: a pipeline trains low-rank adapters alone"),
+        ({"target_modules": r".*layers\.[0-2]\..*q_proj"}, "with layers 3 to 5 has nothing to train"),
+    ],
+)
+def test_what_stages_do_not_train(two, place, tmp_path, keys, said):
+    """One error that names the key, before anything is loaded or written; and a run that goes well after them."""
+    keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": "1f1b", "max_steps": 1, **keys}
+    keys = {"gradient_accumulation_steps": 2, "eval_split_size": 0, "sample_prompts": 0} | keys
+    if said is None:
+        assert whole_runs.run(two, place, tmp_path / "run", **keys).trained
+        return
+    for error in two.run(refused, place, tmp_path / "run", keys):
+        assert said in error
+        assert "fix: " in error
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_more_stages_than_layers(four, tmp_path):
+    place = whole_runs.write_place(tmp_path, num_hidden_layers=3)
+    for error in four.run(refused, place, tmp_path / "run", {"parallel": {"pipeline": 4}}):
+        assert "4 pipeline stages for a model of 3 decoder layers" in error
+
+
+def test_what_is_no_pipeline():
+    """A layer that keeps state for later ones, a tied embedding that is trained."""
+    with pytest.raises(ModelError, match="Gemma3nForCausalLM cannot be cut into stages"):
+        check_stages(transformers.AutoModelForCausalLM.from_config(transformers.Gemma3nTextConfig(**SHAPE | {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 96, "layer_types": None,
+            "activation_sparsity_pattern": None, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16,
+        })))  # fmt: skip
+    model = model_of("Qwen3", 4, tie_word_embeddings=True)
+    schedule = Schedule("1f1b", 2, 1)
+    cut = Cut(schedule, (range(2), range(2, 4)), (Seconds(1, 1), Seconds(1, 1)), Head())
+    check_trained(model, cut)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    with pytest.raises(ModelError, match="the embedding is trained and is the head too"):
+        check_trained(model, cut)
+
+
+class Left:
+    """What a layer leaves for backward, without a layer."""
+
+
+def test_as_many_layers_ahead_as_there_is_room_for(monkeypatch):
+    """100 bytes a layer and token: of 500 spare bytes and 2 tokens, two layers beside the one that is free."""
+    ran, held = [], [0]
+    monkeypatch.setattr(pipelines, "run_ahead", lambda left: (ran.append(left), held.__setitem__(0, held[0] + 200)))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
+    how = {"width": 4, "dtype": torch.float32, "device": torch.device("cpu"), "ahead": 9}
+    line = Pipeline(ALONE, Schedule("interleaved", 1, 2), [Seconds(1, 1)] * 2, **how, spare=500)
+    layers = [Left() for _ in range(6)]
+    line.recompute_ahead(layers, 2)
+    assert ran == layers[:-2:-1]  # not known yet: the one that backward would run first
+    ran.clear()
+    line.recompute_ahead(layers, 2)
+    assert ran == layers[:-4:-1]
+    ran.clear()
+    line.recompute_ahead(layers, 20)
+    assert ran == layers[:-2:-1]
+    unbounded = Pipeline(ALONE, Schedule("interleaved", 1, 2), [Seconds(1, 1)] * 2, **how)
+    ran.clear()
+    unbounded.recompute_ahead(layers, 20)
+    assert ran == layers[::-1]

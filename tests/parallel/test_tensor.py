@@ -38,18 +38,19 @@ def prepared(mesh, family, spec, fused, level=None, **lora):
     model = stored(model, spec) if spec else model.double()
     if mesh.size > 1:
         divide_products(model, mesh)
-        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
+        if mesh.ways("shard") > 1:  # which `shard_model` would do
+            divide_vocabulary(model, mesh, ("shard", "tensor"))
     if fused:
         report = patch(model, level)
         assert report.fused["gated activation"] == 2
     return model
 
 
-def trained(mesh, family, spec, fused, level=None):
+def trained(mesh, family, spec, fused, level=None, **lora):
     """Losses, gradients, norms, adapters and an answer of three steps on the rows that this process has."""
-    model = prepared(mesh, family, spec, fused, level)
+    model = prepared(mesh, family, spec, fused, level, **lora)
     factors = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer, found = torch.optim.AdamW(factors.values(), lr=1e-3), []
+    optimizer, found = torch.optim.SGD(factors.values(), lr=0.1), []
     for step in range(3):
         torch.manual_seed(step)
         inputs = {
@@ -105,6 +106,15 @@ def test_formats(two, spec):
     assert_same_training(
         two.run(trained, "Llama", spec, True, layout={"tensor": 2}), trained(ALONE, "Llama", spec, True)
     )
+
+
+def few_adapters(mesh):
+    """Linears without an adapter before and behind those that have one; with biases, as they are stored."""
+    return trained(mesh, "Llama", KINDS[0], False, target_modules=["v_proj", "up_proj"])
+
+
+def test_linears_without_adapters(two):
+    assert_same_training(two.run(few_adapters, layout={"tensor": 2}), few_adapters(ALONE))
 
 
 @pytest.mark.parametrize("level", ["recompute", "recompute_mlp", "checkpoint", "tiled"])

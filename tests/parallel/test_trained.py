@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.parallel import ALONE
+from halfbyte.parallel import ALONE, trained
 from halfbyte.parallel.trained import Sliced, Whole, trained_units
 
 pytestmark = pytest.mark.dist
@@ -110,3 +110,37 @@ def kind(mesh, elementwise):
 def test_what_stays_whole(two):
     assert two.run(kind, False, layout={"shard": 2}) == [False, False]
     assert two.run(kind, True, layout={"data": 2}) == [False, False]
+
+
+def backwards(mesh, ranks, at_once, unused):
+    """Gradients of slices after a step of two micro-batches, and how many whole ones were left before its end."""
+    model = Model()
+    parameters = [each for each in model.parameters() if unused or each is not model.unused]
+    units = Sliced(mesh, parameters, at_once=at_once)
+    for rank in ranks:
+        for micro in range(2):
+            sum((rank + micro + 1) * each.sum() for each in parameters if each is not model.unused).backward()
+    left = sum(parameter.grad is not None for parameter in parameters)
+    units.reduce(torch.zeros(1))
+    return [None if part.grad is None else part.grad.clone() for part in units.slices], left
+
+
+def ranks_own(mesh, at_once, unused, together):
+    trained.TOGETHER = together
+    return backwards(mesh, [mesh.rank], at_once, unused)
+
+
+@pytest.mark.parametrize("together", [1, 64, 2**25])
+def test_gradients_reduced_as_they_come(two, together):
+    """Those of one bucket, several, or all; a parameter that gets none leaves what comes after it to the step's end."""
+    layout = {"shard": 2}
+    for rank, (found, left) in enumerate(two.run(ranks_own, True, False, together, layout=layout)):
+        assert left == 0
+        expected, whole = two.run(ranks_own, False, False, together, layout=layout)[rank]
+        assert whole == len(found)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        assert found[0].tolist() == [8.0] * 2  # (1 + 2) + (2 + 3)
+    for found, left in two.run(ranks_own, True, True, together, layout=layout):
+        assert left > 0
+        assert found[1] is None
+        assert (found[0].tolist(), found[2].tolist()) == ([8.0] * 2, [8.0] * 64)

@@ -67,7 +67,7 @@ def assert_as_one(results, vocabulary, tokens, how, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("how", [{}, CAPPED], ids=["plain", "capped"])
-@pytest.mark.parametrize("tokens", [(40, 40), (37, 5), (0, 9), (1, 0)], ids=str)
+@pytest.mark.parametrize("tokens", [(40, 40), (37, 5), (0, 9), (1, 0), (0, 0)], ids=str)
 def test_processes_with_their_own_rows(two, tokens, how):
     for vocabulary in (101, 32, 3):
         results = two.run(loss_and_gradient, ("shard",), vocabulary, tokens, torch.float32, how, layout={"shard": 2})

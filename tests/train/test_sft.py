@@ -100,6 +100,14 @@ def test_it_leaves_the_keys_that_were_given_as_a_file(finished, place, tmp_path)
     assert kept.read_text() == "# mine\n"
 
 
+def test_a_finished_run_that_is_resumed_stays_as_it_is(finished, place):
+    folder = finished.output_dir
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    again = train(load_config(None, keys(place, folder)), resume=True)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+    assert again.metrics == finished.metrics
+
+
 def test_the_adapter_loads_in_plain_peft_on_the_original_base(finished, place):
     saved = read(finished.output_dir / "adapter", "adapter_config.json")
     assert saved["base_model_name_or_path"] == str(place / "model")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config import SECTIONS, RunConfig, load_config, resolve
+from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 from ..runs.inputs import look_over_inputs
 from .imports import quick_imports
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from ..data.prepare import PreparedData
@@ -44,6 +45,7 @@ def starting_config(model: str, dataset: str) -> str:
     base = base.model_copy(update={"max_length": lengths[0]})
     base, data = _prepared(base, load_tokenizer(files.place))
     base, packing = _packed(base, files.config)
+    base, divided = _divided(base, files.config, data, lengths[-1])
     chosen, plan = _largest(base, files.config, data, lengths)
     config = base.model_copy(update=chosen)
     fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
@@ -51,9 +53,10 @@ def starting_config(model: str, dataset: str) -> str:
         f"# For this machine: {plan.total / 2**30:.2f} GiB of {plan.capacity_bytes / 2**30:.2f} GiB, {fits}.",
         "# Next: `halfbyte check`, `preview` and `train` with this file. All keys: config.resolved.yaml of any run.",
         *packing,
+        *divided,
     ]
     for section in SECTIONS:
-        shown = [key for key in section.model_fields if key in SHOWN]
+        shown = [key for key in section.model_fields if key in SHOWN or (key == "parallel" and divided)]
         lines += [
             f"{dump_value(key, getattr(config, key)):<38} # {section.model_fields[key].description}" for key in shown
         ]
@@ -83,6 +86,42 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
         return packed, []
     reason = found.leak or str(found.tried["positions"])
     return packed, [f"# Packed documents would see each other ({reason}), so {WORDS[found.way]}."]
+
+
+def _divided(
+    base: RunConfig, model_config: PretrainedConfig, data: PreparedData, shortest: int
+) -> tuple[RunConfig, list[str]]:
+    """The configuration divided over the GPUs of this machine, as the plan of its shortest rows says, and a line with
+    the reason; as it is, where there are not several."""
+    from ..data.batches import batches_of
+    from ..plan.cards import card_of
+    from ..plan.estimate import free_bytes
+    from ..plan.meshes import Device, Meshes
+
+    devices = _devices()
+    if len(devices) < 2:
+        return base, []
+    keys = {"max_length": shortest, "per_device_train_batch_size": 1}
+    least = min(map(free_bytes, devices))
+    device = Device(devices[0], least, card_of(devices[0]))
+    meshes = Meshes(
+        base.model_copy(update=keys), model_config, device, lambda changed: batches_of(changed, data, devices[0])
+    )
+    option, reason = meshes.choose(len(devices))
+    ways = option.config.parallel
+    return base.model_copy(update={"parallel": ways}), [f"# {len(devices)} GPUs, parallel: {option.layout}: {reason}."]
+
+
+def _devices() -> list[torch.device]:
+    """The devices that a run here would be divided over."""
+    import torch
+
+    from ..hardware import best_device
+
+    best = best_device()
+    return (
+        [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if best.type == "cuda" else [best]
+    )
 
 
 def _prepared(base: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, PreparedData]:
@@ -115,8 +154,8 @@ def _largest(
     from ..plan.estimate import estimate
     from ..plan.shapes import ModelShapes
 
-    device = best_device()
-    shapes = ModelShapes(base, model_config, device)
+    device, layout = best_device(), resolve(base).parallel or Parallel()
+    shapes, ways = ModelShapes(base, model_config, device), layout.data * layout.shard
     tokens, longest = data.report["train"]["tokens"], longest_row(data.train)
     filled = max(longest, tokens // ROWS_PER_STEP) if base.packing else longest
     enough = min((length for length in lengths if length >= filled), default=lengths[0])
@@ -125,10 +164,10 @@ def _largest(
     def plan(keys: dict[str, Any]) -> MemoryPlan:
         config = base.model_copy(update=keys)
         batches = batches_of(config, data, device)
-        return estimate(config, model_config, device=device, batches=batches, shapes=shapes)
+        return estimate(config, model_config, device=device, batches=batches, shapes=shapes, layout=layout)
 
     def keys(length: int, rows: int) -> dict[str, Any]:
-        steps = ROWS_PER_STEP // rows
+        steps = max(1, ROWS_PER_STEP // (rows * ways))
         return {"max_length": length, "per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
 
     def fits(keys: dict[str, Any]) -> bool:

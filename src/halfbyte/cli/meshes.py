@@ -112,7 +112,7 @@ def _line(option: Option) -> str:
         stay = f", {len(plan.stays)} of its blocks stay" if plan.stays else ""
         words.append(f"{size(plan.gathers)} gathered a step{stay}")
     if plan.seconds is not None:
-        words.append(f"{plan.seconds:.2f} s a step")
+        words.append(f"{plan.seconds:.3g} s a step")
     return " · ".join(words)
 
 

@@ -5,7 +5,6 @@ Every rule gives the key to change, what is wrong, and the fix.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -77,9 +76,8 @@ def in_run(config: RunConfig) -> Iterator[Contradiction]:
         yield from _in_qat_training(config)
     if not config.use_peft:
         yield from _in_full_fine_tuning(config)
-    if config.device and ":" in config.device and config.parallel != "auto" and math.prod(config.parallel.values()) > 1:
-        wrong = f"{_said(config, 'device')} with {_said(config, 'parallel')}: it is one device"
-        yield "device", wrong, "remove device, or parallel"
+    if config.parallel != "auto":
+        yield from _in_parallel(config)
 
 
 def _in_recipe(config: RunConfig) -> Iterator[Contradiction]:
@@ -99,6 +97,19 @@ def _in_recipe(config: RunConfig) -> Iterator[Contradiction]:
     if not config.use_kernels:
         wrong = f"{chosen} with use_kernels: false: only fused forwards know recipes"
         yield "recipe", wrong, "set recipe: bf16"
+
+
+def _in_parallel(config: RunConfig) -> Iterator[Contradiction]:
+    from .combinations import obstacle  # which know the sections
+    from .resolve import Parallel
+
+    assert config.parallel != "auto"
+    layout = Parallel(**config.parallel)
+    if config.device and ":" in config.device and layout.size > 1:
+        wrong = f"{_said(config, 'device')} with {_said(config, 'parallel')}: it is one device"
+        yield "device", wrong, "remove device, or parallel"
+    if impossible := obstacle(layout):
+        yield "parallel", *impossible
 
 
 def _in_qat_training(config: RunConfig) -> Iterator[Contradiction]:

@@ -116,11 +116,11 @@ class Format(abc.ABC):
         sides = tuple(size // n if each == dim else size for each, size in enumerate(shape))
         return format_, [{name: each[name] for name in format_.part_specs(sides)} for each in parts_of]
 
-    @abc.abstractmethod
     def _split(
         self, parts: Parts, shape: tuple[int, int], dim: int, n: int
     ) -> tuple[Format, list[dict[str, Tensor]]] | int:
         """`split` of sides that divide; or what rows, columns or values of each must be a multiple of."""
+        raise ModelError(f"{self.spec}: nothing splits weights of this format", "use parallel: {data: N} or {shard: N}")
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         """Checkpoint entries: suffix after the parameter's name ("" for the codes themselves) → tensor.

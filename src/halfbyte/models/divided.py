@@ -25,8 +25,10 @@ from ..errors import HalfbyteError
 from ..notices import notice
 from ..parallel import ALONE, Mesh
 from ..parallel.placement import Placement, all_read, crew_of, hand_out
+from ..parallel.tensor import AXIS
 from ..reading.tensors import read_header, safetensors_files
 from .layer import decoder_layers
+from .products import divided_along
 from .stored import TYPES, folder_of
 from .whole import meta_model
 
@@ -41,7 +43,8 @@ class Share:
     """What each process of a mesh is to keep of a model.
 
     Attributes:
-        along: axes of the mesh along which the weights of decoder layers are cut; the rest is whole everywhere.
+        along: axes of the mesh along which the weights of decoder layers are cut; the rest is whole everywhere. Along
+            "tensor" alone, those whose products are divided, by rows or columns.
         elsewhere: of the model and a place along "pipeline", whether a parameter is only in others' stages, by its
             name; it stays on the meta device there. None: nothing is.
     """
@@ -54,10 +57,13 @@ class Share:
         """Placement of a parameter, by its name."""
         axes = self.along if self.mesh.ways(*self.along) > 1 else ()
         layers = f"{decoder_layers(model)[0]}." if axes else ""
+        dims = divided_along(model) if axes == (AXIS,) else None
         absent = [self.elsewhere(model, place) for place in range(self.mesh.ways("pipeline"))] if self.elsewhere else []
 
         def placement(name: str) -> Placement:
             stages = frozenset(place for place, other in enumerate(absent) if not other(name)) if absent else None
+            if dims is not None:
+                return Placement(axes if name in dims else (), stages, dims.get(name))
             return Placement(axes if name.startswith(layers) else (), stages)
 
         return placement

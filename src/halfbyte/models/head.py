@@ -134,7 +134,7 @@ def backbone_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
 
 def reads_hidden_states(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Whether the loss is computed from the backbone's hidden states, without full logits."""
-    return not isinstance(_head_of(model, dict(inputs)), str)
+    return not isinstance(found_head(model, inputs), str)
 
 
 def _loss_of_full_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, trained_tokens: Tensor) -> Tensor:
@@ -256,10 +256,15 @@ def _head_of(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
     return _heads[causal_lm]
 
 
-def take_head(model: nn.Module, of: nn.Module) -> None:
-    """Let the head of `model` be what that of another model of its architecture was found to be; for a model that
-    cannot compute logits here, since its layers are in several processes."""
-    _heads[causal_lm_of(model)] = _heads[causal_lm_of(of)]
+def take_head(model: nn.Module, head: Head | str) -> None:
+    """Believe what `found_head` says of another model of this architecture, where this one cannot compute logits: its
+    layers are in several processes."""
+    _heads[causal_lm_of(model)] = head
+
+
+def found_head(model: nn.Module, inputs: Mapping[str, Any]) -> Head | str:
+    """The head that the loss of `model` is computed with, or in words why it needs full logits."""
+    return _head_of(model, dict(inputs))
 
 
 def _obstacle(model: nn.Module) -> str | None:

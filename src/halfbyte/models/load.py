@@ -164,7 +164,7 @@ def load_model(
         "attn_implementation": attn_implementation,
         "dtype": resolve_dtype(dtype, target),
     }
-    load = functools.partial(_from_pretrained, files.place.name, config=config, **options)
+    load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
     if mesh.size == 1:
         model = load(device=target)
     else:
@@ -205,6 +205,7 @@ def _from_pretrained(
     *,
     config: Any,
     device: torch.device,
+    bars: bool,
     cls: Any = None,
     state_dict: Mapping[str, Any] | None = None,
     **options: Any,
@@ -212,6 +213,7 @@ def _from_pretrained(
     """transformers' loading, with what is missing, misshapen or broken named.
 
     Args:
+        bars: whether transformers may show how far it is.
         cls: the model's class; None: as `config` says.
         state_dict: entry → what to read it from; None: from the files.
     """
@@ -221,7 +223,7 @@ def _from_pretrained(
         trusted_only(name_or_path),
         answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
         quiet(),
-        no_loading_bars() if _is_small(name_or_path) else contextlib.nullcontext(),
+        contextlib.nullcontext() if bars and not _is_small(name_or_path) else no_loading_bars(),
     ):
         model, info = (cls or auto_class(config)).from_pretrained(
             None if source else name_or_path,

@@ -59,7 +59,8 @@ def check_products(model: nn.Module, ways: int) -> None:
         for _, block in _blocks(view):
             for name, linear in block.linears.items():
                 weight, dim = _base(linear).weight.data, int(linear is block.output)
-                if isinstance(weight, QuantizedTensor):
+                whole = weight.shape[dim] == (_base(linear).in_features if dim else _base(linear).out_features)
+                if isinstance(weight, QuantizedTensor) and whole:
                     _check_split(weight, dim, ways, name)
 
 
@@ -93,6 +94,21 @@ def _odd_layer(model: nn.Module, ways: int) -> str | None:
         if attention.norms is not None and any(norm.weight.numel() != size for norm in attention.norms):
             return f"{name} normalises q and k over all heads"
     return None
+
+
+def divided_along(model: nn.Module) -> dict[str, int]:
+    """Parameter of a model without adapters → which dimension of it is divided; those that are not are left out."""
+    dims: dict[Any, int] = {}
+    for view in _views(model):
+        for _, block in _blocks(view):
+            dims |= {linear: int(linear is block.output) for linear in block.linears.values()}
+    found = {}
+    for name, module in model.named_modules():
+        if (dim := dims.get(module)) is not None:
+            found[f"{name}.weight"] = dim
+            if dim == 0 and module.bias is not None:
+                found[f"{name}.bias"] = 0
+    return found
 
 
 def _views(model: nn.Module) -> Iterator[LayerView]:

@@ -7,6 +7,7 @@ which are read beside the layers, are never gathered: each process has its rows 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from ..errors import ModelError
 from ..notices import notice
 from ..parallel import Mesh
 from .head import divide_vocabulary, undivided
-from .layer import causal_lm_of, decoder_layers
+from .layer import LayerView, causal_lm_of, decoder_layers, layer_view
 
 if TYPE_CHECKING:
     from ..parallel.shard import Sharded, Stay
@@ -24,12 +25,20 @@ if TYPE_CHECKING:
 _sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
 
-def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = None, *, on_host: bool = False) -> None:
+def shard_model(
+    model: nn.Module,
+    mesh: Mesh,
+    stays: Sequence[Stay] | None = None,
+    *,
+    kept: Collection[int] = (),
+    on_host: bool = False,
+) -> None:
     """Leave of the frozen weights of `model`'s decoder layers this process's slice; all where the mesh has no shards.
 
     Args:
         model: a causal LM of transformers, quantized or not, or a `peft.PeftModel` around one.
-        stays: how long each layer stays whole; default: `stays_of` none.
+        stays: how long each layer stays whole; default: `stays_of` those that are `kept`.
+        kept: numbers of the layers that stay for good.
         on_host: as in `shard_blocks`.
 
     Raises:
@@ -39,22 +48,24 @@ def shard_model(model: nn.Module, mesh: Mesh, stays: Sequence[Stay] | None = Non
         return
     from ..parallel.shard import shard_blocks  # half a second of torch
 
-    name, layers = decoder_layers(model)
-    stays = stays_of(len(layers)) if stays is None else stays
-    if len(stays) != len(layers):
-        raise ModelError(f"{len(stays)} stays for {len(layers)} layers", "give one a layer")
+    name, every = decoder_layers(model)
+    stays = stays_of(len(every), kept) if stays is None else stays
+    if len(stays) != len(every):
+        raise ModelError(f"{len(stays)} stays for {len(every)} layers", "give one a layer")
+    here = [next(layer.parameters(), None) is not None for layer in every]  # none of another stage's
+    layers, stays = list(compress(every, here)), list(compress(stays, here))
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         raise ModelError("parallel: shard slices frozen weights, and all are trained", "use parallel: {data: N}")
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
-    _sharded[causal_lm] = shard_blocks(root, list(layers), mesh, stays, on_host=on_host)
+    _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=on_host)
     if why := undivided(model):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     else:
         divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
 
 
-def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:
+def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:
     """How long as many layers stay whole, where those numbered `kept` stay for good: the others for a call, but for the
     last, of which backward asks first."""
     each: list[Stay] = ["always" if at in kept else "call" for at in range(layers)]
@@ -66,3 +77,9 @@ def stays_of(layers: int, kept: Collection[int] = ()) -> list[Stay]:
 def sharded(model: nn.Module) -> Sharded | None:
     """What `shard_model` made of `model`; None: its weights are whole."""
     return _sharded.get(causal_lm_of(model))
+
+
+def trains_alike(model: nn.Module) -> bool:
+    """Whether each backward gives all trained parameters a gradient, whatever the tokens: no experts choose."""
+    views = [layer_view(layer) for layer in decoder_layers(model)[1]]
+    return all(isinstance(view, LayerView) and view.mlp is not None for view in views)

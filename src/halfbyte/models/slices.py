@@ -83,6 +83,12 @@ def divided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
         raise ConfigError(*wrong)
     if is_wrapped(causal_lm.base_model):
         raise ConfigError(*unknown_documents(mesh.ways(CONTEXT)))
+    with _divided(causal_lm):
+        yield
+
+
+@contextlib.contextmanager
+def _divided(causal_lm: Any) -> Iterator[None]:
     config = causal_lm.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = _divided_name(causal_lm, config)
@@ -101,10 +107,13 @@ def _divided_name(causal_lm: Any, config: Any) -> str:
     if name in (NAME, CAPPED):
         return name
     if name != ("eager" if capped else "sdpa"):
-        wrong = f"attn_implementation: {name} does not see whole rows where context cuts them"
-        known = "eager" if capped else "sdpa" if causal_lm._supports_sdpa else None
-        raise ConfigError(wrong, f"set attn_implementation: {known}, or {CUT}" if known else CUT)
+        raise ConfigError(*_unknown_attention(name, "eager" if capped else "sdpa" if causal_lm._supports_sdpa else ""))
     return DIVIDED_CAPPED if capped else DIVIDED
+
+
+def _unknown_attention(name: str, known: str) -> tuple[str, str]:
+    wrong = f"attn_implementation: {name} does not see whole rows where context cuts them"
+    return wrong, f"set attn_implementation: {known}, or {CUT}" if known else CUT
 
 
 def divided_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +169,9 @@ def check_divided_like(
     ways = mesh.ways(CONTEXT)
     if wrong := obstacle(model_config, ways, mesh.ways("tensor")):
         raise ConfigError(*wrong)
+    known = "eager" if is_capped(model_config.get_text_config()) else "sdpa"
+    if attention not in (None, known):
+        raise ConfigError(*_unknown_attention(attention, known))
     rows = torch.arange(10, 10 + 2 * ways * PROBE).view(2, -1)
     documents = torch.cat([torch.arange(n) for n in (PROBE + 5, ways * PROBE - PROBE - 5)])
     plain = {"input_ids": rows % TOKENS, "labels": rows}
@@ -168,14 +180,14 @@ def check_divided_like(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = tiny_model(model_config, trust_remote_code=trust_remote_code)
-        if attention or is_capped(model.config.get_text_config()):
-            model.set_attn_implementation(attention or "eager")  # transformers 5.17 would leave out the cap
+        if attention or known == "eager":  # as it is loaded; transformers 5.17 would leave out the cap
+            model.set_attn_implementation(known)
         whole = [_hidden_states(model, batch) for batch in batches]
     except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
         return
     refused = f"parallel: context: {ways}: rows of {model_config.model_type} cannot be cut: "
     try:
-        with divided(model, mesh):
+        with _divided(model):  # which may have fewer heads than there are processes
             slices = [_hidden_states(model, slice_of(batch, mesh)) for batch in batches]
     except (TypeError, AttributeError) as error:  # a forward that hands its layers no keyword arguments
         raise ConfigError(f"{refused}{error}", CUT) from error

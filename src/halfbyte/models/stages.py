@@ -21,7 +21,7 @@ from ..architectures import beside_text
 from ..errors import ModelError
 from ..parallel.schedules import Schedule, Seconds, chosen, stage_seconds
 from .copies import fresh_copies
-from .head import backbone_inputs, causal_lm_loss, described_head, take_head
+from .head import Head, backbone_inputs, causal_lm_loss, found_head, take_head
 from .layer import causal_lm_of, decoder_layers
 from .patched import is_bound
 from .tiny import tiny_model
@@ -38,14 +38,17 @@ class Cut:
     Attributes:
         parts: the layers of every stage.
         seconds: of every stage.
+        head: what the model does after its last layer.
     """
 
     schedule: Schedule
     parts: tuple[range, ...]
     seconds: tuple[Seconds, ...]
+    head: Head | str
 
     def take(self, model: nn.Module, rank: int) -> Stages:
         """The stages of a process, out of its model."""
+        take_head(model, self.head)
         return Stages(model, self.parts, self.schedule.stages_of(rank))
 
     def elsewhere(self, model: nn.Module, rank: int) -> Callable[[str], bool]:
@@ -71,7 +74,9 @@ def elsewhere(model: nn.Module, parts: Sequence[range], own: Sequence[int]) -> C
     return lambda name: f"{name}.".startswith(tuple(prefixes))
 
 
-def cut_model(model: nn.Module, name: str, ranks: int, batches: int, recomputed: bool) -> Cut:
+def cut_model(
+    model: nn.Module, name: str, ranks: int, batches: int, recomputed: bool, trust_remote_code: bool = False
+) -> Cut:
     """Cut a causal LM, on the meta device too, for as many processes; see `parallel.schedules.chosen`.
 
     Args:
@@ -81,17 +86,25 @@ def cut_model(model: nn.Module, name: str, ranks: int, batches: int, recomputed:
 
     Raises:
         ConfigError: it has fewer layers, or the schedule does not take so many micro-batches.
+        ModelError: see `check_stages`.
     """
+    found = check_stages(model, trust_remote_code)
     layers, head = layer_seconds(model, recomputed)
     schedule, parts = chosen(name, ranks, layers, head, batches)
-    return Cut(schedule, tuple(parts), tuple(stage_seconds(part, layers, head) for part in parts))
+    return Cut(schedule, tuple(parts), tuple(stage_seconds(part, layers, head) for part in parts), found)
 
 
 class Elsewhere(nn.Module):
-    """In the place of a decoder layer of another stage: gives what it gets, and says of itself what the layer said."""
+    """In the place of a decoder layer of another stage: gives what it gets, and says of itself what the layer said.
 
-    def __init__(self, layer: nn.Module):
+    Args:
+        kept: whether the layer is of another stage of this process: who looks for modules, as FSDP2 does in a model's
+            first forward, finds it.
+    """
+
+    def __init__(self, layer: nn.Module, kept: bool):
         super().__init__()
+        self.layer = layer if kept else None
         plain = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float)}
         self.__dict__ |= {name: value for name, value in plain.items() if not name.startswith("_")}
 
@@ -102,8 +115,8 @@ class Elsewhere(nn.Module):
 class Door(Elsewhere):
     """Where hidden states come in from the stage before, or leave for the next."""
 
-    def __init__(self, layer: nn.Module, enters: bool):
-        super().__init__(layer)
+    def __init__(self, layer: nn.Module, kept: bool, enters: bool):
+        super().__init__(layer, kept)
         self.enters = enters
         self.hidden: Tensor | None = None
 
@@ -123,6 +136,10 @@ class NoEmbedding(nn.Module):
     def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         assert self.hidden is not None
         return self.hidden.detach()
+
+
+class NoHead(nn.Identity):
+    """In the place of the head in all stages but the last."""
 
 
 class Stages:
@@ -152,29 +169,29 @@ class Stages:
         owner, _, self.name = name.rpartition(".")
         self.holder = self.causal_lm.get_submodule(owner)
         here = {index for stage in own for index in parts[stage]}
-        self.all = nn.ModuleList(each if i in here else Elsewhere(each) for i, each in enumerate(layers))
+        self.all = nn.ModuleList(each if i in here else Elsewhere(each, False) for i, each in enumerate(layers))
         self.embedding_holder, self.embedding_name = _place_of(self.causal_lm, _input(self.causal_lm))
         self.embedding = _input(self.causal_lm) if 0 in own else NoEmbedding()
         head = _output(self.causal_lm)
         if len(parts) - 1 not in own:
-            setattr(*_place_of(self.causal_lm, head), nn.Identity())
-        self.lists = {stage: self._list(stage, layers) for stage in own}
+            setattr(*_place_of(self.causal_lm, head), NoHead())
+        self.lists = {stage: self._list(stage, layers, here) for stage in own}
         self._put(self.all, self.embedding)
 
     @property
     def last(self) -> int:
         return len(self.parts) - 1
 
-    def _list(self, stage: int, layers: nn.ModuleList) -> nn.ModuleList:
+    def _list(self, stage: int, layers: nn.ModuleList, here: set[int]) -> nn.ModuleList:
         """The model's layers as one stage sees them."""
         part, seen = self.parts[stage], []
         for index, layer in enumerate(layers):
             if index in part:
                 seen.append(self.all[index])
             elif index == part.start - 1 or (index == part.stop and stage < self.last):
-                seen.append(Door(layer, enters=index < part.start))
+                seen.append(Door(layer, index in here, enters=index < part.start))
             else:
-                seen.append(Elsewhere(layer))
+                seen.append(Elsewhere(layer, index in here))
         return nn.ModuleList(seen)
 
     def _put(self, layers: nn.ModuleList, embedding: nn.Module) -> None:
@@ -290,8 +307,11 @@ def layer_seconds(model: nn.Module, recomputed: bool) -> tuple[list[Seconds], Se
 
 
 @torch.no_grad()
-def check_stages(model: nn.Module, trust_remote_code: bool = False) -> None:
-    """Try on a tiny model of the same architecture whether two stages compute what it does, and what its head does.
+def check_stages(model: nn.Module, trust_remote_code: bool = False) -> Head | str:
+    """Try on a tiny model of the same architecture whether two stages compute what it does.
+
+    Returns:
+        Its head, as `models.head.found_head` has it.
 
     Raises:
         ModelError: they do not, or the model has a vision tower.
@@ -300,14 +320,12 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False) -> None:
     name = type(causal_lm).__name__
     if beside_text(causal_lm):
         raise ModelError(f"parallel: {name} has a vision tower, and only language models are cut into stages", WITHOUT)
-    if isinstance(reason := described_head(model), str):
-        raise ModelError(f"parallel: the loss is computed from full logits ({reason}), not in stages", WITHOUT)
     try:
         tiny = tiny_model(causal_lm.config, trust_remote_code=trust_remote_code).requires_grad_(False)
         ids = torch.arange(10, 26).view(2, 8)
         batch = {"input_ids": ids, "labels": ids}
         expected, _ = causal_lm_loss(tiny, batch)
-        take_head(causal_lm, tiny)
+        head = found_head(tiny, {"input_ids": ids})
         depth = len(decoder_layers(tiny)[1])
         stages = Stages(tiny, [range(depth // 2), range(depth // 2, depth)], [0, 1])
         hidden = stages.forward(0, batch, None)
@@ -318,3 +336,4 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False) -> None:
     if not torch.allclose(found, expected, rtol=1e-5):
         raise ModelError(f"parallel: two stages of a tiny {name} have the loss {found:.6g}, the whole {expected:.6g}",
                          WITHOUT)  # fmt: skip
+    return head

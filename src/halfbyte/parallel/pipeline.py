@@ -12,6 +12,7 @@ and positions need no sending.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,9 +37,15 @@ class Pipeline:
         seconds: of each stage of the model, in any unit; the same in all processes. They decide the order of messages.
         width: H of the hidden states between stages.
         dtype: of the hidden states.
-        ahead: of a stage, how many of its layers that are recomputed are so before the gradient is there; what they
-            save waits that much longer.
+        ahead: of a stage, how many of its layers that are recomputed may be so before the gradient is there.
+        spare: bytes of the device for what those after the first save until then; None: as many as it takes.
+
+    Attributes:
+        watch: a context around all that a stage computes, given "F" (forward), "again" or "B" (the rest of backward)
+            and the stage.
     """
+
+    watch: Callable[[str, int], AbstractContextManager[Any]] = staticmethod(lambda kind, stage: nullcontext())
 
     def __init__(
         self,
@@ -50,9 +57,11 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         ahead: int = 1,
+        spare: int | None = None,
     ):
         self.mesh, self.schedule, self.seconds, self.ahead = mesh, schedule, tuple(seconds), ahead
-        self.width, self.dtype, self.device = width, dtype, device
+        self.width, self.dtype, self.device, self.spare = width, dtype, device, spare
+        self.saved = 0.0  # bytes of a recomputed layer and token, once known
         self.rank, self.group = mesh.place("pipeline"), mesh.group("pipeline")
         self.process_of = [schedule.process_of(stage) for stage in range(schedule.stages)]
 
@@ -69,6 +78,23 @@ class Pipeline:
     def has_last(self) -> bool:
         """Whether the loss is computed here."""
         return self.process_of[self.last] == self.rank
+
+    def recompute_ahead(self, left: Sequence[Any], tokens: int) -> None:
+        """Of what a stage's layers have left for backward, run what there is room for; backward begins with the last.
+
+        Args:
+            tokens: of the micro-batch.
+        """
+        count = min(self.ahead, len(left))
+        if self.spare is not None:  # the first one's graph would be there in backward, too
+            count = min(count, 1 + int(self.spare // (self.saved * tokens)) if self.saved else 1)
+        for each in reversed(left[len(left) - count :]):
+            before = self._allocated()
+            run_ahead(each)
+            self.saved = max(self.saved, (self._allocated() - before) / tokens)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.spare is not None and not self.saved else 0
 
     def step(self, batches: Sequence[Batch], forward: Forward) -> None:
         """Forward and backward of the micro-batches of a step, which all processes call with the same ones.
@@ -146,7 +172,7 @@ class _Run:
     def compute(self, action: Action) -> None:
         line, stage, number = self.pipeline, action.stage, action.batch
         x = None if stage == 0 else self.take(action).requires_grad_(self.grad)
-        with gathered() as left:
+        with line.watch("F", stage), gathered() as left:
             output = self.forward(stage, self.batches[number], x)
         if self.grad:
             self.computed[stage, number] = x, output, left
@@ -163,11 +189,12 @@ class _Run:
     def differentiate(self, action: Action) -> None:
         line, stage = self.pipeline, action.stage
         x, output, left = self.computed.pop((stage, action.batch))
-        for each in reversed(left[-line.ahead :] if line.ahead else []):  # backward begins with the last
-            run_ahead(each)
+        with line.watch("again", stage):
+            line.recompute_ahead(left, self.batches[action.batch]["input_ids"].numel())
         gradient = None if stage == line.last else self.take(action._replace(kind="B"))
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+        with line.watch("B", stage):
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
         if x is not None:
             given = x.grad if x.grad is not None else torch.zeros_like(x)
             self.here[_taker(action)] = given.contiguous(), None

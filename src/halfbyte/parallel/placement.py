@@ -34,10 +34,12 @@ class Placement:
     Attributes:
         axes: of the mesh, along which processes keep different pieces of it; along all others the same one.
         stages: places along "pipeline" of those that keep any; None: all.
+        dim: which pieces are cut along, where they are computed with as they are (`parallel.tensor`).
     """
 
     axes: tuple[str, ...] = ()
     stages: frozenset[int] | None = None
+    dim: int | None = None
 
     def wanted(self, mesh: Mesh, rank: int) -> int | None:
         """Which of the pieces a process keeps."""
@@ -45,9 +47,18 @@ class Placement:
         return other.place(*self.axes) if self.stages is None or other.place("pipeline") in self.stages else None
 
     def cut(self, whole: Tensor, ways: int) -> list[Tensor]:
-        """All pieces, as FSDP2 cuts a parameter: rows, or of a quantized tensor its bytes; on the meta device, too."""
+        """All pieces, as FSDP2 cuts a parameter: rows, or of a quantized tensor its bytes; or along `dim`. On the meta
+        device, too.
+
+        Raises:
+            ModelError: a format whose blocks do not end where pieces do.
+        """
         if ways == 1 or whole.dim() == 0:
             return [whole] * ways
+        if self.dim is not None:
+            if isinstance(whole, QuantizedTensor):
+                return [*whole.split_for(self.dim, ways)]
+            return [piece.contiguous() for piece in whole.tensor_split(ways, self.dim)]
         pieces = list(torch.chunk(whole, ways))
         return [*pieces, *(pieces[0].new_empty((0, *pieces[0].shape[1:])) for _ in range(ways - len(pieces)))]
 
@@ -180,7 +191,7 @@ def hand_out(
             slots[name] = nn.Parameter(described.template(), requires_grad=described.requires_grad)
         elif kept is not held:
             slots[name] = parameter = nn.Parameter(kept, requires_grad=described.requires_grad)
-            if mesh.ways(*chosen.axes) > 1 and described.shape:
+            if mesh.ways(*chosen.axes) > 1 and described.shape and chosen.dim is None:
                 parameter.template = described.template()  # type: ignore[attr-defined]
     for name, (described, _) in read.by.items():
         if described.same_as:
@@ -281,10 +292,20 @@ def templates(model: nn.Module) -> Pieces:
     return pieces
 
 
-def fill(pieces: Pieces) -> None:
-    """Put the pieces where `fully_shard` has cut their templates, before the first forward."""
-    for (module, key), piece in pieces.items():
+def fill(pieces: Pieces, on_host: bool = False) -> None:
+    """Put the pieces where `fully_shard` has cut their templates, before the first forward; `pieces` is empty then.
+
+    Args:
+        on_host: in the host's memory, where FSDP2's offload wants them.
+    """
+    while pieces:
+        (module, key), piece = pieces.popitem()
         empty: Any = getattr(module, key)
-        where = {"shape": empty.shape, "stride": empty.stride()}
-        whole = DTensor.from_local(piece, empty.device_mesh, empty.placements, run_check=False, **where)
+        if on_host:
+            whole: Any = torch.empty_like(empty, device="cpu")
+            with torch.no_grad():
+                whole.to_local().copy_(piece.cpu())
+        else:
+            where = {"shape": empty.shape, "stride": empty.stride()}
+            whole = DTensor.from_local(piece, empty.device_mesh, empty.placements, run_check=False, **where)
         module.register_parameter(key, nn.Parameter(whole, requires_grad=empty.requires_grad))

@@ -36,8 +36,8 @@ LATER = 3600  # seconds; torchrun takes the earliest failure for the cause
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process."""
-    return "RANK" in os.environ
+    """Whether a launcher has started this process as one of several, or as the only one that is to be."""
+    return "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def is_main_rank() -> bool:

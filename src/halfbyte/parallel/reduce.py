@@ -60,12 +60,13 @@ def sum_gradients(mesh: Mesh, parameters: Sequence[Tensor], sums: Tensor) -> Ten
     return sums
 
 
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype that come to `BUCKET` bytes, or one that is larger."""
+def buckets(tensors: Sequence[Tensor], most: int | None = None) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype that come to `most` bytes (default: `BUCKET`), or one that is larger."""
+    most = BUCKET if most is None else most
     waiting: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         bucket, size = waiting.get(tensor.dtype, ([], 0))
-        if bucket and size + tensor.nbytes > BUCKET:
+        if bucket and size + tensor.nbytes > most:
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

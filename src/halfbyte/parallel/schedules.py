@@ -4,20 +4,10 @@ A model's layers are cut into stages, one or several a process; the micro-batche
 the other, forward and back. torch's schedules say in which order each process computes. Here they are read, simulated
 with the seconds that a stage takes, and given their sends and receives.
 
-What QLoRA changes. A schedule leaves processes idle while the first micro-batch is on its way. Zero-bubble schedules
-fill that time with gradients of weights, which wait for nobody; here only adapters have them, 3% of a forward, so they
-gain little, and `interleaved`, whose stages are short, is best. What waits for nobody here is recomputation: with
-`ahead` a process recomputes while the gradient that it needs is on its way. Idle share, 4 processes, 16 micro-batches,
-forward 1, recomputation 1, gradients 1 + 0.03 (`tests/parallel/test_schedules.py`):
-
-    ===============================  =====  ==============  ==============  =====
-                                     1f1b   interleaved ×2  interleaved ×4  zb-v
-    ===============================  =====  ==============  ==============  =====
-    everything trained (no adapter)  15.8%            8.6%            4.5%   3.0%
-    adapters, activations kept       15.8%            8.6%            4.5%   8.2%
-    adapters, recomputed             15.8%            8.6%            4.5%  10.9%
-    adapters, recomputed ahead       11.2%            5.9%            3.0%   5.7%
-    ===============================  =====  ==============  ==============  =====
+What QLoRA changes. Zero-bubble schedules fill idle time with gradients of weights, which wait for nobody; here only
+adapters have them, 3% of a forward, so `interleaved`, whose stages are short, is best. What waits for nobody here is
+recomputation: with `ahead` a process recomputes while the gradient that it needs is on its way. docs/design.md has the
+idle shares side by side; `tests/parallel/test_schedules.py` computes them.
 
 Sources: 1F1B, Narayanan et al. 2019 (PipeDream); interleaved, Narayanan et al. 2021 (arXiv:2104.04473); zero bubble,
 Qi et al. 2023 (arXiv:2401.10241).

@@ -125,7 +125,7 @@ def shard_blocks(
         fully_shard(block, reshard_after_forward=stay == "call", ignored_params=rest, **options)
     # torch lets the blocks' streams and order be shared by what lies under one root
     fully_shard(root, ignored_params=set(root.parameters()), **options)
-    fill(pieces)
+    fill(pieces, on_host)
     _prefetch(root, sharded)
     for block, stay in zip(sharded.blocks, stays, strict=True):
         block.set_custom_all_gather(sharded.gathers)

@@ -18,7 +18,12 @@ Adapters need no sums of their own. With process i of n, scaling s, and the shap
 So a factor that is divided has its whole gradient where it is; that of a factor that is not is a part on each process,
 and the step's one reduction adds the parts (`reduce`). A bias of a linear with divided columns is added by one process.
 
-Hooks stand on the blocks, not on linears, which fused functions would pass by. The sums are of the stream's dtype.
+Hooks stand on the blocks, not on linears, which fused functions would pass by.
+
+Rounding. A part is rounded to the stream's dtype as its product writes it, and the sum again: in 16 bits the error of
+what leaves a block is 1.5 times one process's, where sharding, stages and slices of rows add none. A wider sum of such
+parts would change nothing for two, which are added in fp32 and rounded once; products would have to write fp32, which doubles what
+moves: 17 GB instead of 8.6 in a step of an 8B with 4×2048 tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.function import OnceFunction
+from ..tensor import QuantizedTensor
 from .collectives import gathered, summed
 from .mesh import Mesh
 from .reduce import CUT
@@ -51,8 +57,8 @@ class Part:
 
     def of(self, whole: Tensor) -> Tensor:
         """This process's part, in memory of its own; a quantized weight's has equal values."""
-        if hasattr(whole, "split_for"):
-            return whole.split_for(self.dim, self.ways, self.place)
+        if isinstance(whole, QuantizedTensor):
+            return whole.split_for(self.dim, self.ways)[self.place]
         return whole.tensor_split(self.ways, self.dim)[self.place].clone(memory_format=torch.contiguous_format)
 
     def whole(self, part: Tensor) -> Tensor:
@@ -109,16 +115,19 @@ def cut(module: nn.Module, name: str, dim: int, mesh: Mesh) -> None:
 
 
 def cut_rows(linear: Any, mesh: Mesh) -> None:
-    """Leave this process its rows of a linear, of which there is a multiple of the processes."""
-    cut(linear, "weight", 0, mesh)
-    if linear.bias is not None:
-        cut(linear, "bias", 0, mesh)
+    """Leave this process its rows of a linear, of which there is a multiple of the processes; it may have been loaded
+    with these alone."""
+    for name in ("weight", "bias"):
+        if (held := getattr(linear, name)) is not None and len(held) == linear.out_features:
+            cut(linear, name, 0, mesh)
     linear.out_features = linear.weight.shape[0]
 
 
 def cut_columns(linear: Any, mesh: Mesh) -> None:
-    """Leave this process its columns of a linear; the first adds the bias."""
-    cut(linear, "weight", 1, mesh)
+    """Leave this process its columns of a linear, which may have been loaded with these alone; the first process adds
+    the bias."""
+    if linear.weight.shape[1] == linear.in_features:
+        cut(linear, "weight", 1, mesh)
     if mesh.place(AXIS):
         linear.bias = None
     linear.in_features = linear.weight.shape[1]
@@ -141,8 +150,9 @@ class _Leave(OnceFunction):
     """The sum of parts; its gradient is that of each."""
 
     @staticmethod
-    def forward(ctx, part, group):
-        return summed(part.clone(), group)
+    def forward(ctx, part, group):  # in the place of the part, which nothing has saved
+        ctx.mark_dirty(part)
+        return summed(part, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -171,8 +181,13 @@ class Leaving:
         if kwargs.get("output") is False:  # nobody looks at it
             return output
         if isinstance(output, tuple):
-            return (_Leave.apply(output[0], self.group), *output[1:])
-        return _Leave.apply(output, self.group)
+            return (_Leave.apply(_changeable(output[0]), self.group), *output[1:])
+        return _Leave.apply(_changeable(output), self.group)
+
+
+def _changeable(part: Tensor) -> Tensor:
+    """`part`, or a copy of it where autograd forbids to change it, or it has gaps."""
+    return part.clone() if part._is_view() or not part.is_contiguous() else part
 
 
 def is_divided(block: nn.Module) -> bool:

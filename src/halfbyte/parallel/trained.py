@@ -8,6 +8,10 @@ Modules read whole parameters, and backward leaves whole gradients. Two kinds of
   and parameters gathered from them: together the traffic of one all-reduce. That is for optimizers that treat each
   element alone, and gives bit by bit what they would give whole.
 
+Where whole gradients are many bytes (`AT_ONCE`), as of a 70B model's adapters, they are reduced in each backward as
+they come, a few layers' together, and added up in slices. All processes must then have gradients of the same
+parameters: of experts, which tokens choose, they may not.
+
 Checkpoints hold whole states, so that any mesh reads what another has written.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
@@ -22,22 +26,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import Parallel
 from .collectives import gathered, scattered_sum
 from .mesh import TOKENS, Mesh
 from .reduce import CUT, buckets, clip_gradients, sum_gradients
 
 AXIS = "shard"
+AT_ONCE = 2**29  # bytes of gradients
+TOGETHER = 2**25  # bytes of them that are reduced together then
 
 
-def trained_units(mesh: Mesh, parameters: Sequence[nn.Parameter], *, elementwise: bool) -> Whole:
+def trained_units(mesh: Mesh, parameters: Sequence[nn.Parameter], *, elementwise: bool, alike: bool = False) -> Whole:
     """How the `parameters` of a run are reduced and stepped.
 
     Args:
         elementwise: whether the optimizer treats each element alone, and nothing scales the loss. Stages of a pipeline
             and what is cut along "tensor" are stepped as they are.
+        alike: whether each backward gives all parameters a gradient, whatever the tokens, and no graph holds it.
     """
-    sliced = elementwise and mesh.ways(AXIS) > 1 and mesh.ways("tensor", "pipeline") == 1
-    return Sliced(mesh, parameters) if sliced else Whole(mesh, parameters)
+    if slices(mesh.layout, elementwise) == 1:
+        return Whole(mesh, parameters)
+    return Sliced(mesh, parameters, at_once=alike and sum(parameter.nbytes for parameter in parameters) >= AT_ONCE)
+
+
+def slices(layout: Parallel, elementwise: bool) -> int:
+    """Of how many processes each keeps its part of the optimizer's state; the arguments are those of a run."""
+    return layout.shard if elementwise and layout.tensor * layout.pipeline == 1 else 1
 
 
 class Whole:
@@ -77,7 +91,7 @@ class Whole:
 class Sliced(Whole):
     """Every process steps a slice of each parameter."""
 
-    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]):
+    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter], *, at_once: bool = False):
         super().__init__(mesh, parameters)
         ways, self.place = mesh.ways(AXIS), mesh.place(AXIS)
         self.widths = [-(-parameter.numel() // ways) for parameter in self.parameters]
@@ -85,6 +99,11 @@ class Sliced(Whole):
         for part in self.slices:
             setattr(part, CUT, (AXIS,))
         self.order: list[int] = []  # of the parameters in the optimizer
+        # reduced in this order in every process, the last layers' first, as backward comes to them
+        self._waiting = list(self._buckets(range(len(self.parameters)), TOGETHER))[::-1] if at_once else []
+        self._next = 0
+        for parameter in self.parameters if at_once else ():
+            parameter.register_post_accumulate_grad_hook(self._came)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
@@ -102,13 +121,27 @@ class Sliced(Whole):
         here = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
         anywhere = self.mesh.max(here, TOKENS).tolist()
         for bucket in self._buckets([at for at, found in enumerate(anywhere) if found]):
-            flat = torch.cat([self._gradient(at) for at in bucket], dim=1)
-            own = scattered_sum(flat.view(-1), self.mesh.group(AXIS))
-            self.mesh.sum(own, tuple(axis for axis in TOKENS if axis != AXIS))
-            for at, part in zip(bucket, own.split([self.widths[at] for at in bucket]), strict=True):
-                self.slices[at].grad = part[: self.slices[at].numel()]
-                self.parameters[at].grad = None
+            self._reduce(bucket)
+        self._next = 0
         return self.mesh.sum(sums.clone(), TOKENS)
+
+    def _came(self, _: Tensor) -> None:
+        """A gradient is there: reduce what is complete, in order; what is not waits for the end of the step."""
+        while all(self.parameters[at].grad is not None for at in self._waiting[self._next]):
+            self._reduce(self._waiting[self._next])
+            self._next = (self._next + 1) % len(self._waiting)
+
+    @torch.no_grad()
+    def _reduce(self, bucket: list[int]) -> None:
+        """Add the sums of whole gradients to those of the slices."""
+        flat = torch.cat([self._gradient(at) for at in bucket], dim=1)
+        for at in bucket:
+            self.parameters[at].grad = None
+        own = scattered_sum(flat.view(-1), self.mesh.group(AXIS))
+        self.mesh.sum(own, tuple(axis for axis in TOKENS if axis != AXIS))
+        for at, padded in zip(bucket, own.split([self.widths[at] for at in bucket]), strict=True):
+            part, held = padded[: self.slices[at].numel()], self.slices[at].grad
+            self.slices[at].grad = part if held is None else held.add_(part)
 
     def clip(self, max_norm: float) -> Tensor:
         return clip_gradients(self.mesh, self.slices, max_norm)
@@ -170,7 +203,7 @@ class Sliced(Whole):
         shapes = [self.parameters[at].shape for at in bucket]
         return [column.reshape(-1)[: shape.numel()].view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
-    def _buckets(self, chosen: Sequence[int]) -> Iterator[list[int]]:
+    def _buckets(self, chosen: Sequence[int], most: int | None = None) -> Iterator[list[int]]:
         numbers = {id(self.parameters[at]): at for at in chosen}
-        for bucket in buckets([self.parameters[at] for at in chosen]):
+        for bucket in buckets([self.parameters[at] for at in chosen], most):
             yield [numbers[id(parameter)] for parameter in bucket]

@@ -24,6 +24,7 @@ from ..notices import notice
 from ..optim import OPTIMIZERS
 from ..parallel.reduce import BUCKET
 from ..parallel.schedules import Seconds
+from ..parallel.trained import slices
 from .cards import H200, Card
 from .policy import (
     OFFLOADED,
@@ -114,6 +115,7 @@ def estimate(
     shapes: ModelShapes | None = None,
     layout: Parallel = ONE,
     card: Card = H200,
+    on_host: int | None = None,
 ) -> MemoryPlan:
     """Predict the memory of a run and choose what each layer keeps for backward.
 
@@ -125,8 +127,9 @@ def estimate(
         batches: the micro-batches of its data; default: `per_device_train_batch_size` rows of `max_length` tokens.
         shapes: the model of just this run on just this device, divided as just this layout divides products, where it
             was built before.
-        layout: how the run is divided; its processes share the memory of one host.
+        layout: how the run is divided.
         card: whose rates planned seconds go by.
+        on_host: processes that share a host's memory; default: all.
 
     Returns:
         The plan of the process that needs most. On CUDA its total is to be compared with
@@ -138,7 +141,8 @@ def estimate(
         ConfigError: packed documents cannot be kept apart.
     """
     target = torch.device(device or config.device or best_device())
-    free = free_bytes(target, layout.size) if capacity_bytes is None else capacity_bytes
+    on_host = on_host or layout.size
+    free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
     capacity = _within_limit(config, free)
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target)
     batches = batches or _full_rows(config)
@@ -146,7 +150,7 @@ def estimate(
         batches = batches.longer(1 / LIKE)
     if layout.context > 1:
         batches = batches.longer(1 / layout.context)
-    options: dict[str, Any] = {"config": config, "layout": layout, "card": card}
+    options: dict[str, Any] = {"config": config, "layout": layout, "card": card, "on_host": on_host}
     options["graphs"] = shapes.packed_way == "positions"
     plan = _Planner(shapes, batches, capacity, **options).plan()
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
@@ -180,16 +184,17 @@ class _Planner:
         capacity: bytes that may be used.
         graphs: whether micro-batches may be captured, as far as the data goes.
         config: the run; default: that of `shapes`.
-        layout, card: as in `estimate`.
+        layout, card, on_host: as in `estimate`.
         recomputed: whether a pipeline is cut for layers that run again for backward.
     """
 
     def __init__(
         self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, *,
-        config: RunConfig | None = None, layout: Parallel = ONE, card: Card = H200, recomputed: bool = True,
+        config: RunConfig | None = None, layout: Parallel = ONE, card: Card = H200, on_host: int = 1,
+        recomputed: bool = True,
     ):  # fmt: skip
         self.shapes, self.config, self.batches, self.capacity = shapes, config or shapes.config, batches, capacity
-        self.layout, self.card = layout, card
+        self.layout, self.card, self.on_host = layout, card, on_host
         self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
         self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
         want = self.config.activation_checkpointing
@@ -199,7 +204,9 @@ class _Planner:
             graphs and layout.size == layout.data and may_capture(self.config, shapes.device, shapes.dtype)
         )
         self.frozen = shapes.frozen()
-        self.optimizer = OPTIMIZERS[self.config.optim].state_bytes(shapes.model)
+        row = OPTIMIZERS[self.config.optim]
+        self.optimizer = row.state_bytes(shapes.model)
+        self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)
         self.stages = self.line.stages
@@ -252,7 +259,7 @@ class _Planner:
             lambda choice: self.planned(choice).total,
             usual=usual,
             largest=largest,
-            host=int(HOST_MARGIN * host.available_bytes() / self.layout.size),
+            host=int(HOST_MARGIN * host.available_bytes() / self.on_host),
             graphs=self.may_capture,
             gathers=self._gathered,
         )
@@ -300,7 +307,7 @@ class _Planner:
         moving, graphs, evaluated = self._moving(largest, choice, stage), 0, self.evaluated * stage.ends
         if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
             graphs = max(evaluated, self._moving(self.batches.second, choice, stage))
-        summed = min(trained.bytes, BUCKET) if self.layout.size > self.layout.pipeline else 0
+        summed = min(trained.bytes, BUCKET) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0
         moving = max(moving, evaluated, summed, _step_scratch(self.config.optim, trained, device.type))
         logits = min(self._step(largest, choice).logits, moving) * stage.ends
         runtime = CUDA_RUNTIME if device.type != "cpu" else _cpu_runtime(self.shapes, self.batches)
@@ -309,7 +316,7 @@ class _Planner:
             gathered=gathered_bytes(self._block(stage), stage, choice.stays),
             adapters=trained.bytes,
             gradients=trained.bytes,
-            optimizer=self.optimizer * trained.bytes // self.trained.bytes if self.trained.bytes else 0,
+            optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
             activations=moving - logits,
             logits=logits,
             graphs=graphs,

@@ -2,8 +2,8 @@
 
 The rule: `data`, where every process holds all and only adapters' gradients are exchanged, if the plan fits. Else the
 fastest by planned seconds of those that fit, first among ways that keep rows whole: frozen bytes divided (`shard`), or
-layers (`pipeline`), which exchanges little where links are slow; then among those that divide rows or products, too.
-All are compared on steps of the same rows.
+layers (`pipeline`), which exchanges little where links are slow, and is taken where it is clearly faster; then among
+those that divide rows, too. All are compared on steps of the same rows.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .rank import rank_config
 from .shapes import ModelShapes
 
 AUTO: tuple[set[str], ...] = ({"data"}, {"data", "shard", "pipeline"}, {"data", "shard", "context"})  # in this order
+CLEARLY = 1.1  # times faster: a pipeline also waits where micro-batches are of uneven lengths, which no plan knows
 
 
 def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> None:
@@ -109,11 +110,13 @@ class Device:
     Attributes:
         capacity_bytes: of the smallest.
         card: whose rates planned seconds go by.
+        on_host: processes that share a host's memory; None: all.
     """
 
     torch: torch.device
     capacity_bytes: int
     card: Card = H200
+    on_host: int | None = None
 
 
 class Meshes:
@@ -147,6 +150,7 @@ class Meshes:
                 plan = estimate(
                     config, self.model_config, device=self.device.torch, capacity_bytes=self.device.capacity_bytes,
                     batches=self.batches(config), shapes=self._shapes(layout), layout=layout, card=self.device.card,
+                    on_host=self.device.on_host,
                 )  # fmt: skip
         except HalfbyteError as error:
             return Option(layout, config, refused=error.message)
@@ -171,7 +175,9 @@ class Meshes:
             new = [layout for layout in every if {*wide(layout)} <= axes and all(layout != o.layout for o in seen)]
             seen += map(self.option, new)
             if fitting := [option for option in seen if option.fits]:
-                best = min(fitting, key=_seconds)
+                best = min(
+                    fitting, key=lambda option: _seconds(option) * (CLEARLY if option.layout.pipeline > 1 else 1)
+                )
                 return best, because(best, seen)
         possible = [option for option in seen if option.plan is not None]
         if not possible:
@@ -184,6 +190,10 @@ def _seconds(option: Option) -> float:
     """What a step takes, for a comparison; where rates are unknown the first is taken."""
     assert option.plan is not None
     return option.plan.seconds or 0.0
+
+
+def _comparable(option: Option) -> float:
+    return _seconds(option) * (CLEARLY if option.layout.pipeline > 1 else 1.0)
 
 
 def because(chosen: Option, seen: Sequence[Option]) -> str:

@@ -7,11 +7,11 @@ In these, `shard`, `tensor`, `pipeline` and `context` are the ways of that axis;
     embedding, head     rows of the vocabulary ÷ (shard · tensor); tied ones once, or on the first and the last stage
     gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share; in forward one more, the
                         buffer that the next is gathered into
-    trained             masters, gradients and optimizer state of the process's layers, whole
+    trained             of the process's layers: masters and gradients whole, optimizer state ÷ `trained.slices`
     activations         of micro-batches of 1/context of the tokens. A stage keeps those of the micro-batches that wait
                         for their backward: as many as its schedule says (`parallel.schedules`)
     head                hidden states of all processes that share a vocabulary with other rows, and their gradients
-    gradients' sum      a flat buffer of `parallel.reduce`, when activations are gone
+    gradients' sum      a flat buffer of `parallel.reduce`, two where it goes into slices; activations are gone by then
 """
 
 from __future__ import annotations

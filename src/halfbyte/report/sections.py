@@ -140,7 +140,13 @@ def _processes(run: Run) -> str:
     names = {"after_load_bytes": "after loading", "peak_bytes": "peak", "reserved_bytes": "reserved"}
     shown = {key: name for key, name in names.items() if all(key in each for each in ranks)}
     rows = ((str(rank), *(size(each[key]) for key in shown)) for rank, each in enumerate(ranks))
-    return table((f"Process, of {text((run.environment or {}).get('parallel'))}", *shown.values()), rows)
+    found = table((f"Process, of {text((run.environment or {}).get('parallel'))}", *shown.values()), rows)
+    own = [(each["fastest_seconds"], each["slowest_seconds"]) for each in run.train if "slowest_seconds" in each]
+    if own:
+        fastest, slowest = (sum(each) / len(own) for each in zip(*own, strict=True))
+        took = f"a step took the fastest process {fastest:.3g} s and the slowest {slowest:.3g} s"
+        found += f"<p class='note'>Before gradients are summed, {took}.</p>"
+    return found
 
 
 def bar(title: str, parts: Mapping[str, float], names: Mapping[str, str], scale: float) -> str:

@@ -95,6 +95,7 @@ td.number { white-space: nowrap; }
 .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 6px; }
 .runtime, .base { background: var(--runtime); }
 .weights, .loading { background: var(--weights); }
+.gathered { background: var(--weights); opacity: .6; }
 .adapters { background: var(--adapters); }
 .gradients { background: var(--gradients); }
 .optimizer { background: var(--optimizer); }

@@ -39,6 +39,7 @@ from halfbyte.files import new_directory
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
+from halfbyte.models.sharding import sharded, trains_alike
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
@@ -55,7 +56,7 @@ from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered
 from .metrics import TOKENS, MetricsFile, Window
 from .pipelined import PipelinedStepper
-from .readback import StepNumbers, guard
+from .readback import Mark, StepNumbers, guard
 from .records import Records
 from .rows import Counting, batches, counts_of
 from .snapshot import (
@@ -198,7 +199,8 @@ class TrainingLoop:
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise)
+        alike = sharded(self.model) is not None and trains_alike(self.model)
+        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
@@ -298,12 +300,15 @@ class TrainingLoop:
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
         before = random_states() if len(taken) > 1 else None
-        sums = self.units.reduce(self.stepper(self._unless_late(taken, before), count))
+        began = Mark(self.device) if self.mesh.size > 1 else None
+        sums = self.stepper(self._unless_late(taken, before), count)
+        own = None if began is None else (began, Mark(self.device))
+        sums = self.units.reduce(sums)
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
             guard(self.optimizer, numbers)
-        step = StepNumbers(number, counts, numbers)
+        step = StepNumbers(number, counts, numbers, own)
         self.records.launch(step)
         if not guarded or number == 1:
             self.records.check(step)

@@ -29,7 +29,7 @@ from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.models.slices import check_divided_like
-from halfbyte.models.stages import Cut, check_stages, check_trained, cut_model
+from halfbyte.models.stages import Cut, check_trained, cut_model
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.parallel.links import gather_rate, host_rate
 from halfbyte.plan.advice import check_fits
@@ -175,9 +175,8 @@ def _cut(config: RunConfig, mesh: Mesh, shapes: ModelShapes, plan: MemoryPlan) -
     ranks = mesh.ways("pipeline")
     if ranks == 1:
         return None
-    check_stages(shapes.causal_lm, config.trust_remote_code)
-    batches = config.gradient_accumulation_steps
-    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, batches, plan.activation_checkpointing)
+    how = config.gradient_accumulation_steps, plan.activation_checkpointing, config.trust_remote_code
+    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, *how)
     check_trained(shapes.model, cut)
     return cut
 
@@ -236,7 +235,7 @@ def _laid_out(
     """The run and its processes as `parallel: auto` divides it, said with the reason; steps keep their rows."""
     if config.parallel != "auto" or mesh.size == 1:
         return config, mesh
-    device = Device(machine.device, _free_bytes(machine, mesh), _card(machine, mesh))
+    device = Device(machine.device, _free_bytes(machine, mesh), _card(machine, mesh), _on_host(mesh))
     meshes = Meshes(config, files.config, device, lambda changed: batches_of(changed, data, machine.device), shapes)
     option, reason = meshes.choose(mesh.size)
     chosen, said = mesh.from_main((option, reason))  # what is free in the host's memory differs from moment to moment
@@ -251,7 +250,12 @@ def _card(machine: Machine, mesh: Mesh) -> Card:
 
 def _free_bytes(machine: Machine, mesh: Mesh) -> int:
     """Of the device that has least."""
-    return -mesh.max(-free_bytes(machine.device, mesh.size))
+    return -mesh.max(-free_bytes(machine.device, _on_host(mesh)))
+
+
+def _on_host(mesh: Mesh) -> int:
+    """Processes on the host that has most."""
+    return mesh.max(mesh.local) + 1
 
 
 def _planned(
@@ -265,6 +269,7 @@ def _planned(
 
     options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": mesh.layout}
     if mesh.size > 1:
+        options["on_host"] = _on_host(mesh)
         options["capacity_bytes"] = _free_bytes(machine, mesh)
     if mesh.ways("tensor") == 1:
         options["shapes"] = shapes

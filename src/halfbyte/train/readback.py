@@ -54,13 +54,14 @@ class StepNumbers:
         counts: of its rows: name → number.
         values: float32 [n + 1], the sums of the method's metrics and the gradient norm. From an accelerator they are
             copied to pinned memory; the host does not wait.
+        own: begin and end of what this process, of several, computed by itself.
 
     Attributes:
         end: of the step, as far as it was launched.
     """
 
-    def __init__(self, number: int, counts: Mapping[str, float], values: Tensor):
-        self.number, self.counts = number, counts
+    def __init__(self, number: int, counts: Mapping[str, float], values: Tensor, own: tuple[Mark, Mark] | None = None):
+        self.number, self.counts, self._own = number, counts, own
         self._values = values.to("cpu", non_blocking=values.device.type in ASYNCHRONOUS)
         self._read: list[float] | None = None
         self._device = values.device
@@ -69,6 +70,11 @@ class StepNumbers:
     def finish(self) -> None:
         """The step ends here, after its optimizer."""
         self.end = Mark(self._device)
+
+    @property
+    def own_seconds(self) -> float:
+        """How long that took; 0 in a process that is alone."""
+        return self._own[1].seconds_since(self._own[0]) if self._own else 0.0
 
     def read(self) -> list[float]:
         """The values; the first call waits for what was launched of the step."""

@@ -42,6 +42,7 @@ class Records:
         self.window = Window.of(numbers.trained)
         self.norm = math.nan
         self.mean_losses = 0.0
+        self._own = 0.0  # seconds that this process, of several, computed by itself since the last record
         self._launched: StepNumbers | None = None  # the step being launched, from its gradient norm on
         self._unread: StepNumbers | None = None  # the step before
         self._since = Mark(device)  # until when the window counts the time
@@ -90,14 +91,25 @@ class Records:
             self.mean_losses += sums[metrics[0].name] / step.counts[metrics[0].over]
             self.window.add(sums, step.counts, step.end.seconds_since(self._since))
             self._since = step.end
+            self._own += step.own_seconds
         if rate is not None:
             window, self.window = self.window, Window.of(metrics)
             norm = self.norm if math.isfinite(self.norm) else None  # float16's overflows: JSON has no Inf
             rates = {"grad_norm": norm, "learning_rate": rate}
-            memory = {"memory_bytes": self.mesh.max(peak_memory(self.device))}
-            record = window.means(metrics) | rates | window.totals() | memory
+            record = window.means(metrics) | rates | window.totals() | self._of_all(window.steps)
             self.write("train", record)
             self.callbacks.log(record)
+
+    def _of_all(self, steps: int) -> dict[str, float]:
+        """The most memory that any process took; and of several, how long the fastest and the slowest one computed in a
+        step of the window before it summed gradients with the others."""
+        own, self._own = self._own / max(steps, 1), 0.0
+        most = self.mesh.max({"memory_bytes": peak_memory(self.device), "slowest_seconds": own, "fastest": -own})
+        fastest = -most.pop("fastest")
+        if self.mesh.size == 1:
+            del most["slowest_seconds"]
+            return most
+        return most | {"fastest_seconds": fastest}
 
     def read_all(self) -> None:
         """The run ends early: what was not finished is dropped, what was is recorded; but not in a process of several,

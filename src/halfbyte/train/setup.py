@@ -14,7 +14,7 @@ from halfbyte.files import write_json, write_text
 from halfbyte.notices import said
 from halfbyte.plan.policy import in_words
 
-from ..reading import read_text
+from ..reading import read_json, read_text
 from ..words import one_line
 from . import checkpoint as checkpoints
 from .metrics import MetricsFile
@@ -56,7 +56,7 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
     if not prepared.mesh.is_main:
         yield run
         return
-    if checkpoints.starting_point(config, resume) != prepared.checkpoint:
+    if checkpoints.starting_point(config, resume, contents=False) != prepared.checkpoint:
         raise ConfigError(f"output_dir: another run has saved a checkpoint in {output} meanwhile", "start again")
     try:
         _write_first(run)
@@ -65,6 +65,18 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
         if not (prepared.checkpoint or checkpoints.results_in(output)):
             for name in (*FIRST, *([SHORT] if _is_ours(output / SHORT) else [])):
                 (output / name).unlink(missing_ok=True)
+
+
+def is_finished(prepared: PreparedRun) -> bool:
+    """Whether the run to continue has made all its steps and written all its files."""
+    output, checkpoint = prepared.config.output_path, prepared.checkpoint
+    if checkpoint is None or checkpoints.step_of(checkpoint) < prepared.total_steps:
+        return False
+    environment = output / "environment.json"
+    if not any((output / name).is_dir() for name in checkpoints.WEIGHTS) or not environment.is_file():
+        return False
+    found = read_json(environment, ConfigError, "remove it")
+    return isinstance(found, dict) and bool(found.get("finished")) and "stopped" not in found
 
 
 def _write_first(run: OpenRun) -> None:

@@ -22,7 +22,7 @@ from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.errors import TrainingError
+from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
@@ -31,13 +31,13 @@ from halfbyte.memory.limit import held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
-from halfbyte.models.layer import decoder_layers
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
-from halfbyte.models.sharding import shard_model, stays_of
+from halfbyte.models.sharding import shard_model
 from halfbyte.models.slices import divided
+from halfbyte.models.stages import Stages
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import check_agreement, check_shared, present_mesh
@@ -47,14 +47,15 @@ from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
 
+from ..reading import read_json
 from ..runs.lock import run_lock
 from . import checks, samples, staged
 from .loop import TrainingLoop
-from .metrics import memory_now, peak_memory, reserved_memory, restart_peak
+from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reproducible import repeatable, verdict
-from .setup import OpenRun, open_run, write_environment, write_memory
+from .setup import OpenRun, is_finished, open_run, write_environment, write_memory
 from .snapshot import save_weights
 
 
@@ -101,9 +102,20 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
                 say_idle(config)
             check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
+            if mesh.from_main(mesh.is_main and is_finished(prepared)):
+                return _finished(prepared, console)
             with _locked(prepared), open_run(prepared, resume) as run:
                 check_shared(mesh, run.output)
                 return _run_or_report(run, console)
+
+
+def _finished(run: PreparedRun, console: Console) -> RunResult:
+    """A run that has nothing left to do: its files stay as they are."""
+    output = run.config.output_path
+    job = OpenRun(run, output, MetricsFile(output / "metrics.jsonl"))
+    console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
+    measured = read_json(output / "memory.json", ConfigError, "remove it, and train again")["measured"]
+    return RunResult(output, _summary(job, measured))
 
 
 def _locked(run: PreparedRun) -> contextlib.AbstractContextManager[Any]:
@@ -146,7 +158,7 @@ def _release(device: torch.device) -> None:
 def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
     model = _trainable_model(run, measured)
-    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
+    stages = _own_part(run, model)
     collate = run.method.collator(run.config, run.tokenizer, device)
     loop = _loop(job, model, collate)
     if stages is not None:
@@ -232,18 +244,23 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     adapter, storage = run.sections.adapter, run.sections.storage
     if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
-        how["along"] = ("shard",) if run.mesh.ways("tensor") == 1 else ()  # products are cut before bytes
+        wide = run.mesh.wide(("shard", "tensor"))
+        how["along"] = wide if len(wide) == 1 else ()  # what is cut twice is loaded whole
         how["elsewhere"] = run.cut.elsewhere if run.cut else None
     model = load_model(run.files, storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    model = add_adapter(model, adapter) if adapter else model
+    return add_adapter(model, adapter) if adapter else model
+
+
+def _own_part(run: PreparedRun, model: Any) -> Stages | None:
+    """Leave this process its part of the model; the stages among it, where there are any."""
+    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
     divide_products(model, run.mesh)
-    stays = stays_of(len(decoder_layers(model)[1]), run.plan.stays) if run.plan.stays else None
-    shard_model(model, run.mesh, stays)
-    return model
+    shard_model(model, run.mesh, kept=run.plan.stays)
+    return stages
 
 
 def _recompute_activations(model: Any) -> None:

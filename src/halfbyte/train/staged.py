@@ -37,6 +37,9 @@ def use_stages(run: PreparedRun, loop: TrainingLoop, stages: Stages) -> Pipeline
     assert run.cut is not None
     width = stages.causal_lm.config.get_text_config().hidden_size
     how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": loop.device}
+    how["ahead"] = 0 if run.mesh.ways("shard") > 1 else len(stages.all)  # slices are gathered for a gradient alone
+    if loop.device.type == "cuda":
+        how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
     loop.use_stages(Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how), stages)
     assert isinstance(loop.stepper, PipelinedStepper)
     return loop.stepper

@@ -1,0 +1,200 @@
+"""A step of a model in stages, on as many GPUs as there are, against data parallel over the same rows.
+
+    torchrun --nproc-per-node 2 -m benchmarks.pipelined [--json FILE] [--batches 8] [--length 2048]
+
+For each schedule, with and without recomputing ahead of the gradient: milliseconds of a step; the share of it in which
+GPUs wait, read from CUDA events around all that stages compute; the same from the simulation, with the seconds that the
+stages were measured to take; and losses. Layers are checkpointed. Weights are random and made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.several_gpus import Results
+from benchmarks.step_model import build, random_batch, timed
+from halfbyte.config import Parallel
+from halfbyte.methods import METHODS
+from halfbyte.models.copies import clear_copies
+from halfbyte.models.head import Head, take_head
+from halfbyte.models.layer import causal_lm_of, decoder_layers
+from halfbyte.models.patch import patch
+from halfbyte.models.stages import Stages, layer_seconds
+from halfbyte.optim import trained_parameters
+from halfbyte.parallel import Mesh, clip_gradients, present_mesh, sum_gradients
+from halfbyte.parallel.pipeline import Pipeline
+from halfbyte.parallel.schedules import Schedule, Seconds, cut_layers, simulate, stage_seconds
+from halfbyte.train.pipelined import PipelinedStepper
+from halfbyte.train.stepper import Stepper
+
+MODEL, SFT = "llama-3.1-8b", METHODS["sft"]
+KINDS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-1p", 2), ("zb-v", 2))
+
+
+class Clock:
+    """Milliseconds of what stages compute, by kind and stage."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, int, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, kind: str, stage: int) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self.spans.append((kind, stage, begin, end))
+
+    def read(self) -> dict[tuple[str, int], list[float]]:
+        torch.cuda.synchronize()
+        found: dict[tuple[str, int], list[float]] = {}
+        for kind, stage, begin, end in self.spans:
+            found.setdefault((kind, stage), []).append(begin.elapsed_time(end))
+        self.spans.clear()
+        return found
+
+
+class Whole:
+    """The model before it is cut, to be put together again."""
+
+    def __init__(self, model: Any):
+        self.model, self.causal_lm = model, causal_lm_of(model)
+        self.layers = decoder_layers(model)[1]
+        self.ends = self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings()
+
+    def restore(self) -> None:
+        self.causal_lm.model.layers = self.layers
+        self.causal_lm.model.embed_tokens, self.causal_lm.lm_head = self.ends
+        clear_copies(self.causal_lm.model)
+
+
+def step_of(mesh: Mesh, model: Any, stepper: Stepper, batches: list[dict[str, Tensor]], count: Tensor) -> Any:
+    trained = list(trained_parameters(model).values())
+    optimizer = torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0, fused=True)
+
+    def step() -> Tensor:
+        sums = sum_gradients(mesh, trained, stepper(batches, count))
+        clip_gradients(mesh, trained, 1.0)
+        optimizer.step()
+        for parameter in trained:
+            parameter.grad = None
+        return sums[0] / count
+
+    return step
+
+
+def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """A schedule's step, measured and simulated."""
+    model, device = whole.model, batches[0]["input_ids"].device
+    seconds, head = layer_seconds(model, recomputed=True)
+    parts = cut_layers(schedule, seconds, head)
+    of_stages = [stage_seconds(part, seconds, head) for part in parts]
+    width = whole.causal_lm.config.hidden_size
+    line = Pipeline(mesh, schedule, of_stages, width=width, dtype=torch.bfloat16, device=device, ahead=ahead)
+    take_head(model, Head())
+    stages = Stages(model, parts, line.own)
+    around = partial(torch.autocast, device.type, torch.bfloat16)  # as `adapters.compute`
+
+    def sums(batch: Any) -> dict[str, Tensor]:
+        with around():
+            return SFT.sums(model, batch)
+
+    stepper = PipelinedStepper(sums, ["loss"], SFT.blank, around, line, stages)
+    count = torch.full((), float(len(batches) * (batches[0]["labels"].shape[1] - 1)), device=device)
+    step = step_of(mesh, model, stepper, batches, count)
+    mesh.wait()
+    found = timed(step, sum(batch["input_ids"].numel() for batch in batches))
+    measured = _watched(mesh, line, stepper, batches, count)
+    sizes = [len(part) for part in parts]
+    whole.restore()
+    return {"schedule": schedule.name, "chunks": schedule.chunks, "ahead": ahead > 0, "layers": sizes, **measured,
+            "step_ms": mesh.max(found["ms"]), "peak_gib": mesh.gather(found["peak_gib"]),
+            "losses": found["losses"]}  # fmt: skip
+
+
+def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[str, Tensor]], count: Tensor) -> Any:
+    """Idle share of a step's forwards and backwards, by events and by the simulation with the same seconds."""
+    line.watch = clock = Clock()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    mesh.wait()
+    begin.record()
+    stepper(batches, count)
+    end.record()
+    spans = clock.read()
+    took = mesh.max(begin.elapsed_time(end))
+    del line.watch
+    busy = sum(sum(each) for each in spans.values())
+    every = {key: values for own in mesh.gather(spans) for key, values in own.items()}
+    means = {key: sum(values) / len(values) for key, values in every.items()}
+    seconds = []
+    for stage in range(line.schedule.stages):
+        again = means[("again", stage)] if line.ahead else 0.0
+        seconds.append(Seconds(means[("F", stage)], again + means[("B", stage)], again))
+    simulated = simulate(line.schedule.orders(len(batches)), seconds, ahead=line.ahead > 0)
+    return {
+        "idle": 1 - sum(mesh.gather(busy)) / (took * mesh.size),
+        "simulated_idle": simulated.idle,
+        "forwards_and_backwards_ms": took,
+        "simulated_ms": simulated.seconds,
+        "stage_ms": [[each.forward, each.backward - each.again, each.again] for each in seconds],
+    }
+
+
+def data_parallel(mesh: Mesh, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """A step over the same rows, each process with its share of them."""
+    rows, device = mesh.laid_out(Parallel(data=mesh.size)), batches[0]["input_ids"].device
+
+    def sums(batch: Any) -> dict[str, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16):
+            return SFT.sums(model, batch)
+
+    own = batches[mesh.rank :: mesh.size]
+    count = torch.full((), float(len(batches) * (batches[0]["labels"].shape[1] - 1)), device=device)
+    step = step_of(rows, model, Stepper(sums), own, count)
+    mesh.wait()
+    found = timed(step, sum(batch["input_ids"].numel() for batch in batches))
+    return {"step_ms": mesh.max(found["ms"]), "peak_gib": mesh.gather(found["peak_gib"]), "losses": found["losses"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json")
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--model", default=MODEL)
+    given = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    with present_mesh(kind="cuda") as mesh:
+        mesh, results = mesh.laid_out(Parallel(pipeline=mesh.size)), Results(mesh, given.json)
+        model = build(given.model, "cuda")
+        patch(model, "checkpoint")
+        tokens = random_batch(given.model, given.batches, given.length, "cuda")
+        batches = [{name: row[None] for name, row in zip(tokens, rows, strict=True)}
+                   for rows in zip(*tokens.values(), strict=True)]  # fmt: skip
+        start = {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
+        data = data_parallel(mesh, model, batches)
+        results.add("data", model=given.model, batches=given.batches, length=given.length, **data)
+        whole = Whole(model)
+        clear_copies(whole.causal_lm.model)
+        for name, chunks in KINDS:
+            for ahead in (0, len(whole.layers)):
+                with torch.no_grad():
+                    for key, parameter in trained_parameters(model).items():
+                        parameter.copy_(start[key])
+                found = one(mesh, whole, Schedule(name, mesh.size, chunks), ahead, batches)
+                results.add("pipeline", of_data=data["step_ms"] / found["step_ms"], **found)
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Planned memory and seconds beside measured ones, of whole runs on several GPUs of one host.
+
+    python -m benchmarks.planned MODEL DATA [--gpus 2] [--json FILE] [KEY=VALUE ...]
+
+MODEL is a folder with a checkpoint (random weights will do). Each mesh of MESHES of so many GPUs trains a few steps, as
+`halfbyte train` does, and what its memory.json and metrics.jsonl say is printed: total planned and measured, frozen
+bytes after loading, seconds of a step. At most 10% off, and never over by more than 5%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import write_result
+
+GIB = 2**30
+STEPS = 6
+OFF, OVER = 0.10, 0.05
+MESHES: dict[int, tuple[dict[str, int], ...]] = {
+    2: ({"data": 2}, {"shard": 2}, {"pipeline": 2}, {"tensor": 2}, {"context": 2}),
+    4: ({"data": 4}, {"shard": 4}, {"data": 2, "shard": 2}, {"shard": 2, "context": 2}, {"pipeline": 4}),
+}
+KEYS = ("max_length=2048", "packing=true", "per_device_train_batch_size=1", "gradient_accumulation_steps=4",
+        f"max_steps={STEPS}", "sample_prompts=0", "logging_steps=1")  # fmt: skip
+
+
+def measured(model: str, data: str, mesh: dict[str, int], keys: list[str], folder: Path) -> dict[str, Any]:
+    """The line of a run divided as `mesh`."""
+    written = "{" + ", ".join(f"{axis}: {ways}" for axis, ways in mesh.items()) + "}"
+    output = folder / "-".join(f"{axis}{ways}" for axis, ways in mesh.items())
+    command = [sys.executable, "-m", "halfbyte", "train", model, data, f"output_dir={output}", f"parallel={written}"]
+    run = subprocess.run([*command, *KEYS, *keys], capture_output=True, text=True, check=False)
+    if run.returncode:
+        return {"parallel": written, "error": run.stderr.strip().splitlines()[-1:]}
+    memory = json.loads((output / "memory.json").read_text())
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["tokens"] / record["tokens_per_second"] for record in records if record["kind"] == "train"]
+    planned, found = memory["predicted"]["total"], memory["measured"]
+    parts = {part: round(size / GIB, 3) for part, size in memory["predicted"].items() if size}
+    return {
+        "parallel": written,
+        "planned_gib": planned / GIB,
+        "measured_gib": found["run_bytes"] / GIB,
+        "ratio": planned / found["run_bytes"],
+        "loaded_gib": (found["after_load_bytes"] - found["base_bytes"]) / GIB,
+        "planned_s": memory["step_seconds"],
+        "measured_s": statistics.median(steps[2:]),
+        "stays": memory["stays"],
+        "parts": parts,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("data")
+    parser.add_argument("keys", nargs="*")
+    parser.add_argument("--gpus", type=int, default=2, choices=MESHES)
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for mesh in MESHES[given.gpus]:
+            lines.append(measured(given.model, given.data, mesh, given.keys, Path(folder)))
+            print(json.dumps(lines[-1]), flush=True)
+    ratios = [line["ratio"] for line in lines if "ratio" in line]
+    good = len(ratios) == len(lines) and all(1 - OFF <= ratio <= 1 + OVER for ratio in ratios)
+    print(json.dumps({"good": good}))
+    write_result(given.json, {"lines": lines, "good": good})
+
+
+if __name__ == "__main__":
+    main()

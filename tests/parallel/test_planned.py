@@ -1,0 +1,114 @@
+"""What the plan says of one process, against what processes hold and exchange."""
+
+import pytest
+import torch
+from patch_models import batch, quantize, tiny
+from torch.distributed.tensor import DTensor
+from whole import configured, write_place
+
+from halfbyte.config import Parallel
+from halfbyte.models.head import causal_lm_loss
+from halfbyte.models.layer import causal_lm_of, decoder_layers
+from halfbyte.models.sharding import shard_model, sharded, stays_of
+from halfbyte.models.stages import cut_model
+from halfbyte.plan.rank import Frozen, Stage, line
+from halfbyte.tensor import QuantizedShard
+from halfbyte.train.prepare import prepare_run
+
+pytestmark = pytest.mark.dist
+
+LAYERS = 4
+WHOLE = Stage(tuple(range(LAYERS)))
+
+
+def model_of(family):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "head_dim": 16}
+    return quantize(tiny(family, shape=sizes))
+
+
+def frozen_parameters(model):
+    return [parameter for parameter in model.parameters() if not parameter.requires_grad]
+
+
+def frozen_of(model):
+    total = sum(each.nbytes for each in (*frozen_parameters(model), *model.buffers()))
+    return Frozen.of(model, decoder_layers(model)[1], total)
+
+
+def here(parameter):
+    """Bytes that this process holds of it."""
+    local = parameter.data._local_tensor if isinstance(parameter.data, DTensor) else parameter.data
+    return local.raw.nbytes if isinstance(local, QuantizedShard) else local.nbytes
+
+
+def case_holds(mesh, family, kept):
+    """Bytes of frozen weights here; and what a micro-batch has gathered, once those that stay are there."""
+    model = model_of(family)
+    shard_model(model, mesh, stays_of(LAYERS, kept))
+    held = sum(here(each) for each in (*frozen_parameters(model), *model.buffers()))
+    counted = []
+    for _ in range(2):
+        before = sharded(model).gathers.nbytes
+        causal_lm_loss(model, batch())[0].backward()
+        counted.append(sharded(model).gathers.nbytes - before)
+    return held, counted[1]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_share_is_as_planned(two, family):
+    """Gemma 2's head is its embedding."""
+    frozen, layout = frozen_of(model_of(family)), Parallel(shard=2)
+    planned = frozen.share(WHOLE, layout)
+    for held, gathered in two.run(case_holds, family, (0, 2), layout={"shard": 2}):
+        assert held == pytest.approx(planned, rel=0.01)
+        assert gathered == pytest.approx(3 * frozen.largest(WHOLE), rel=0.01)  # two blocks twice, but for the last one
+    alone = frozen.share(WHOLE, Parallel())
+    assert alone == sum(each.nbytes for each in frozen_parameters(model_of(family))) + frozen_buffers(family)
+    assert 0.5 * alone < planned < 0.56 * alone
+
+
+def frozen_buffers(family):
+    return sum(buffer.nbytes for buffer in model_of(family).buffers())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_stages_are_those_that_are_cut(name):
+    """Every layer is one process's, and bytes of all processes are the model's, with a tied embedding twice."""
+    model = model_of("Gemma2")
+    cut = cut_model(model, name, 2, 4, recomputed=True)
+    found = line(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4)
+    assert sorted(index for stage in found.stages for index in stage.layers) == list(range(LAYERS))
+    assert [stage.begins for stage in found.stages] == [True, False]
+    assert [stage.ends for stage in found.stages] == [False, True]
+    frozen = frozen_of(model)
+    together = sum(frozen.share(stage, Parallel(pipeline=2)) for stage in found.stages)
+    assert together == frozen.share(WHOLE, Parallel()) + frozen.embedding + frozen.rest
+    assert found.stages[0].in_flight >= found.stages[1].in_flight >= 1
+    named = [(name, each) for name, each in causal_lm_of(model).named_parameters() if not each.requires_grad]
+    for process, stage in enumerate(found.stages):
+        elsewhere = cut.elsewhere(model, process)
+        own = sum(each.nbytes for name, each in named if not elsewhere(name))
+        assert frozen.share(stage, Parallel(pipeline=2)) == pytest.approx(own, rel=0.02)
+
+
+def case_prepares(mesh, place, output, limit):
+    """What auto chose, and every process's plan."""
+    config = configured(place, output, memory_limit_gib=limit, activation_checkpointing=True)
+    run = prepare_run(config, mesh=mesh)
+    return run.mesh.layout, run.plan
+
+
+def test_auto_divides_as_the_plan_says(two, tmp_path):
+    """With a vocabulary that is most of the model, half of it is what fits."""
+    place = write_place(tmp_path, vocab_size=120_000)
+    roomy = two.run(case_prepares, place, tmp_path / "a", None)
+    assert [layout for layout, _ in roomy] == [Parallel(data=2)] * 2
+    needed = roomy[0][1].total
+    tight = two.run(case_prepares, place, tmp_path / "b", (needed - 10 * 2**20) / 2**30)
+    assert tight[0] == tight[1]
+    layout, plan = tight[0]
+    assert layout in (Parallel(shard=2), Parallel(pipeline=2))
+    assert plan.layout == layout
+    assert plan.fits
+    assert plan.total < needed - 10 * 2**20
