@@ -179,8 +179,8 @@ SECTIONS = (
     Section(
         "Two GPUs", r"(several_gpus|sharded)_.*",
         "The same step on each of two H200s of one host, in one run: without a word to each other, with gradients "
-        "summed (data), and with frozen weights in slices, of which each decoder layer is gathered for each call, every other "
-        "one stays whole, or all do.",
+        "summed (data), and with frozen weights in slices: each decoder layer gathered for each call, every other one "
+        "kept whole, or all.",
         {}, gpus_table,
         lambda name, result: "torchrun --nproc-per-node 2 -m benchmarks."
                              + ("sharded gathers" if "gathers" in result else "several_gpus link data")
