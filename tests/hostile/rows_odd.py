@@ -102,6 +102,7 @@ CONFIGS = [
     either("+ output_dir is this folder", "check run.yaml output_dir=."),
     either("+ output_dir is a link to nowhere", files={"out": Link("nowhere/there")}),
     refused("+ resumed from nowhere", "nowhere", "resume_from_checkpoint=nowhere"),
+    refused("+ a rank for what gets no adapter", "gets no adapter", "'rank_pattern={lm_head: 4}'"),
     refused("+ alpha past floats", "lora_alpha", "lora_alpha=1e999"),
     either(
         "+ an empty prompt to answer", "train run.yaml sample_max_new_tokens=2 'sample_prompts=[\"\"]'", after=RAN_OUT
@@ -153,7 +154,7 @@ DATASETS = [
     *later(either("+ text with NUL", "check run.yaml dataset=d.txt", files={"d.txt": "a\0b\n"})),
     refused("+ a column that is not there", ("column_mapping", "nope"), "'column_mapping={prompt: nope}'", files=data(
          PAIR)),
-    either("+ answers without a letter", files=data('{"prompt": "a", "completion": ""}\n')),
+    refused("+ answers without a letter", "all answers are empty", files=data('{"prompt": "a", "completion": ""}\n')),
     refused("+ other columns in eval_dataset", "e.jsonl", "eval_dataset=e.jsonl", files={"e.jsonl": '{"x": 1}\n'}),
     refused("+ all of it too long", "max_length", "overlong=drop max_length=2"),
 ]  # fmt: skip
