@@ -147,6 +147,25 @@ STEPS = (
     "at their shapes, added up; for packed rows, each document's attention alone at its own length. Peers ran in the "
     "same run, in processes of their own. Peaks are what torch's allocator held."
 )
+
+
+def gpus_table(results: Results) -> Rows:
+    rows: Rows = [("a step on each of two GPUs", "ms", "beside", "peak GiB")]
+    for result in results.values():
+        for run in result.get("data", []):
+            name = f"{run['model']} {run['rows']}×{run['length']}{', CUDA graphs' if run['graphs'] else ''}"
+            ms = min(run["ms"]["together"], run["ms"]["together again"])
+            apart = min(run["ms"]["apart"], run["ms"]["apart again"])
+            beside = f"{run['of_apart']:.3f} of two that do not speak ({apart:.1f} ms)"
+            rows.append((f"**{name}**, data", f"{ms:.1f}", beside, f"{run['peak_gib']:.1f}"))
+        for run in result.get("gathers", []):
+            beside = f"{run['of_data']:.3f} of data; {run['gathered_gb']:.1f} GB gathered" if "of_data" in run else ""
+            rows.append(
+                (f"**llama-3.1-8b 4×2048**, {run['way']}", f"{run['ms']:.1f}", beside, f"{run['peak_gib']:.1f}")
+            )
+    return rows
+
+
 SECTIONS = (
     Section(
         "Beside others", r"qlora_8b_h200|step_(llama8b|qwen06b)_(2x512|2x2048|4x2048|4x2048_checkpointed|1x8192)_h200",
@@ -156,6 +175,16 @@ SECTIONS = (
     Section(
         "Training steps", r"(step|packed)_(?!attention).*", STEPS, {"step": plots.step, "memory": plots.memory},
         step_table, step_command,
+    ),
+    Section(
+        "Two GPUs", r"(several_gpus|sharded)_.*",
+        "The same step on each of two H200s of one host, in one run: without a word to each other, with gradients "
+        "summed (data), and with frozen weights in slices: each decoder layer gathered for each call, every other one "
+        "kept whole, or all.",
+        {}, gpus_table,
+        lambda name, result: "torchrun --nproc-per-node 2 -m benchmarks."
+                             + ("sharded gathers" if "gathers" in result else "several_gpus link data")
+                             + f" --json benchmarks/results/{name}.json",
     ),
     Section(
         "The longest context", r"context_.*",

@@ -14,7 +14,7 @@ from halfbyte.train import checkpoint
 
 SURFACE = {
     "init": ["model", "data"],
-    "check": ["run"],
+    "check": ["run", "--gpus", "--gpu-memory"],
     "preview": ["run", "-n --count"],
     "train": ["run", "--resume"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],

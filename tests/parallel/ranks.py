@@ -23,6 +23,12 @@ from halfbyte.config import Parallel
 SECONDS = 120  # that a case may take
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Ranks:
     """`size` processes on devices of a kind, "cpu" (gloo) or "cuda" (NCCL), started when the first case comes."""
 
@@ -58,9 +64,7 @@ class Ranks:
     def _start(self):
         context = get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformers", "peft", "halfbyte.train.sft"])
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(

@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from whole import Left, configured, run, write_place
 
 from halfbyte.config import dump_given
@@ -105,3 +106,26 @@ def test_ranks_are_killed_at_random_moments(place, alone, tmp_path, ranks, seed)
     Left(output).same_as(alone, loss=1e-5, weights=1e-4)
     steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_is_killed_on_two_gpus(place, tmp_path, seed):
+    """The run goes on by itself on both, or is resumed on one; its losses are those of a run that nobody disturbed."""
+    keys = {"device": "cuda", "dtype": "auto", "deterministic": True}
+    calm, output = tmp_path / "calm", tmp_path / "out"
+    assert start(place, calm, 2, **keys).wait(300) == 0
+    process = start(place, output, 2, **keys, max_restarts=seed % 2)
+    family, when = kill_one(process, output, 2, random.Random(seed))
+    if seed % 2:
+        assert process.wait(300) == 0
+    else:
+        assert process.wait(30) == 1
+        assert time.monotonic() - when < 30
+        file = output.with_suffix(".yaml")
+        file.write_text(dump_given(configured(place, output, **keys_on(2) | keys | {"parallel": {"data": 1}})))
+        command = [sys.executable, "-P", "-m", "halfbyte", "train", str(file), "--resume"]
+        assert subprocess.run(command, timeout=300, check=False).returncode == 0
+    assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    Left(output).same_as(Left(calm), loss=1e-3, weights=2e-2)

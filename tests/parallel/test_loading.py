@@ -16,7 +16,6 @@ from all_families import build
 from patch_models import tiny
 from safetensors.torch import load_file, save_file
 from test_load_imports import CONFIGS, converted
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +27,8 @@ from halfbyte.models import divided
 from halfbyte.models.load import load_model
 from halfbyte.models.products import divided_along
 from halfbyte.parallel import ALONE
-from halfbyte.parallel.placement import Placement, fill, templates
+from halfbyte.parallel.placement import Placement
+from halfbyte.parallel.shard import shard_blocks
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
 
 pytestmark = pytest.mark.dist
@@ -337,25 +337,22 @@ def test_no_rank_holds_the_model(two, tiny_checkpoint):
 
 
 def computes(mesh, folder, on_host):
-    """The logits of a model whose layers are filled after FSDP2 has cut their templates, and of one process's."""
+    """The logits of a model whose layers came in pieces, and of one process's."""
     tokens = torch.arange(10, 20)[None]
     keys = {"dtype": "float32", "device": "cpu"}
-    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if on_host else {}
     with torch.no_grad():
         wanted = load_model(folder, **keys)(tokens).logits
         model = load_model(folder, mesh=mesh, along=SHARD, **keys)
-        pieces = templates(model)
-        assert len(pieces) == sum(1 for name, _ in model.named_parameters() if ".layers." in name)
-        for layer in model.model.layers:
-            assert layer.mlp.up_proj.weight.shape == (96, 64)
-            fully_shard(layer, mesh=mesh.devices["shard"], **policy)
-        fill(pieces, on_host)
+        model.requires_grad_(False)
+        stays = ["call"] * len(model.model.layers)
+        shard_blocks(model.model, list(model.model.layers), mesh, stays, on_host=on_host)
+        assert model.model.layers[0].mlp.up_proj.weight.shape == (96, 64)
         found = [model(tokens).logits for _ in range(2)]
     return [torch.equal(each, wanted) for each in found]
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_pieces_fill_what_fsdp_has_cut(two, folder, on_host):
+def test_pieces_are_what_is_gathered(two, folder, on_host):
     assert two.run(computes, folder, on_host, layout={"shard": 2}) == [[True, True]] * 2
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from halfbyte.formats import from_spec
 from halfbyte.parallel.shard import shard_blocks
-from halfbyte.tensor import QuantizedShard
+from halfbyte.tensor import BlockShard
 
 pytestmark = pytest.mark.dist
 
@@ -85,12 +85,17 @@ def compare(mesh, format, dtype):
     weights = {name: copy.deepcopy(p) for name, p in model.named_parameters() if "base_layer.weight" in name}
     net = model.base_model.model
     shard_blocks(net, list(net.layers), mesh, ["call", "backward"])
-    for name, parameter in model.named_parameters():
-        if name in weights and weights[name].shape[0] >= RANKS:
-            local = parameter.to_local()
-            assert isinstance(local, QuantizedShard)
-            # Half of the bytes each, up to 16 bytes of alignment a part.
-            assert abs(2 * local.raw.numel() - weights[name].nbytes) <= 2 * 16 + 16 * len(weights[name].parts)
+    for at, layer in enumerate(net.layers):
+        local = layer.frozen_bytes.to_local()
+        assert isinstance(local, BlockShard)
+        own = [weight for name, weight in weights.items() if f"layers.{at}." in name]
+        packed = sum(weight.nbytes for weight in own if len(weight) >= RANKS)
+        # Half of the bytes each, up to 16 bytes of alignment a part; biases and the weight of one row are beside them.
+        beside = 4 * (67 + 48) + 2 * sum(
+            weight.nbytes + 16 * len(weight.parts) + 16 for weight in own if len(weight) < 2
+        )
+        slack = sum(2 * 16 + 16 * len(weight.parts) for weight in own)
+        assert 0 <= 2 * sum(raw.numel() for raw in local.raws) - packed <= beside + slack
     share = slice(mesh.rank * ROWS // RANKS, (mesh.rank + 1) * ROWS // RANKS)
     found = two_steps(model, share, dtype, mesh)
     tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import RunConfig
+from ..config import Parallel, RunConfig
 from ..console import Console
 from ..processes import was_restarted
 from ..signals import Stopped
@@ -33,9 +33,12 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
 
     if (layout := layout_wanted(config)).size > 1:
         command = [*_python(), "-m", "halfbyte", *(arguments or sys.argv[1:])]
-        return launch(
-            lambda now: [*command, *([] if now == layout else [f"parallel={now}"])], layout, config.max_restarts
-        )
+
+        def program(now: Parallel) -> list[str]:
+            """On fewer devices, after a restart, `auto` chooses again."""
+            return [*command, *([] if now == layout or config.parallel == "auto" else [f"parallel={now}"])]
+
+        return launch(program, layout, config.max_restarts)
     with quick_imports():
         from ..train.sft import train
 

@@ -105,7 +105,7 @@ def launch(program: Callable[[Parallel], Sequence[str]], layout: Parallel, max_r
             if failure.trace:
                 failure.error.add_note(failure.trace)
             raise failure.error
-        restarts, on = restarts + 1, "" if smaller == layout else f" as parallel: {smaller}"
+        restarts, on = restarts + 1, "" if smaller == layout else f" on {smaller.size} devices"
         again = f"the run goes on{on} from its last checkpoint ({restarts} of {max_restarts} restarts)"
         notice(f"restart {restarts}", f"{failure.error.message}: {again}")
         layout = smaller

@@ -5,7 +5,7 @@ and sends each of its host the piece that is theirs, byte for byte; where all ke
 after another is handed on, of every owner in turn, so that a device holds what it read, what it keeps and two tensors.
 
 A piece stands in the model as a parameter of its own size, on the device, and knows the shape of the whole as
-`template`. Pieces are what FSDP2 shards into: see `templates` and `fill`.
+`template`. `shard` takes pieces as it takes what is whole.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..formats import from_spec
 from ..tensor import QuantizedShard, QuantizedTensor
 from .mesh import Mesh
-
-Pieces = dict[tuple[nn.Module, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -272,40 +269,3 @@ def _room(piece: Tensor, device: torch.device) -> Tensor:
 def _alone(piece: Tensor) -> Tensor:
     """A piece that does not keep the whole in memory."""
     return piece.clone(memory_format=torch.contiguous_format) if type(piece) is Tensor else piece.clone()
-
-
-# --- pieces under FSDP2 ----------------------------------------------------------------------------------------------
-
-
-def templates(model: nn.Module) -> Pieces:
-    """Put a tensor of the whole's shape, on the meta device, where `model` holds a piece; the pieces, for `fill`.
-
-    `fully_shard` cuts these as it cuts what is whole, and whatever reads shapes and formats finds the whole's.
-    """
-    pieces: Pieces = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            template = getattr(parameter, "template", None)
-            if parameter is not None and template is not None:
-                pieces[module, key] = parameter.detach()
-                setattr(module, key, nn.Parameter(template, requires_grad=parameter.requires_grad))
-    return pieces
-
-
-def fill(pieces: Pieces, on_host: bool = False) -> None:
-    """Put the pieces where `fully_shard` has cut their templates, before the first forward; `pieces` is empty then.
-
-    Args:
-        on_host: in the host's memory, where FSDP2's offload wants them.
-    """
-    while pieces:
-        (module, key), piece = pieces.popitem()
-        empty: Any = getattr(module, key)
-        if on_host:
-            whole: Any = torch.empty_like(empty, device="cpu")
-            with torch.no_grad():
-                whole.to_local().copy_(piece.cpu())
-        else:
-            where = {"shape": empty.shape, "stride": empty.stride()}
-            whole = DTensor.from_local(piece, empty.device_mesh, empty.placements, run_check=False, **where)
-        module.register_parameter(key, nn.Parameter(whole, requires_grad=empty.requires_grad))

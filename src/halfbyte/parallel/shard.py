@@ -30,12 +30,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+from ..tensor import BlockShard, QuantizedShard, QuantizedTensor
 from .mesh import Mesh
-from .placement import fill, templates
+from .placement import Placement
 
 # How long a block stays whole: while it computes; from its forward until after its backward; from the first time on.
 Stay = Literal["call", "backward", "always"]
 STAYS: tuple[Stay, ...] = ("call", "backward", "always")
+
+BYTES = "frozen_bytes"  # of a block: its parameter that is sharded
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -118,14 +121,12 @@ def shard_blocks(
     options: dict[str, Any] = {"mesh": mesh.devices["shard"]}
     options["offload_policy"] = CPUOffloadPolicy(mesh.devices.device_type != "cpu") if on_host else OffloadPolicy()
     sharded = Sharded(list(blocks), list(stays), mesh.group("shard"))
-    pieces = templates(root)
     for block, stay in zip(blocks, stays, strict=True):
-        frozen = {parameter for parameter in block.parameters() if _is_divisible(parameter)}
-        rest = set(block.parameters()) - frozen
+        _leave_slices(block, mesh)
+        rest = {parameter for name, parameter in block.named_parameters() if name != BYTES}
         fully_shard(block, reshard_after_forward=stay == "call", ignored_params=rest, **options)
     # torch lets the blocks' streams and order be shared by what lies under one root
     fully_shard(root, ignored_params=set(root.parameters()), **options)
-    fill(pieces, on_host)
     _prefetch(root, sharded)
     for block, stay in zip(sharded.blocks, stays, strict=True):
         block.set_custom_all_gather(sharded.gathers)
@@ -141,8 +142,78 @@ def _without_backward(block: Any, *_: Any) -> None:
         block.reshard()
 
 
-def _is_divisible(parameter: nn.Parameter) -> bool:
-    return not parameter.requires_grad and parameter.dim() > 0 and parameter.is_contiguous()
+@dataclass
+class _Frozen:
+    """A frozen parameter of a block.
+
+    Attributes:
+        slots: (module, name) where it stands.
+        whole: like it, on the meta device.
+    """
+
+    slots: list[tuple[nn.Module, str]]
+    whole: Any
+
+    def put(self, tensor: Tensor) -> None:
+        for module, name in self.slots:
+            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+    def view(self, gathered: Tensor) -> Tensor:
+        """The parameter, of all processes' slices one after another."""
+        whole = self.whole
+        if isinstance(whole, QuantizedTensor):
+            return QuantizedTensor.from_bytes(gathered, whole.format, tuple(whole.shape), whole.dtype)
+        return gathered[: whole.nbytes].view(whole.dtype).view(whole.shape)
+
+
+def _leave_slices(block: nn.Module, mesh: Mesh) -> None:
+    """Replace the frozen parameters of a block by one that has this process's slices.
+
+    In their places stand views of what is gathered, whose memory is there while the block is whole; until the first
+    time, tensors on the meta device.
+    """
+    found: dict[int, _Frozen] = {}
+    raws: list[Tensor] = []
+    for module in block.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad or parameter.dim() == 0:
+                continue
+            if id(parameter) not in found:
+                whole, raw = _sliced(parameter, mesh)
+                found[id(parameter)] = _Frozen([], whole)
+                raws.append(raw)
+            found[id(parameter)].slots.append((module, name))
+    frozen = list(found.values())
+    for each in frozen:
+        each.put(each.whole)
+
+    def arrived(gathered: Sequence[Tensor]) -> None:
+        for each, buffer in zip(frozen, gathered, strict=True):
+            each.put(each.view(buffer))
+
+    if frozen:
+        shard = BlockShard(raws, mesh.ways("shard"), arrived)
+        block.register_parameter(BYTES, nn.Parameter(shard, requires_grad=False))
+
+
+def _sliced(parameter: nn.Parameter, mesh: Mesh) -> tuple[Any, Tensor]:
+    """A tensor like a parameter on the meta device, and this process's bytes of it, as many as the others'.
+
+    Args:
+        parameter: whole, or the piece that loading made of one.
+    """
+    whole: Any = getattr(parameter, "template", None)
+    piece: Any = parameter.detach()
+    if whole is None:
+        is_packed = isinstance(piece, QuantizedTensor)
+        whole = piece.map(lambda part: part.to("meta")) if is_packed else piece.to("meta")
+        piece = Placement(("shard",)).cut(piece, mesh.ways("shard"))[mesh.place("shard")]
+    if isinstance(piece, QuantizedShard):
+        return whole, piece.raw
+    rows = -(-whole.shape[0] // mesh.ways("shard"))
+    raw = torch.zeros(rows * whole[:1].nbytes, dtype=torch.uint8, device=piece.device)
+    raw[: piece.nbytes] = piece.contiguous().view(-1).view(torch.uint8)
+    return whole, raw
 
 
 def _prefetch(root: Any, sharded: Sharded) -> None:

@@ -22,8 +22,8 @@ Hooks stand on the blocks, not on linears, which fused functions would pass by.
 
 Rounding. A part is rounded to the stream's dtype as its product writes it, and the sum again: in 16 bits the error of
 what leaves a block is 1.5 times one process's, where sharding, stages and slices of rows add none. A wider sum of such
-parts would change nothing for two, which are added in fp32 and rounded once; products would have to write fp32, which doubles what
-moves: 17 GB instead of 8.6 in a step of an 8B with 4×2048 tokens.
+parts would change nothing for two, which are added in fp32 and rounded once; products would have to write fp32, which
+doubles what moves: 17 GB instead of 8.6 in a step of an 8B with 4×2048 tokens.
 """
 
 from __future__ import annotations

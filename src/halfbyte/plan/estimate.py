@@ -18,13 +18,14 @@ from ..config import Level, Parallel, RunConfig
 from ..hardware import best_device, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
+from ..models.sharding import trains_alike
 from ..models.stages import cut_model
 from ..models.unpacking import LIKE
 from ..notices import notice
 from ..optim import OPTIMIZERS
 from ..parallel.reduce import BUCKET
 from ..parallel.schedules import Seconds
-from ..parallel.trained import slices
+from ..parallel.trained import AT_ONCE, TOGETHER, slices
 from .cards import H200, Card
 from .policy import (
     OFFLOADED,
@@ -307,7 +308,8 @@ class _Planner:
         moving, graphs, evaluated = self._moving(largest, choice, stage), 0, self.evaluated * stage.ends
         if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
             graphs = max(evaluated, self._moving(self.batches.second, choice, stage))
-        summed = min(trained.bytes, BUCKET) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0
+        bucket = TOGETHER if self._at_once else BUCKET
+        summed = min(trained.bytes, bucket) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0
         moving = max(moving, evaluated, summed, _step_scratch(self.config.optim, trained, device.type))
         logits = min(self._step(largest, choice).logits, moving) * stage.ends
         runtime = CUDA_RUNTIME if device.type != "cpu" else _cpu_runtime(self.shapes, self.batches)
@@ -315,7 +317,7 @@ class _Planner:
             weights=self._share(stage),
             gathered=gathered_bytes(self._block(stage), stage, choice.stays),
             adapters=trained.bytes,
-            gradients=trained.bytes,
+            gradients=trained.bytes // self.slices + 2 * TOGETHER if self._at_once else trained.bytes,
             optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
             activations=moving - logits,
             logits=logits,
@@ -342,6 +344,11 @@ class _Planner:
         beside = self._others if stage.begins or stage.ends else 0
         bytes_ = sum(self.gradients[index] for index in stage.layers[: len(self.gradients)]) + beside
         return Trainable(self.trained.numel * bytes_ // max(self.trained.bytes, 1), bytes_)
+
+    @functools.cached_property
+    def _at_once(self) -> bool:
+        """Whether gradients are reduced in each backward as they come, which leaves slices of them."""
+        return self.slices > 1 and self.trained.bytes >= AT_ONCE and trains_alike(self.shapes.model)
 
     @property
     def _others(self) -> int:
