@@ -136,14 +136,15 @@ def test_each_command_takes_the_word(command):
     assert "--trust-remote-code" in options
 
 
-def test_eval_passes_it_on(monkeypatch):
+def test_eval_passes_it_on(monkeypatch, tmp_path):
     from typer.testing import CliRunner
 
-    seen = []
+    looked, seen, data = [], [], tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    monkeypatch.setattr("halfbyte.runs.saved.look_up", lambda name, given, *_: looked.append(given))
     monkeypatch.setattr("halfbyte.evaluate.evaluate", lambda *words: seen.append(words) or 1 / 0)
     for words in (["dtype=float32", "--trust-remote-code"], ["trust_remote_code=true"]):
-        CliRunner().invoke(app, ["eval", "run", "data", *words])
-    assert seen == [
-        ("run", "data", ["dtype=float32", "trust_remote_code=true"]),
-        ("run", "data", ["trust_remote_code=true"]),
-    ]
+        CliRunner().invoke(app, ["eval", "run", str(data), *words])
+    given = [["dtype=float32", "trust_remote_code=true"], ["trust_remote_code=true"]]
+    assert looked == given
+    assert seen == [("run", str(data), words) for words in given]

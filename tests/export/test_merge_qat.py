@@ -55,9 +55,9 @@ def trained_logits(monkeypatch):
     found = []
     save = sft._save
 
-    def record(job, model, ids):
-        found.append(logits(model, job.prepared.machine.compute_dtype))
-        return save(job, model, ids)
+    def record(job, loop, ids):
+        found.append(logits(loop.model, job.prepared.machine.compute_dtype))
+        return save(job, loop, ids)
 
     monkeypatch.setattr(sft, "_save", record)
     return found

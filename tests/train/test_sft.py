@@ -163,6 +163,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow  # hostile/test_disk.py kills a training command, test_checkpoint.py the loop at several moments
 def test_sigkill_and_resume_equal_an_uninterrupted_run(place, tmp_path, finished):
     code = textwrap.dedent(KILLED.format(keys=keys(place, tmp_path)))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy())
