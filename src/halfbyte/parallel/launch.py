@@ -137,8 +137,8 @@ def _attempt(program: Sequence[str], count: int, restarts: int) -> Failure | Non
             ranks.close(signal.SIGKILL, int(GRACE))
         well = _well(request)
         cause = _first([(look, _failure(ranks, rank, code)) for rank, (look, code) in ends.items() if code not in well])
-        if request.number and cause is None:
-            if ends[0][1] == 128 + request.number:  # rank 0 has said what is saved
+        if request.number and (cause is None or not cause.recorded):  # it may have been on its way to the first step
+            if ends.get(0, (0, 0))[1] == 128 + request.number:  # rank 0 has said what is saved
                 raise SystemExit(128 + request.number)
             raise Stopped(request.number)
         return replace(cause, passing=False) if cause and request.number else cause
