@@ -14,14 +14,14 @@ demo: $(VENV)/installed
 
 # Style and types come first: the output ends with pytest's summary. What takes over 20 seconds a test is left to test-all.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 # The suite as older CPUs would run it, one variant after the other (tests/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint
 	$(BIN)/python tests/cpus.py $(CPUS)
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -68,9 +68,9 @@ def test_a_reader_that_left(capsys):
 def test_where_there_are_colours(terminal, colours, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", terminal)
-    assert coloured(Console(force_terminal=True)) is colours
+    assert coloured(Console(force_terminal=True, _environ=os.environ)) is colours
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not coloured(Console(force_terminal=True))
+    assert not coloured(Console(force_terminal=True, _environ=os.environ))
 
 
 OTHERS = """

@@ -1,7 +1,49 @@
 """Gloo ranks, one set of two and one of four for all tests of a process."""
 
+from pathlib import Path
+
 import pytest
 from ranks import Ranks
+
+HERE = Path(__file__).parent
+
+# Whole runs and whole families whose machinery a cheaper test here holds, too: left to `make test-all`.
+LONG = (
+    "test_failures.py::test_what_one_rank_meets",
+    "test_killed.py",
+    "test_launch.py::test_what_all_say_is_said_once",
+    "test_launch.py::test_a_restart_on_the_devices",
+    "test_training.py::test_resume_on_another_number",
+    "test_training.py::test_rows_of_several_documents",
+    "test_training.py::test_dropout_differs",
+    "test_shard_training.py::test_slices_of_two_replicas",
+    "test_shard.py::test_families",
+    "test_shard.py::test_four_ranks[layout1]",
+    "test_tensor_training.py::test_with_slices_of_bytes",
+    "test_tensor_training.py::test_resumed_by_one",
+    "test_tensor_training.py::test_refusals[keys2",
+    "test_tensor_training.py::test_refusals[keys3",
+    "test_tensor_training.py::test_refusals[keys4",
+    "test_context.py::test_beside_another_axis",
+    "test_context.py::test_a_run_is_that_of_one_process[False]",
+    "test_context.py::test_rows_are_divided_too",
+    "test_loading.py::test_every_format",
+    "test_loading.py::test_what_was_quantized_before",
+    "test_loading.py::test_experts_towers",
+    "test_pipeline.py::test_stages_and_rows",
+    "test_pipeline.py::test_resume_with_and_without_stages",
+    "test_pipeline.py::test_a_run_in_stages[interleaved]",
+    "test_pipeline.py::test_four_processes",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """All tests of one set of ranks go to one process of xdist: ranks cost more to start than to ask."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+            if any(name in item.nodeid for name in LONG):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from halfbyte.models.layer import causal_lm_of, decoder_layers
 from halfbyte.models.sharding import shard_model, sharded, stays_of
 from halfbyte.models.stages import cut_model
 from halfbyte.plan.rank import Frozen, Stage, line
-from halfbyte.tensor import QuantizedShard
+from halfbyte.tensor import BlockShard
 from halfbyte.train.prepare import prepare_run
 
 pytestmark = pytest.mark.dist
@@ -39,7 +39,9 @@ def frozen_of(model):
 def here(parameter):
     """Bytes that this process holds of it."""
     local = parameter.data._local_tensor if isinstance(parameter.data, DTensor) else parameter.data
-    return local.raw.nbytes if isinstance(local, QuantizedShard) else local.nbytes
+    if isinstance(local, BlockShard):
+        return sum(raw.nbytes for raw in local.raws)
+    return 0 if local.is_meta else local.nbytes  # in a block's slices there is the place of a weight alone
 
 
 def case_holds(mesh, family, kept):

@@ -17,6 +17,9 @@ OWN = {
     "files.py": "writes",
     "lm_eval.py": "options written as JSON to compare them",
     "memory/host.py": "the kernel's files",
+    "models/divided.py": "slices of safetensors whose heads were looked over",
+    "parallel/launch.py": "what a process of this run has written",
+    "parallel/ranks.py": "what a process of this run has left",
     "gguf/tokenizer.py": "what the tokenizers library says of its own object",
     "processes.py": "the kernel's files",
 }

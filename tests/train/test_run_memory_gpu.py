@@ -77,12 +77,12 @@ class Registered:
 class Watch(TrainerCallback):
     """Memory after each step; answers prompts in between."""
 
-    def __init__(self, job, registered):
-        self.job, self.registered, self.found = job, registered, []
+    def __init__(self, job, loop, registered):
+        self.job, self.loop, self.registered, self.found = job, loop, registered, []
 
     def on_step_end(self, args, state, control, model=None, **keys):
         if state.global_step % 30 == 20:
-            sft._answers(self.job.prepared, model)
+            sft._answers(self.job.prepared, self.loop)
         self.found.append(
             {
                 "allocated": torch.cuda.memory_allocated(),
@@ -101,7 +101,7 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
 
     def watched(job, *arguments):
         loop = make(job, *arguments)
-        watches.append(Watch(job, registered))
+        watches.append(Watch(job, loop, registered))
         loop.add_callback(watches[0])
         return loop
 
