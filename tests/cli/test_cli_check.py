@@ -176,3 +176,13 @@ def test_check_says_which_meshes_cannot_be(monkeypatch, capsys, shared, tmp_path
 def test_check_of_meshes_refuses(monkeypatch, capsys, shared, tmp_path, options, keys, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         checked(monkeypatch, capsys, shared, tmp_path, *options, **keys)
+
+
+def test_more_gpus_than_there_are_are_refused_as_train_does(monkeypatch):
+    from halfbyte.cli import check
+
+    monkeypatch.setattr(check, "look_over_run", lambda config: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    config = RunConfig(model_name_or_path="m", dataset="d", parallel={"data": 2})
+    with pytest.raises(ConfigError, match=r"takes 2 GPUs, and 1 is here"):
+        check.check_run(config)

@@ -18,8 +18,10 @@ def check_run(config: RunConfig) -> None:
     """
     look_over_run(config)
     with quick_imports():
+        from ..parallel.launch import layout_wanted
         from ..train.prepare import prepare_run
 
     console = Console()
+    layout_wanted(config)
     prepare_run(config, console=console)
     console.print(Text.assemble(("ready:", "green"), " `halfbyte train` can start"))

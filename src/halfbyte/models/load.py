@@ -125,10 +125,9 @@ def load_model(
 ) -> Any:
     """A causal language model of transformers, its linear layers (not the head) quantized.
 
-    A vision tower and its projector, where there are any, are frozen and keep `dtype`.
-
-    Shards are streamed: each tensor is quantized on the target device and dropped. A checkpoint that was quantized
-    before is taken as it is. Embeddings, norms and the head keep `dtype`.
+    A vision tower and its projector, where there are any, are frozen and keep `dtype`. Shards are streamed: each tensor
+    is quantized on the target device and dropped. A checkpoint that was quantized before is taken as it is. Embeddings,
+    norms and the head keep `dtype`.
 
     Args:
         name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id; or what `find_model` found.
@@ -136,8 +135,7 @@ def load_model(
         dtype: of computation and unquantized weights; "auto" picks what the hardware is fast in.
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
-        mesh: processes that call this at once; those of a host read, and quantize, each tensor once.
-        along, elsewhere: what each of them keeps: see `divided.Share`.
+        mesh, along, elsewhere: processes that call this at once, and what each keeps: see `divided.Share`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 
@@ -165,10 +163,8 @@ def load_model(
         "dtype": resolve_dtype(dtype, target),
     }
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
-    if mesh.size == 1:
-        model = load(device=target)
-    else:
-        model = load_together(files.place, config, share, target, load)
+    alone = mesh.size == 1
+    model = load(device=target) if alone else load_together(files.place, config, share, target, load)
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:

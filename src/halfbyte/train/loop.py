@@ -443,13 +443,7 @@ class TrainingLoop:
         random: list[dict[str, Any]],
         owes_evaluation: bool,
     ) -> None:
-        """The files of a checkpoint.
-
-        Args:
-            weights: of a model in stages, whole; None: as the model has them.
-            optimizer: its whole state.
-            random: states of every process.
-        """
+        """The files of a checkpoint: `weights` of a model in stages, whole (None: as they are); all random states."""
         try:
             with new_directory(self._place()) as aside:
                 save_weights(self.model, aside, weights)

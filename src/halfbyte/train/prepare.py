@@ -138,7 +138,7 @@ def prepare_run(
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
-    check_layout(mesh.layout, config, shapes)
+    check_layout(sections.parallel or mesh.layout, config, shapes)  # `check` is one process
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = mesh.first(lambda: method.prepare(config, tokenizer))
     print_data(console, data.report)
