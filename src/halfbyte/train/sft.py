@@ -332,7 +332,7 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
     if not run.config.use_peft and run.sections.storage.qat_scheme is None:
         # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
         model.to(run.files.config.dtype or torch.float32)
-    with whole_inside(trained_parameters(model).values()):
+    with whole_inside(trained_parameters(model).values()), loop.units.full():
         if run.mesh.is_main:
             with new_directory(folder) as aside:
                 save_weights(model, aside, weights)
