@@ -129,7 +129,7 @@ def case_checks(mesh, place, output, keys):
     return " ".join(said.getvalue().split())
 
 
-def test_check_plans_for_the_processes_that_train(two, tmp_path, capsys):
+def test_check_plans_for_the_processes_that_train(two, tmp_path, capsys, caplog):
     """Those of a launcher, which say it once, or those that `halfbyte train` would start: the same plan."""
     place, keys = write_place(tmp_path), {"parallel": {"shard": 2}}
     first, second = two.run(case_checks, place, tmp_path / "out", keys)
@@ -141,5 +141,8 @@ def test_check_plans_for_the_processes_that_train(two, tmp_path, capsys):
         assert "ready: `halfbyte train` can start" in said
     weights = [re.search(r"weights ([\d.]+ \w+)", said).group(1) for said in (first, here)]
     assert weights[0] == weights[1]
+    check_run(configured(place, tmp_path / "out", optim="adafactor", **keys))
+    assert "optim: adafactor steps no slices of a parameter, so the optimizer's state is whole on each" in caplog.text
+    capsys.readouterr()
     check_run(configured(place, tmp_path / "out"))
     assert f"weights {weights[0]}" not in " ".join(capsys.readouterr().out.split())

@@ -30,8 +30,11 @@ from halfbyte.models.load import check_attention, check_stored, load_tokenizer, 
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.models.slices import check_divided_like
 from halfbyte.models.stages import Cut, check_trained, cut_model
+from halfbyte.notices import notice
+from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.parallel.links import gather_rate, host_rate
+from halfbyte.parallel.trained import slices
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
 from halfbyte.plan.estimate import MemoryPlan, estimate, free_bytes
@@ -165,6 +168,7 @@ def prepare_run(
         data.train if data.eval is None else data.eval,
         templated=data.report["template"] is not None,
     )
+    _say_whole_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, ways)
     plan = _planned(config, files, machine, data, shapes, mesh, layout, console)
@@ -172,6 +176,19 @@ def prepare_run(
     return PreparedRun(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
+
+
+def _say_whole_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:
+    """Say what keeps the optimizer's state from being divided where the frozen weights are."""
+    scaled, row = machine.compute_dtype == torch.float16, OPTIMIZERS[config.optim]
+    if slices(layout, True) == slices(layout, row.elementwise and not scaled):
+        return
+    if row.elementwise:
+        why, instead = "dtype: float16 scales the loss", "dtype: bfloat16 divides it"
+    else:
+        known = ", ".join(name for name, other in OPTIMIZERS.items() if other.elementwise)
+        why, instead = f"optim: {config.optim} steps no slices of a parameter", f"these do: {known}"
+    notice("whole-states", f"{why}, so the optimizer's state is whole on each GPU; {instead}")
 
 
 def _dealt(layout: Parallel) -> int:
