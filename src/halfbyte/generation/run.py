@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelError
-from .engine import context_length, prompt_slots
+from .decoder import context_length
+from .engine import prompt_slots
 from .engine_cache import CACHES, engine_for
 from .linears import adapter_names
 from .sampling import Sampling
