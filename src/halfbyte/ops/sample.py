@@ -1,7 +1,7 @@
 """Drawing a token of each row, and its log-probability: the specification.
 
-The token with the largest z + g is drawn from softmax(z), if every g is a Gumbel number of its own (Gumbel 1954; Maddison
-et al. 2014, arXiv:1411.0030, section 2). With E exponential, g = −log E, and E = −log(1 − v) of v uniform in (0, 1).
+The token with the largest z + g is drawn from softmax(z), if every g is a Gumbel number of its own (Maddison et al.
+2014, arXiv:1411.0030, section 2). With E exponential, g = −log E, and E = −log(1 − v) of v uniform in (0, 1).
 
 v is a function of where it is needed and of nothing else: Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers:
 as easy as 1, 2, 3", section 3.3) of the counter (token ÷ 4, position, generation, prompt) under the seed as its key. So
@@ -36,8 +36,8 @@ def exponentials(places: Tensor, seed: Tensor, tokens: int) -> Tensor:
     prompt, generation, position = (place.unsqueeze(1) & MASK for place in places.unbind(1))
     quarter = torch.arange(-(-tokens // 4), device=places.device).unsqueeze(0)
     words = philox((quarter, position, generation, prompt), (seed & MASK, seed >> 32 & MASK))
-    words = [each.expand(len(places), quarter.shape[1]) for each in words]
-    uniform = (torch.stack(words, dim=2).flatten(1)[:, :tokens].float() + 0.5) * 2**-32
+    spread = [each.expand(len(places), quarter.shape[1]) for each in words]
+    uniform = (torch.stack(spread, dim=2).flatten(1)[:, :tokens].float() + 0.5) * 2**-32
     return -torch.log1p(-uniform.clamp_(max=LARGEST))
 
 
@@ -45,7 +45,7 @@ def exponentials(places: Tensor, seed: Tensor, tokens: int) -> Tensor:
 def draw_tokens(
     logits: Tensor, places: Tensor, seed: Tensor, temperature: float, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A token of each row by its logits, or the likeliest at temperature 0; and log softmax(logits / temperature) of it.
+    """A token of each row by its logits, or the likeliest at temperature 0; and its log softmax(logits / temperature).
 
     Args:
         logits: fp32 [R, V].
