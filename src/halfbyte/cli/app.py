@@ -72,8 +72,10 @@ def init(
 @app.command(context_settings=_TAKES_OVERRIDES)
 def check(
     run: Words,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Plan for so many GPUs, which need not be here.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=1.0, help="GiB of each of them.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Plan for so many GPUs, which need not be here.")
+    ] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=1.0, max=10_000.0, help="GiB of each of them.")] = None,
 ) -> None:
     """Do all that train does before its first step."""
     config = read_run("check", run, ["--gpus", "--gpu-memory"])[0]

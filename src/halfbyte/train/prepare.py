@@ -160,19 +160,19 @@ def prepare_run(
     if mesh.size > 1:
         print_processes(console, mesh.layout, mesh.size, config, mesh.ways(*ROWS))
     plan = _planned(config, files, machine, data, shapes, mesh, console)
-    cut = _cut(config, mesh, shapes, plan)
+    cut = _cut(config, (sections.parallel or mesh.layout).pipeline, shapes, plan)
+    cut = cut if mesh.ways("pipeline") > 1 else None  # `check` is one process
     return PreparedRun(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
 
 
-def _cut(config: RunConfig, mesh: Mesh, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
-    """Where the model of a run is cut; None where it is not.
+def _cut(config: RunConfig, ranks: int, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
+    """Where the model of a run is cut for so many processes; None where it is not.
 
     Raises:
         ConfigError, ModelError: what is asked for cannot be computed in stages.
     """
-    ranks = mesh.ways("pipeline")
     if ranks == 1:
         return None
     how = config.gradient_accumulation_steps, plan.activation_checkpointing, config.trust_remote_code
