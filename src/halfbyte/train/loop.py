@@ -40,7 +40,7 @@ from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
-from halfbyte.models.sharding import sharded, trains_alike
+from halfbyte.models.sharding import trains_alike
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
@@ -200,7 +200,7 @@ class TrainingLoop:
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        alike = sharded(self.model) is not None and trains_alike(self.model)
+        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model)
         narrow = partial(in_their_place, self.model, self.compute_dtype)
         self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
