@@ -31,6 +31,9 @@ def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
     keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
     found = run(two, place, tmp_path / "out", **keys)
     found.same_as(alone)
+    assert 0 < found.trained[0]["gather_share"] < 1
+    assert ["gather_share" in record for record in found.trained] == [True, False, False, False, False]
+    assert "of a step weights are on their way" in (found.folder / "report.html").read_text()
     assert json.loads((found.folder / "checks.json").read_text())["adapter_reload"]["equal"]
     mine, theirs = (optimizer_of(each.folder / "checkpoint-4") for each in (found, alone))
     assert mine["param_groups"] == theirs["param_groups"]
