@@ -20,19 +20,23 @@ import gc
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import step_model
 from benchmarks.common import event_us
 from benchmarks.several_gpus import Results, Training, used_bytes
 from benchmarks.step_model import empty_model, fill, random_batch, run_config, timed
 from halfbyte.config import Parallel
-from halfbyte.models.sharding import shard_model, sharded
+from halfbyte.models.copies import in_their_place
+from halfbyte.models.sharding import shard_model, sharded, trains_alike
 from halfbyte.parallel import ALONE, Mesh, present_mesh
+from halfbyte.parallel.trained import trained_units
 from halfbyte.train.stepper import GraphedStepper
 
 GIB = 2**30
@@ -52,8 +56,24 @@ class Sharded(Training):
     ):
         super().__init__(mesh, name, rows, length, graphs)
         shard_model(self.model, mesh, stays, on_host=on_host)
+        self.step_slices()
+
+    def step_slices(self) -> None:
+        """Have the optimizer step what the loop's would."""
+        alike = sharded(self.model) is not None and trains_alike(self.model)
+        narrow = partial(in_their_place, self.model, torch.bfloat16)
+        self.units = trained_units(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
+        self.units.adopt(self.optimizer)
         gc.collect()
         torch.cuda.empty_cache()
+
+    def step(self, together: bool) -> Tensor:
+        sums = self.stepper([self.batch], self.count)
+        sums = self.units.reduce(sums) if together else sums
+        self.units.clip(1.0)
+        self.optimizer.step()
+        self.units.stepped()
+        return sums[0] / self.count
 
     def gathered(self) -> tuple[int, int]:
         share = sharded(self.model)
@@ -207,11 +227,10 @@ def by_symmetric_memory(share: Any) -> None:
     dist.barrier(share.group)
 
 
+GRAPHED = "2x512 as a graph"
 WAYS: dict[str, Callable[[Any], None]] = {
     "NCCL": by_nccl,
-    "NCCL, 8 channels": with_channels(8),
     "NCCL, 4 channels": with_channels(4),
-    "NCCL, 2 channels": with_channels(2),
     "handles": by_handles,
     "symmetric memory": by_symmetric_memory,
 }
@@ -223,16 +242,16 @@ class Both(Training):
     def __init__(self, mesh: Mesh, name: str):
         super().__init__(mesh, name, 4, 2048, False)
         self.eager, self.batches = self.stepper, {
-            "4x2048": self.batch, "2x512 graph": random_batch(name, 2, 512, "cuda")
+            "4x2048": self.batch, GRAPHED: random_batch(name, 2, 512, "cuda")
         }  # fmt: skip
 
     def times(self, mesh: Mesh, together: bool = True) -> dict[str, float]:
         found = {}
         for shape, batch in self.batches.items():
-            graphed = shape.endswith("graph")
+            graphed = shape == GRAPHED
             self.batch = batch
             self.stepper = GraphedStepper(self.eager.sums, self.trained, lambda: True) if graphed else self.eager
-            steps = 10 if graphed else 5
+            steps = 10 if graphed else 3
             found[shape] = measured(self, mesh, batch["input_ids"].numel(), together, steps)["ms"]
             self.stepper.close()
         return found
@@ -241,9 +260,11 @@ class Both(Training):
 def ways(mesh: Mesh, results: Results) -> None:
     sliced = mesh.laid_out(Parallel(shard=mesh.size))
     training = Both(mesh, "llama-3.1-8b")
-    alone = training.times(mesh, together=False)
+    short = training.batches.pop("4x2048")
+    alone = training.times(mesh, together=False)[GRAPHED]
+    training.batches = {"4x2048": short, **training.batches}
     data = training.times(mesh)
-    results.add("ways", way="data", ms=data, of_alone={shape: data[shape] / alone[shape] for shape in data})
+    results.add("ways", way="data", ms=data, of_alone=data[GRAPHED] / alone)
     shard_model(training.model, sliced, ["call"] * len(training.model.get_base_model().model.layers))
     gc.collect()
     torch.cuda.empty_cache()
@@ -251,8 +272,9 @@ def ways(mesh: Mesh, results: Results) -> None:
     assert share is not None
     keep(share, range(len(share.blocks)))
     kept = training.times(sliced)
-    results.add("ways", way="all kept", ms=kept, of_alone={shape: kept[shape] / alone[shape] for shape in kept})
+    results.add("ways", way="all kept", ms=kept, of_alone=kept[GRAPHED] / alone)
     keep(share, ())
+    worked = []
     for way, use in WAYS.items():
         try:
             use(share)
@@ -262,14 +284,15 @@ def ways(mesh: Mesh, results: Results) -> None:
         if any(sliced.gather(told)):
             results.add("ways", way=way, failed=sliced.gather(told))
             continue
+        worked.append(way)
         gathered, facts = one_gather(share, sliced), training.times(sliced)
         spent = 2 * len(share.blocks) * gathered["us"] / 1e3
         results.add(
             "ways", way=way, **gathered, ms=facts, of_data={shape: data[shape] / ms for shape, ms in facts.items()},
-            of_alone={shape: ms / alone[shape] for shape, ms in facts.items()},
+            of_alone=facts[GRAPHED] / alone,
             hidden={shape: 1 - (ms - kept[shape]) / spent for shape, ms in facts.items()},
         )  # fmt: skip
-    host(training, share, sliced, results)
+    host(training, share, sliced, results, {"NCCL", worked[-1]})
 
 
 def keep(share: Any, chosen: Collection[int]) -> None:
@@ -304,24 +327,26 @@ def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
     return {"us": mesh.max(us), "nccl_us": nccl, "of_nccl": nccl / us, "host_us": took, "equal": equal}
 
 
-def host(training: Both, share: Any, mesh: Mesh, results: Results) -> None:
+def host(training: Both, share: Any, mesh: Mesh, results: Results, chosen_ways: Collection[str]) -> None:
     """A short step as Python launches it, which is as slow as the host: milliseconds, and what takes them."""
-    from torch.profiler import ProfilerActivity, profile
-
     layers = len(share.blocks)
-    training.batch, training.stepper = training.batches["2x512 graph"], training.eager
-    for way in ("NCCL", "handles"):
+    training.batch, training.stepper = training.batches[GRAPHED], training.eager
+    for way in sorted(chosen_ways):
         WAYS[way](share)
         for name, chosen in (("each call", ()), ("half kept", range(0, layers, 2)), ("all kept", range(layers))):
             keep(share, chosen)
-            ms = measured(training, mesh, 1024, steps=8)["ms"]
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-                training.step(True)
-                torch.cuda.synchronize()
-            rows = sorted(seen.key_averages(), key=lambda row: -row.self_cpu_time_total)[:14]
-            top = {row.key: [row.count, round(row.self_cpu_time_total / 1e3, 2)] for row in rows}
-            results.add("host", way=way, kept=name, ms=ms, top=top)
+            ms = measured(training, mesh, 1024, steps=4)["ms"]
+            results.add("host", way=way, kept=name, ms=ms, top=busiest(training) if name == "half kept" else {})
     keep(share, ())
+
+
+def busiest(training: Training) -> dict[str, Any]:
+    """What takes the host longest in a step: how often, milliseconds by itself."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        training.step(True)
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_cpu_time_total)[:20]
+    return {row.key: [row.count, round(row.self_cpu_time_total / 1e3, 2)] for row in rows}
 
 
 # --- seventy ---------------------------------------------------------------------------------------------------------
@@ -365,8 +390,6 @@ class Seventy(Sharded):
         self.mesh, self.model = mesh, build_sliced(name, mesh)
         halfbyte.patch(self.model, level)
         shard_model(self.model, mesh)
-        gc.collect()
-        torch.cuda.empty_cache()
         self.batch = random_batch(name, 1, 2048, "cuda")
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
@@ -376,6 +399,7 @@ class Seventy(Sharded):
         self.stepper = Stepper(sums)
         self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True)
         self.count = torch.full((), float(2047 * mesh.size), device="cuda")
+        self.step_slices()
 
 
 def seventy(mesh: Mesh, results: Results) -> None:

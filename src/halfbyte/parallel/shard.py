@@ -33,6 +33,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from ..tensor import BlockShard, QuantizedShard, QuantizedTensor
@@ -194,9 +195,8 @@ def shard_blocks(
         stays: how long each block stays whole.
         on_host: keep the slices in (pinned) memory of the host, and copy them to the device for each gather.
     """
-    assert mesh.devices is not None
-    options: dict[str, Any] = {"mesh": mesh.devices["shard"]}
     sharded = Sharded(list(blocks), list(stays), mesh.group("shard"))
+    options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.kind)}
     for block, stay in zip(blocks, stays, strict=True):
         sharded.each.append(_leave_slice(block, mesh, sharded.gathers, on_host))
         rest = {parameter for name, parameter in block.named_parameters() if name != BYTES}
