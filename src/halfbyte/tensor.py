@@ -220,14 +220,15 @@ class BlockShard(Tensor):
         raw: uint8 [length], as long in every rank; on the device of `whole`, or on the host.
         rows: how many ranks' slices this stands for: those of all before FSDP2 cuts it, its own after that.
         whole: uint8 [ranks · length], which views are made of. FSDP2 frees its memory when the block is let go.
+        stays: whether it does not: a graph may read there, whatever FSDP2 takes the block for.
     """
 
-    def __new__(cls, raw: Tensor, rows: int, whole: Tensor):
+    def __new__(cls, raw: Tensor, rows: int, whole: Tensor, stays: bool = False):
         # no number in it is ever read; uint8 parameters stop FSDP2 before torch 2.12
         return Tensor._make_wrapper_subclass(cls, torch.Size((rows, 1)), dtype=torch.bfloat16, device=whole.device)
 
-    def __init__(self, raw: Tensor, rows: int, whole: Tensor):
-        self.raw, self.rows, self.whole = raw, rows, whole
+    def __init__(self, raw: Tensor, rows: int, whole: Tensor, stays: bool = False):
+        self.raw, self.rows, self.whole, self.stays = raw, rows, whole, stays
         self.token = raw.new_zeros(ALIGNMENT, device=whole.device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -242,12 +243,15 @@ class BlockShard(Tensor):
             shard.raw.copy_(args[1].raw)  # from itself, as FSDP2 begins, nothing
             return shard
         if function in _STRUCTURAL or function is aten.clone.default:
-            return BlockShard(shard.raw, shard.rows, shard.whole)
+            return shard._standing_for(shard.rows)
         if function is aten.new_zeros.default:
-            return BlockShard(shard.raw, args[1][0], shard.whole)
+            return shard._standing_for(args[1][0])
         if function is aten.split.Tensor:  # whichever FSDP2 takes is this rank's
-            return [BlockShard(shard.raw, args[1], shard.whole) for _ in range(0, shard.rows, args[1])]
+            return [shard._standing_for(args[1]) for _ in range(0, shard.rows, args[1])]
         raise ModelError(f"{function} is not defined on slices of a block's weights")
+
+    def _standing_for(self, rows: int) -> BlockShard:
+        return BlockShard(self.raw, rows, self.whole, self.stays)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.token,), None
@@ -256,7 +260,7 @@ class BlockShard(Tensor):
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        return None if out is not None else (outputs[0], (self.whole,))
+        return None if out is not None else (outputs[0], () if self.stays else (self.whole,))
 
 
 def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int], int]:
