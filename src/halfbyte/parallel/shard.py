@@ -58,8 +58,10 @@ class Gathers:
         count: how often.
         nbytes: that it left on this process, its own slices included.
         stream: on which blocks compute; None on a CPU, and before the first call.
+        watch: a context around each.
     """
 
+    watch = staticmethod(contextlib.nullcontext)
     count: int = 0
     nbytes: int = 0
     stream: Any = None
@@ -90,6 +92,10 @@ class BlockGather:
         self.gathers.count += 1
         self.gathers.nbytes += self.whole.nbytes
         self._make_room()
+        with self.gathers.watch():
+            self._fill()
+
+    def _fill(self) -> None:
         own = self.raw
         if own.device != self.whole.device:
             own = self._parts[self.place].copy_(own, non_blocking=True)
