@@ -52,6 +52,7 @@ from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
+from .alike import Alike
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered, scaling_state
@@ -59,7 +60,7 @@ from .metrics import TOKENS, MetricsFile, Window
 from .pipelined import PipelinedStepper
 from .readback import StepNumbers, guard
 from .records import Records
-from .rows import Counting, batches, counts_of
+from .rows import Counting, batches, counts_of, on_device
 from .snapshot import (
     load_optimizer,
     load_random,
@@ -144,7 +145,7 @@ class TrainingLoop:
 
     def use_graphs(self) -> None:
         """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
-        self.stepper = GraphedStepper(self._sums, self.trained, self._settled)
+        self.stepper = GraphedStepper(self._sums, self.trained, self._settled, Alike(self.mesh))
 
     def use_stages(self, pipeline: Pipeline, stages: Stages) -> None:
         """From now on run micro-batches through the stages that `model` was cut into."""
@@ -199,7 +200,8 @@ class TrainingLoop:
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model)
+        graphed = isinstance(self.stepper, GraphedStepper)
+        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not graphed
         narrow = partial(in_their_place, self.model, self.compute_dtype)
         self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
@@ -282,15 +284,8 @@ class TrainingLoop:
     def _take(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
         self.records.begin()
-        return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
-
-    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What this process computes of `batch`, without waiting for the copy."""
-        batch = {
-            key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for key, value in batch.items()
-        }
-        return slice_of(batch, self.mesh)
+        taken = [on_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
+        return [slice_of(batch, self.mesh) for batch in self.stepper.agree(taken)]
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
@@ -384,7 +379,11 @@ class TrainingLoop:
             late = iter(self._unless_late(share, random, evaluates=True))
             while together := list(islice(late, self.stepper.together)):
                 counted = [counts_of([batch]) for batch in together]
-                for own, sums in zip(counted, self._held_out_sums(list(map(self._on_device, together))), strict=True):
+                for own, sums in zip(
+                    counted,
+                    self._held_out_sums([slice_of(on_device(batch, self.device), self.mesh) for batch in together]),
+                    strict=True,
+                ):
                     found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
         found = found.over(self.mesh)
         counts = {name: count for name, count in found.counts.items() if name != TOKENS}
@@ -415,7 +414,7 @@ class TrainingLoop:
         try:
             return self.stepper.evaluate(together)
         except RuntimeError as error:
-            if not self.stepper.holds_graphs or not is_out_of_memory(error):
+            if not (self.stepper.holds_graphs and self.stepper.alike.is_alone and is_out_of_memory(error)):
                 raise
         self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
         return self._held_out_sums(together)

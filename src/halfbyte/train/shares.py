@@ -96,5 +96,6 @@ class Shares:
             return {}
         (began, end), spans = found
         whole = end.seconds_since(began)
-        parts = {name: sum(end.seconds_since(began) for began, end in each) / whole for name, each in spans.items()}
+        seen = {name: each for name, each in spans.items() if each}  # nothing of what a CUDA graph replays
+        parts = {name: sum(end.seconds_since(began) for began, end in each) / whole for name, each in seen.items()}
         return {name: 1 - part if name == IDLE else part for name, part in parts.items()}
