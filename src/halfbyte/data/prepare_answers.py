@@ -218,7 +218,7 @@ def _contradicting(texts: list[str], kind: Kind) -> int:
         return 0
     seen: set[tuple[int, int]] = set()
     count = 0
-    for row in map(json.loads, texts):
+    for row in (json.loads(text) for text in texts):
         answers = [hash(json.dumps(document)) for document in row["answers"]]
         says = (answers[0], answers[1] if len(answers) > 1 else row["label"])
         opposite = (says[1], says[0]) if len(answers) > 1 else (says[0], not row["label"])
@@ -265,6 +265,6 @@ def _stops(encoder: AnswerEncoder) -> dict[str, Any]:
 def _as_read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Prompts and further columns out of the JSON in which they are stored: Arrow would merge the keys of all rows."""
     return {
-        name: list(map(json.loads, values)) if name in ("prompt", "columns") else values
+        name: [json.loads(value) for value in values] if name in ("prompt", "columns") else values
         for name, values in batch.items()
     }
