@@ -179,6 +179,21 @@ def test_margins_are_numbers_of_each_row(config, write, make_tokenizer):
     assert rows.report["train"]["contradicting"] == 1
 
 
+def test_files_with_and_without_margins_do_not_mix(config, write, make_tokenizer):
+    files = [write([{**PAIR, "margin": 1}], "a.jsonl"), write([PAIR], "b.jsonl")]
+    with pytest.raises(DataError, match=r"b\.jsonl has no column margin, and .*a\.jsonl has one"):
+        prepare_answers(config(files), make_tokenizer("plain"), "pairs")
+
+
+def test_several_processes_make_the_same_rows(config, write, make_tokenizer):
+    rows = [{**PAIR, "chosen": [{"role": "assistant", "content": str(number)}]} for number in range(300)]
+    one, two = (
+        prepare_answers(config(write(rows), dataset_num_proc=processes), make_tokenizer("plain"), "pairs")
+        for processes in (1, 2)
+    )
+    assert one.train[:] == two.train[:]
+
+
 def test_pairs_are_taken_apart_for_labels(config, write, make_tokenizer):
     rows = prepare_answers(config(write([PAIR])), make_tokenizer("plain"), "unpaired").train
     [pair] = prepare_answers(config(write([PAIR])), make_tokenizer("plain"), "pairs").train

@@ -123,7 +123,7 @@ def _features(kind: Kind, columns: Any) -> dict[str, Any]:
 
 
 def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | None, kind: Kind) -> Documents:
-    found = Documents()
+    found, margins = Documents(), {}
     for source in read_sources(names, config.dataset_split):
         layout = recognise_rows(source, kind, config.column_mapping)
         before = len(found.texts)
@@ -134,7 +134,11 @@ def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | No
         found.masks["every token of an answer" if everything else mask_of("answers", False, template)] = None
         rows = len(found.texts) - before
         found.sources.append({"path": source.path, "format": kind, "why": layout.why, "rows": rows})
-        found.columns = [name for name in ("margin",) if name in layout.columns]
+        margins[source.path] = "margin" in layout.columns
+    if len(set(margins.values())) > 1:
+        having, lacking = (next(path for path, has in margins.items() if has is wanted) for wanted in (True, False))
+        raise DataError(f"{lacking} has no column margin, and {having} has one", "give it in both, or in neither")
+    found.columns = ["margin"] if True in margins.values() else []
     return found
 
 
