@@ -116,6 +116,13 @@ class Method(ABC):
         """The batch with nothing left to train on: for a process that has no rows where others have."""
         return {**batch, "labels": batch["labels"].new_full(batch["labels"].shape, IGNORE_INDEX)}
 
+    def shared(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Numbers that each micro-batch of a step gets, by their keys in the batch, from the counts of all the step.
+
+        So a loss can weigh means over different counts: accumulated they equal the large batch. Evaluations have none.
+        """
+        return {}
+
     @abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Forward: the sums of a batch, 0-d float32, by name and in the order of `numbers.trained`.
