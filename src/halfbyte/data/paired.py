@@ -8,7 +8,7 @@ fine-tuning. So whatever looks at rows (the plan, isolation, samples) sees what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -21,9 +21,11 @@ from ..config import RunConfig
 from ..ops import IGNORE_INDEX
 from .collate import Batch, PackedCollator, PaddedCollator, make_collator, rounds_widths
 from .pack import pack
+from .prepare import PreparedData
 
 ANSWERS = 2  # of a row: chosen and rejected, or for KTO the answer and another prompt's
 PAIRS = 16  # pairs of a packed batch on a GPU are filled up to multiples of this
+NUMBERS_OF_ROWS = ("margin", "label")  # columns that go with the documents
 SHARES = 4  # trained tokens of a batch on a GPU are filled up to multiples of its tokens over this
 IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
 
@@ -55,6 +57,20 @@ def as_documents(rows: Dataset, answers: Sequence[Answer], numbers: Sequence[str
 
     made = [documents(row) for row in rows]
     return Dataset.from_dict({name: [row[name] for row in made] for name in features}, features=Features(features))
+
+
+def documents_in(config: RunConfig, data: PreparedData, answers: Sequence[Answer]) -> PreparedData:
+    """Prepared rows with these answers as documents, several rows in one where `config` packs.
+
+    A row that packs holds as many tokens as a pair may have, `ANSWERS` times max_length.
+    """
+
+    def made(rows: Dataset) -> Dataset:
+        found = as_documents(rows, answers, [name for name in NUMBERS_OF_ROWS if name in rows.column_names])
+        return packed(found, ANSWERS * config.max_length) if config.packing else found
+
+    held_out = None if data.eval is None else made(data.eval)
+    return replace(data, train=made(data.train), eval=held_out, answers=len(answers))
 
 
 def packed(rows: Dataset, most: int) -> Dataset:

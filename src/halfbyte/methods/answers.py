@@ -1,8 +1,8 @@
 """Log-probabilities of the answers in a batch, of the policy and of its reference.
 
-A batch that `data.paired` makes holds the model's inputs and, for M trained tokens of N answers on the host known:
-`at`, `wanted` and `answer` [M] (the position before each, the token, and whose answer it is in), `place` [M] (its number
-in that answer, from 0) and `real` [N/2] (1 for pairs, 0 for what fills up). What fills up M has an answer of -1.
+A batch that `data.paired` makes holds the model's inputs and, for M trained tokens of N answers known on the host:
+`at`, `wanted` and `answer` [M] (the position before each, the token, and whose answer it is in), `place` [M] (its
+number in that answer, from 0) and `real` [N/2] (1 for pairs, 0 for what fills up). What fills up M is answer -1's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def as_reference(model: nn.Module) -> Iterator[None]:
 
 
 def per_answer(values: Tensor, answer: Tensor, answers: int) -> Tensor:
-    """Sums [answers] of `values` [M], whose answers are `answer` [M]; always added in one order, so with equal bytes."""
+    """Sums [answers] of `values` [M], which are of `answer` [M]; always added in one order, so with equal bytes."""
     own = answer == torch.arange(answers, device=answer.device).unsqueeze(1)
     return torch.where(own, values, 0).sum(-1)
 

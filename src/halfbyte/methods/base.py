@@ -92,6 +92,14 @@ class Method(ABC):
 
         return prepare(config, tokenizer, self.columns)
 
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        """Prepared rows as a run sees them: documents, one or several in a row, with `input_ids` and `labels`."""
+        return data
+
+    def ready(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+        """`prepare`, and `documents` of what it gives."""
+        return self.documents(config, self.prepare(config, tokenizer))
+
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:

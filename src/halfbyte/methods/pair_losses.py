@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EXPONENT = 80.0  # the largest whose exponential float32 holds with room to spare
+CERTAIN = -1e-7  # the largest mean log-prob whose odds are finite in fp32
 NOWHERE = 1e9  # where pairs that fill up a batch are sorted to
 
 
@@ -219,7 +220,8 @@ DPO_LOSSES: dict[str, PairLoss] = {
 
 
 def log_odds(mean_log_prob: Tensor) -> Tensor:
-    """log(p/(1 − p)) of p = e^ℓ̄: ORPO, arXiv:2403.07691 (4)."""
+    """log(p/(1 − p)) of p = e^ℓ̄: ORPO, arXiv:2403.07691 (4). Of certain answers the odds of `CERTAIN`."""
+    mean_log_prob = mean_log_prob.clamp(max=CERTAIN)
     return mean_log_prob - torch.log(-torch.expm1(mean_log_prob))
 
 

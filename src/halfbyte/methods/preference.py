@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from ..config.methods import defaults_of
 from ..ops import IGNORE_INDEX
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from ..data.prepare import PreparedData
     from .pair_losses import Options, Pairs
 
+ANSWERS = (("chosen_ids", "chosen_mask"), ("rejected_ids", "rejected_mask"))
 PAIR_LOSS = replace(LOSS, over="pairs")
 REWARDS = (
     Metric("rewards/chosen", "chosen reward", over="pairs"),
@@ -52,23 +52,20 @@ class PairedMethod(Method):
     rows = "pairs"
     nll_of_prompts = False
 
-    def of(self, config: RunConfig) -> PairedMethod:
+    def of(self, config: RunConfig) -> Self:
         from .pair_losses import Options
 
-        given = {field.name: getattr(config, field.name) for field in fields(Options)}
-        defaults = defaults_of(config.method)
-        given |= {key: defaults[key] for key, value in given.items() if value is None}
-        return replace(self, options=Options(**given))
+        return replace(self, options=Options(**{field.name: getattr(config, field.name) for field in fields(Options)}))
 
     @property
     def numbers(self) -> Numbers:  # type: ignore[override]
         metrics = (PAIR_LOSS, *REWARDS, *([NLL] if self.nll_weight else []))
         return Numbers(metrics, metrics)
 
-    def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-        from ..data.paired import prepare_pairs
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        from ..data.paired import documents_in
 
-        return prepare_pairs(config, tokenizer)
+        return documents_in(config, data, ANSWERS)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
@@ -130,7 +127,7 @@ class PairedMethod(Method):
         return found
 
     def _likely(self, answer: Tensor) -> Tensor:
-        """Bool [M]: tokens of the likelihood, of chosen answers and perhaps prompts; what fills up may be among them."""
+        """Bool [M]: tokens of the likelihood, of chosen answers and perhaps prompts, with what fills up."""
         chosen = answer % 2 == 0  # -1 is odd, too
         return chosen | (answer < 0) if self.nll_of_prompts else chosen
 
@@ -154,8 +151,10 @@ def pairs_of(batch: Batch, policy: Tensor, reference: Tensor | None = None, ld_a
         within = batch["place"] < shared_lengths(counts, answer)
         policy, reference = (torch.where(within, each, ld_alpha * each) for each in (policy, reference))
     sums = [per_answer(each, answer, answers) for each in (policy, reference)]
-    parts = [each.view(-1, 2).unbind(-1) for each in (*sums, counts.clamp(min=1))]
-    return Pairs(*(part for pair in parts for part in pair), batch["real"])
+    (chosen, rejected), (ref_chosen, ref_rejected), (chosen_tokens, rejected_tokens) = (
+        each.view(-1, 2).unbind(-1) for each in (*sums, counts.clamp(min=1))
+    )
+    return Pairs(chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, batch["real"])
 
 
 def _rewards(
@@ -175,15 +174,13 @@ class DirectPreferenceOptimization(PairedMethod):
 
     reference = True
 
-    def of(self, config: RunConfig) -> DirectPreferenceOptimization:
-        found = super().of(config)
-        names = config.loss_type or defaults_of(config.method)["loss_type"]
-        names = [names] if isinstance(names, str) else list(names)
+    def of(self, config: RunConfig) -> Self:
+        names = [config.loss_type] if isinstance(config.loss_type, str) else list(config.loss_type or ())
         weights = config.loss_weights or [1.0] * len(names)
         losses = [(name, weight) for name, weight in zip(names, weights, strict=True) if name != "sft"]
         likelihood = sum(weight for name, weight in zip(names, weights, strict=True) if name == "sft")
-        more = {"ld_alpha": config.ld_alpha, "use_weighting": config.use_weighting}
-        return replace(found, losses=tuple(losses), nll_weight=likelihood, **more)  # type: ignore[return-value]
+        found = replace(super().of(config), losses=tuple(losses), nll_weight=likelihood)
+        return replace(found, ld_alpha=config.ld_alpha, use_weighting=config.use_weighting)
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Pairs, Tensor]:
         from .answers import aligned_log_probs, log_probs
@@ -250,11 +247,9 @@ class ContrastivePreferenceOptimization(PairedMethod):
 
     loss: str = "sigmoid"
 
-    def of(self, config: RunConfig) -> ContrastivePreferenceOptimization:
-        found, defaults = super().of(config), defaults_of(config.method)
-        nll = defaults["cpo_alpha"] if config.cpo_alpha is None else config.cpo_alpha
-        loss = "simpo" if config.method == "simpo" else config.loss_type or defaults["loss_type"]
-        return replace(found, nll_weight=nll, loss=loss)  # type: ignore[return-value]
+    def of(self, config: RunConfig) -> Self:
+        loss = "simpo" if config.method == "simpo" else str(config.loss_type)
+        return replace(super().of(config), nll_weight=config.cpo_alpha or 0.0, loss=loss)
 
     def pair_losses(self, pairs: Pairs) -> Tensor:
         from .pair_losses import CPO_LOSSES, simpo

@@ -229,7 +229,9 @@ def aligned_log_probs_at(
     """
     hidden, head = _rows_at(model, inputs, at)
     if head is None:
-        found = [-F.cross_entropy(hidden.float() * t, wanted, reduction="none", ignore_index=IGNORE_INDEX) for t in (1, 2)]
+        found = [
+            -F.cross_entropy(hidden.float() * t, wanted, reduction="none", ignore_index=IGNORE_INDEX) for t in (1, 2)
+        ]
         return found[0], (found[1] - found[0]).detach()
     weight = causal_lm_of(model).get_output_embeddings().weight
     how: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale}
