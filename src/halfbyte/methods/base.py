@@ -76,10 +76,12 @@ class Method(ABC):
 
     Attributes:
         numbers: what its records hold.
+        reference: whether its losses compare the model with what it was before training.
         columns: columns of the data with a number in each row; a prepared row has them as lists, a number a document.
     """
 
     numbers = Numbers()
+    reference = False
     columns: tuple[str, ...] = ()
 
     def of(self, config: RunConfig) -> Method:
