@@ -8,7 +8,8 @@ all at once without a word to each other, all together. PARTs:
     link        rate of all-reduce and all-gather, and what CUDA and NCCL take of a GPU beside torch's allocator
     tensor      a step with products divided: 8B 4×2048
     data        a step of `data` parallel: 8B 4×2048; 0.6B 2×2048 and 2×512 as CUDA graphs
-    context     a step of one row of 65,536 tokens cut along them, whole and packed: 8B, layers checkpointed
+    context     a step of one row of 65,536 tokens cut along them, whole and packed: eight of the 8B's layers,
+                checkpointed (of all 32, four steps of one GPU take over a minute)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import event_us, provenance
-from benchmarks.step_model import build, random_batch, timed
+from benchmarks.step_model import MODELS, build, random_batch, timed
 from halfbyte.config import Parallel
 from halfbyte.parallel import ALONE, Context, Mesh, clip_gradients, present_mesh, slice_of, sum_gradients
 from halfbyte.train.stepper import GraphedStepper, Stepper
@@ -150,6 +151,7 @@ def data(mesh: Mesh, results: Results) -> None:
 
 # --- context ----------------------------------------------------------------------------------------------------------
 
+MODELS["llama-3.1-8b, 8 layers"] = ("Llama", {**MODELS["llama-3.1-8b"][1], "num_hidden_layers": 8})
 LONG = 65536  # tokens of a row
 DOCUMENT = 500, 8000  # tokens of a packed document
 
@@ -173,7 +175,7 @@ def context(mesh: Mesh, results: Results) -> None:
     import halfbyte
     from halfbyte.models.slices import divided
 
-    name, mesh = "llama-3.1-8b", mesh.laid_out(Parallel(context=mesh.size))
+    name, mesh = "llama-3.1-8b, 8 layers", mesh.laid_out(Parallel(context=mesh.size))
     training = Training(mesh, name, 1, LONG, False)
     halfbyte.patch(training.model, "checkpoint")
     for packed in (False, True):
