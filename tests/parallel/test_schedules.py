@@ -163,7 +163,7 @@ def test_layers_are_cut_by_seconds():
 
 def test_auto_takes_what_ends_first():
     layers = [LAYER] * 32
-    schedule, parts = chosen("auto", 4, layers, HEAD, 16, ahead=True)
+    schedule, parts = chosen("auto", 4, layers, HEAD, 16)
     assert (schedule.name, len(parts)) == ("interleaved", schedule.stages)
     assert chosen("1f1b", 4, layers, HEAD, 16)[0] == Schedule("1f1b", 4, 1)
     assert chosen("interleaved", 4, layers[:8], HEAD, 16)[0].chunks == 2

@@ -18,12 +18,12 @@ CUTS: dict[str, Callable[[int], Sequence[int]]] = {  # name → stages a process
 
 
 def chosen(
-    name: str, ranks: int, layers: Sequence[Seconds], head: Seconds, batches: int, *, ahead: bool = False
+    name: str, ranks: int, layers: Sequence[Seconds], head: Seconds, batches: int
 ) -> tuple[Schedule, list[range]]:
     """The schedule that a run asks for, and the layers of each stage.
 
     Args:
-        name: the key `pipeline_schedule`; "auto" takes 1f1b or interleaved, whichever the simulation has end first.
+        name: the key `pipeline_schedule`; "auto" takes 1f1b or interleaved, whichever ends first, recomputing ahead.
         layers: of each decoder layer; the embedding takes no time.
         head: of head and loss, after the last layer.
         batches: micro-batches of a step.
@@ -51,7 +51,7 @@ def chosen(
         if schedule.takes(batches):
             cut = cut_layers(schedule, layers, head)
             stages = [stage_seconds(part, layers, head) for part in cut]
-            timed.append((simulate(schedule.orders(batches), stages, ahead=ahead).seconds, schedule, cut))
+            timed.append((simulate(schedule.orders(batches), stages, ahead=True).seconds, schedule, cut))
     _, schedule, cut = min(timed, key=lambda each: each[0])
     return schedule, cut
 
