@@ -52,6 +52,7 @@ from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
+from .ahead import Ahead, with_numbers
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered
@@ -115,6 +116,7 @@ class TrainingLoop:
         self.model, self.args, self.device, self.mesh = model, args, device, mesh
         self.rows, self.held_out, self.method = rows, held_out, method_of(config)
         self.collate = Counting(self.method, collate)
+        self.ahead = Ahead(self.method, model, compute_dtype, mesh)
         self.loss_count = self.method.numbers.trained[0].over
         self.output, self.row = Path(config.output_dir), OPTIMIZERS[config.optim]
         self.trained = list(trained_parameters(model).values())
@@ -301,8 +303,7 @@ class TrainingLoop:
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
-        shared = {name: torch.full((), value, device=self.device) for name, value in self.method.shared(counts).items()}
-        taken = [{**batch, **shared} for batch in taken]
+        taken = self.ahead.shared(taken, counts)
         before = random_states() if len(taken) > 1 else None
         began = Mark(self.device) if self.mesh.size > 1 else None
         sums = self.stepper(self._unless_late(taken, before), count)
@@ -384,10 +385,12 @@ class TrainingLoop:
         size = self.args.per_device_eval_batch_size
         share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
         with self._beside_graphs(), torch.no_grad():
+            shared = self.ahead.of_all(map(self._on_device, share))
             late = iter(self._unless_late(share, random, evaluates=True))
             while together := list(islice(late, self.stepper.together)):
                 counted = [counts_of([batch]) for batch in together]
-                for own, sums in zip(counted, self._held_out_sums(list(map(self._on_device, together))), strict=True):
+                ready: list[Batch] = [with_numbers(self._on_device(batch), shared) for batch in together]
+                for own, sums in zip(counted, self._held_out_sums(ready), strict=True):
                     found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
         found = found.over(self.mesh)
         counts = {name: count for name, count in found.counts.items() if name != TOKENS}
