@@ -34,6 +34,7 @@ from .policy import Gathers, LayerCost
 
 ONE = Parallel()
 IN_FLIGHT = 2  # blocks: the one that computes, and the one that comes
+KEEPS_STREAM = ("checkpoint", "tiled")  # alone
 KEEPS_ATTENTION = ("keep", "recompute", "recompute_mlp")
 
 
@@ -173,6 +174,23 @@ def in_context(layer: LayerCost, ways: int) -> LayerCost:
         for level, found in layer.replayed.items()
     }
     return replace(layer, length=layer.length * ways, replayed=replayed)
+
+
+def in_slices(layer: LayerCost, ways: int) -> LayerCost:
+    """A layer of which each of `tensor` processes keeps a slice of the stream, where it keeps nothing else; whole, the
+    stream is there while the layer computes."""
+    elsewhere = layer.stream - layer.stream // ways
+    replayed = {
+        level: replace(
+            found,
+            saved=found.saved - elsewhere,
+            forward=found.forward + elsewhere,
+            backward=found.backward + elsewhere,
+        )
+        for level, found in layer.replayed.items()
+        if level in KEEPS_STREAM
+    }
+    return replace(layer, replayed={**layer.replayed, **replayed})
 
 
 def rank_config(model_config: Any, layout: Parallel) -> Any:
