@@ -41,7 +41,7 @@ from .policy import (
     replayed_level,
     staying,
 )
-from .rank import IN_FLIGHT, ONE, Line, Stage, gathered_bytes, in_context, line, rank_config
+from .rank import IN_FLIGHT, ONE, Line, Stage, gathered_bytes, in_context, in_slices, line, rank_config
 from .replay import Step
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
@@ -465,7 +465,7 @@ class _Planner:
         options |= {"trains_all": not self.config.use_peft, "card": self.card}
         replayed = dict(zip(self.replayed, layers, strict=True))
         found = LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
-        return in_context(found, self.layout.context)
+        return in_slices(in_context(found, self.layout.context), self.layout.tensor)
 
 
 def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:
