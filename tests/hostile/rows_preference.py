@@ -73,6 +73,13 @@ ROWS = [
     Case("+ an answered prompt", dpo(), says="ends with an assistant turn", files=lines(pair(prompt=[*ASKED, GOOD]))),
     Case("+ empty answers", dpo(), says="empty answer", files=lines({"prompt": "a", "chosen": "", "rejected": " "})),
     Case(
+        "+ answers of 5 MB",
+        "check run.yaml method=dpo max_length=64",
+        code=0,
+        says="ready",
+        files=lines({"prompt": "a", "chosen": "b c " * 1_250_000, "rejected": "d"}),
+    ),
+    Case(
         "+ no rejected answer",
         dpo(),
         says=("data.jsonl:2", "rejected"),
