@@ -26,6 +26,10 @@ def dpo(more: str = "") -> tuple[str, ...]:
     return both(f"method=dpo {more}".strip())
 
 
+def kto(more: str = "") -> tuple[str, ...]:
+    return both(f"method=kto {more}".strip())
+
+
 DIALOGUE = "\n\nHuman: a small\n\nAssistant:"
 ROWS = [
     Case("+ pairs are ready", "check run.yaml method=dpo", code=0, says="ready", files=lines(pair())),
@@ -145,4 +149,43 @@ ROWS = [
         files=lines(pair()),
     ),
     Case("+ preview of no pairs", "preview run.yaml method=dpo", says="examples to imitate", files=data(PAIR)),
+    # Answers with a label.
+    Case(
+        "+ labels are ready",
+        "check run.yaml method=kto",
+        code=0,
+        says="1 desirable",
+        files=lines(labelled(), labelled(label=False, completion="c")),
+    ),
+    Case("+ pairs for labels", "check run.yaml method=kto", code=0, says="2 answers", files=lines(pair())),
+    Case(
+        "+ a label as text",
+        kto(),
+        says=("data.jsonl:1", "'label'", '"true"'),
+        fix="without quotes",
+        files=lines(labelled(label="true")),
+    ),
+    Case("+ a label as a number", kto(), says=("data.jsonl:2", "'label'"), files=lines(labelled(), labelled(label=0))),
+    Case("+ a label of null", kto(), says=("data.jsonl:2", "'label'"), files=lines(labelled(), labelled(label=None))),
+    Case(
+        "+ a row without label",
+        kto(),
+        says=("data.jsonl:2", "nothing"),
+        files=lines(labelled(), {"prompt": "a", "completion": "b"}),
+    ),
+    Case("+ all labels alike", kto(), says="the label false", fix="method: sft", files=lines(labelled(label=False))),
+    Case("+ KTO on examples", kto(), says="examples to imitate", fix="method: sft"),
+    Case(
+        "+ KTO on steps",
+        kto(),
+        says="steps with labels",
+        files=lines({"prompt": "a", "completions": ["b"], "labels": [True]}),
+    ),
+    Case(
+        "+ a whole conversation without answer",
+        kto(),
+        says=("data.jsonl:1", "no assistant turn"),
+        files=lines({"messages": ASKED, "label": True}),
+    ),
+    Case("+ several losses of KTO's", kto("'loss_type=[kto, kto]'"), says="it takes one", fix="method: dpo"),
 ]
