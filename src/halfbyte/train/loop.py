@@ -38,7 +38,7 @@ from halfbyte.hardware import is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
-from halfbyte.models.sharding import sharded, trains_alike
+from halfbyte.models.sharding import trains_alike
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
@@ -52,14 +52,15 @@ from halfbyte.signals import Request, Stopped, as_requests
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .ahead import Ahead, with_numbers
+from .alike import Alike
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered, scaling_state
 from .metrics import TOKENS, MetricsFile, Window
 from .pipelined import PipelinedStepper
-from .readback import Mark, StepNumbers, guard
+from .readback import StepNumbers, guard
 from .records import Records
-from .rows import Counting, batches, counts_of
+from .rows import Counting, batches, counts_of, on_device
 from .snapshot import (
     load_optimizer,
     load_random,
@@ -145,7 +146,7 @@ class TrainingLoop:
 
     def use_graphs(self) -> None:
         """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
-        self.stepper = GraphedStepper(self._sums, self.trained, self._settled)
+        self.stepper = GraphedStepper(self._sums, self.trained, self._settled, Alike(self.mesh))
 
     def use_stages(self, pipeline: Pipeline, stages: Stages) -> None:
         """From now on run micro-batches through the stages that `model` was cut into."""
@@ -200,7 +201,8 @@ class TrainingLoop:
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        alike = sharded(self.model) is not None and trains_alike(self.model)
+        graphed = isinstance(self.stepper, GraphedStepper)
+        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not graphed
         narrow = partial(in_their_place, self.model, self.compute_dtype)
         self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
@@ -228,6 +230,7 @@ class TrainingLoop:
         """Epoch after epoch until a callback says stop, as the first one does at the last step."""
         began, first = time.time(), self.state.global_step
         self.units.drop_gradients()
+        self.records.watch(self.model, self.stepper)
         self.model.train()
         self.callbacks("on_train_begin")
         epoch, done = divmod(first, self._steps_per_epoch)
@@ -282,15 +285,11 @@ class TrainingLoop:
     def _take(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
         self.records.begin()
-        return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
+        taken = [on_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
+        return [slice_of(batch, self.mesh) for batch in self.stepper.agree(taken)]
 
-    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What this process computes of `batch`, without waiting for the copy."""
-        batch = {
-            key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for key, value in batch.items()
-        }
-        return slice_of(batch, self.mesh)
+    def _own(self, batch: dict[str, Any]) -> Batch:
+        return slice_of(on_device(batch, self.device), self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
@@ -303,15 +302,14 @@ class TrainingLoop:
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
         taken = self.ahead.shared(taken, counts)
         before = random_states() if len(taken) > 1 else None
-        began = Mark(self.device) if self.mesh.size > 1 else None
-        sums = self.stepper(self._unless_late(taken, before), count)
-        own = None if began is None else (began, Mark(self.device))
+        with self.records.shares.of(number):
+            sums = self.stepper(self._unless_late(taken, before), count)
         sums = self.units.reduce(sums)
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
             guard(self.optimizer, numbers)
-        step = StepNumbers(number, counts, numbers, own)
+        step = StepNumbers(number, counts, numbers, self.records.shares.step)
         self.records.launch(step)
         if not guarded or number == 1:
             self.records.check(step)
@@ -383,11 +381,11 @@ class TrainingLoop:
         size = self.args.per_device_eval_batch_size
         share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
         with beside_graphs(self.stepper, self.device), torch.no_grad():
-            shared = self.ahead.of_all(map(self._on_device, share))
+            shared = self.ahead.of_all(map(self._own, share))
             late = iter(self._unless_late(share, random, evaluates=True))
             while together := list(islice(late, self.stepper.together)):
                 counted = [counts_of([batch]) for batch in together]
-                ready: list[Batch] = [with_numbers(self._on_device(batch), shared) for batch in together]
+                ready: list[Batch] = [with_numbers(self._own(batch), shared) for batch in together]
                 for own, sums in zip(counted, self._held_out_sums(ready), strict=True):
                     found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
         found = found.over(self.mesh)
@@ -407,7 +405,7 @@ class TrainingLoop:
         try:
             return self.stepper.evaluate(together)
         except RuntimeError as error:
-            if not self.stepper.holds_graphs or not is_out_of_memory(error):
+            if not (self.stepper.holds_graphs and self.stepper.alike.is_alone and is_out_of_memory(error)):
                 raise
         self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
         return self._held_out_sums(together)
