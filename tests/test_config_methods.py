@@ -1,5 +1,8 @@
 """Keys of methods of training: whose they are, their defaults there, and other tools' names for them."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from halfbyte import notices
@@ -129,6 +132,14 @@ def test_axolotls_fields_of_pairs_are_columns():
     config = load_config(None, {"model_name_or_path": "m", "rl": "dpo", "datasets": [entry]})
     assert (config.dataset, config.column_mapping) == ("p.jsonl", {"chosen": "good", "rejected": "bad"})
     assert config.dataset_format == "auto"
+
+
+def test_the_page_names_every_key_of_its_methods():
+    page = (Path(__file__).parents[1] / "docs/preference.md").read_text()
+    named = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page, re.MULTILINE))
+    assert set(named) == {name for name, method in METHODS.items() if method.rows in ("pairs", "unpaired")}
+    for method, keys in named.items():
+        assert set(re.findall(r"`(\w+)`", keys)) == set(keys_of(method))
 
 
 def test_the_methods_that_rows_name_take_them():
