@@ -22,7 +22,7 @@ from ..models.sharding import trains_alike
 from ..models.stages import cut_model
 from ..models.unpacking import LIKE
 from ..notices import notice
-from ..optim import OPTIMIZERS
+from ..optim import OPTIMIZERS, trained_parameters
 from ..parallel import AXES
 from ..parallel.reduce import BUCKET
 from ..parallel.schedules import Seconds
@@ -312,7 +312,7 @@ class _Planner:
         if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
             graphs = max(evaluated, self._moving(self.batches.second, choice, stage))
             graphs += IN_FLIGHT * self._block(stage)  # the pool has those of its own
-        bucket = TOGETHER if self._at_once else BUCKET
+        bucket = self._together if self._at_once else BUCKET
         summed = min(trained.bytes, bucket) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0
         moving = max(moving, evaluated, summed, _step_scratch(self.config.optim, trained, device.type))
         logits = min(self._step(largest, choice).logits, moving) * stage.ends
@@ -321,7 +321,7 @@ class _Planner:
             weights=self._share(stage),
             gathered=gathered_bytes(self._block(stage), stage, choice.stays),
             adapters=self._kept(stage),
-            gradients=trained.bytes // self._parts + 2 * TOGETHER * self._at_once,
+            gradients=trained.bytes // self._parts + 2 * self._together * self._at_once,
             optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
             activations=moving - logits,
             logits=logits,
@@ -358,6 +358,11 @@ class _Planner:
     def _at_once(self) -> bool:
         """Whether gradients are reduced in each backward as they come, which leaves slices of them."""
         return self.slices > 1 and self.trained.bytes >= AT_ONCE and trains_alike(self.shapes.model)
+
+    @functools.cached_property
+    def _together(self) -> int:
+        """Bytes of gradients that are reduced together then: as they came, and beside one another."""
+        return max([TOGETHER, *(each.nbytes for each in trained_parameters(self.shapes.model).values())])
 
     @property
     def _parts(self) -> int:

@@ -18,7 +18,6 @@ optimizer moves, and the step's numbers are read and recorded when the next one 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -35,7 +34,6 @@ from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
-from halfbyte.hardware import free_cached_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
@@ -71,7 +69,7 @@ from .snapshot import (
     save_random,
     save_weights,
 )
-from .stepper import GraphedStepper, Stepper
+from .stepper import GraphedStepper, Stepper, beside_graphs
 from .stops import PATIENCE, Stops, announce
 
 Part = TypeVar("Part")
@@ -381,7 +379,7 @@ class TrainingLoop:
         self.model.eval()
         size = self.args.per_device_eval_batch_size
         share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
-        with self._beside_graphs(), torch.no_grad():
+        with beside_graphs(self.stepper, self.device), torch.no_grad():
             shared = self.ahead.of_all(map(self._own, share))
             late = iter(self._unless_late(share, random, evaluates=True))
             while together := list(islice(late, self.stepper.together)):
@@ -400,18 +398,6 @@ class TrainingLoop:
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
         return numbers
-
-    @contextlib.contextmanager
-    def _beside_graphs(self) -> Iterator[None]:
-        """Around what is launched while graphs are held: what the allocator caches is of one stream, theirs or the
-        current one, and no use to the other."""
-        if self.stepper.holds_graphs:
-            free_cached_memory(self.device)
-        try:
-            yield
-        finally:
-            if self.stepper.holds_graphs:
-                free_cached_memory(self.device)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.

@@ -261,7 +261,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    return add_adapter(model, adapter) if adapter else model
+    return add_adapter(model, adapter, scores=run.method.scores) if adapter else model
 
 
 def _own_part(run: PreparedRun, model: Any) -> Stages | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.hardware import is_out_of_memory
+from halfbyte.hardware import free_cached_memory, is_out_of_memory
 
 from .alike import AGREED, Alike
 from .graph import ONE, GraphedBackward
@@ -107,3 +108,16 @@ class GraphedStepper(Stepper):
     def close(self) -> None:
         self.most_graph_bytes = self.graphs.most_pool_bytes
         self.graphs.close()
+
+
+@contextlib.contextmanager
+def beside_graphs(stepper: Stepper, device: torch.device) -> Iterator[None]:
+    """Around what is launched while graphs are held: what the allocator caches is of one stream, theirs or the current
+    one, and no use to the other."""
+    if stepper.holds_graphs:
+        free_cached_memory(device)
+    try:
+        yield
+    finally:
+        if stepper.holds_graphs:
+            free_cached_memory(device)
