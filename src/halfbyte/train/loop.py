@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,6 @@ from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
-from halfbyte.hardware import is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
@@ -386,7 +385,7 @@ class TrainingLoop:
             while together := list(islice(late, self.stepper.together)):
                 counted = [counts_of([batch]) for batch in together]
                 ready: list[Batch] = [with_numbers(self._own(batch), shared) for batch in together]
-                for own, sums in zip(counted, self._held_out_sums(ready), strict=True):
+                for own, sums in zip(counted, self.stepper.evaluate(ready), strict=True):
                     found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
         found = found.over(self.mesh)
         counts = {name: count for name, count in found.counts.items() if name != TOKENS}
@@ -399,16 +398,6 @@ class TrainingLoop:
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
         return numbers
-
-    def _held_out_sums(self, together: list[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """The sums of each batch; where there is no room beside CUDA graphs, the graphs go."""
-        try:
-            return self.stepper.evaluate(together)
-        except RuntimeError as error:
-            if not (self.stepper.holds_graphs and self.stepper.alike.is_alone and is_out_of_memory(error)):
-                raise
-        self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
-        return self._held_out_sums(together)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.
