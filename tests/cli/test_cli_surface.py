@@ -13,7 +13,7 @@ from halfbyte.files import write_json
 from halfbyte.train import checkpoint
 
 SURFACE = {
-    "init": ["model", "data"],
+    "init": ["model", "data", "--method"],
     "check": ["run", "--gpus", "--gpu-memory"],
     "preview": ["run", "-n --count"],
     "train": ["run", "--resume"],

@@ -12,6 +12,7 @@ from .preference import (
     DirectPreferenceOptimization,
     OddsRatioPreferenceOptimization,
 )
+from .reward import RewardModelling
 from .sft import SupervisedFineTuning
 
 METHODS: dict[str, Method] = {
@@ -21,6 +22,7 @@ METHODS: dict[str, Method] = {
     "simpo": ContrastivePreferenceOptimization(),
     "cpo": ContrastivePreferenceOptimization(),
     "kto": KahnemanTverskyOptimization(),
+    "reward": RewardModelling(),
 }
 
 

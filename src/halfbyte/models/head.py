@@ -48,7 +48,7 @@ class Head:
 
     def __call__(self, products: Tensor) -> Tensor:
         """The logits of X Wᵀ, in fp32."""
-        logits = products.float() * self.scale
+        logits = products.float() if self.scale == 1 else products.float() * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -239,6 +239,13 @@ def aligned_log_probs_at(
     with torch.no_grad():
         doubled, _ = linear_log_probs(hidden.detach(), weight, wanted, temperature=0.5, **how)
     return log_probs, doubled - log_probs.detach()
+
+
+def hidden_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> Tensor:
+    """Last hidden states [N, H], after the final norm, at positions `at` [N] of the flattened batch."""
+    causal_lm = causal_lm_of(model)
+    output = causal_lm.base_model(**backbone_inputs(model, inputs), use_cache=False)
+    return output.last_hidden_state.flatten(0, -2)[at]
 
 
 def _rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:

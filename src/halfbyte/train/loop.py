@@ -18,10 +18,9 @@ optimizer moves, and the step's numbers are read and recorded when the next one 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,7 +34,6 @@ from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
-from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
@@ -71,7 +69,7 @@ from .snapshot import (
     save_random,
     save_weights,
 )
-from .stepper import GraphedStepper, Stepper
+from .stepper import GraphedStepper, Stepper, beside_graphs
 from .stops import PATIENCE, Stops, announce
 
 Part = TypeVar("Part")
@@ -381,13 +379,13 @@ class TrainingLoop:
         self.model.eval()
         size = self.args.per_device_eval_batch_size
         share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
-        with self._beside_graphs(), torch.no_grad():
+        with beside_graphs(self.stepper, self.device), torch.no_grad():
             shared = self.ahead.of_all(map(self._own, share))
             late = iter(self._unless_late(share, random, evaluates=True))
             while together := list(islice(late, self.stepper.together)):
                 counted = [counts_of([batch]) for batch in together]
                 ready: list[Batch] = [with_numbers(self._own(batch), shared) for batch in together]
-                for own, sums in zip(counted, self._held_out_sums(ready), strict=True):
+                for own, sums in zip(counted, self.stepper.evaluate(ready), strict=True):
                     found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
         found = found.over(self.mesh)
         counts = {name: count for name, count in found.counts.items() if name != TOKENS}
@@ -400,28 +398,6 @@ class TrainingLoop:
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
         return numbers
-
-    @contextlib.contextmanager
-    def _beside_graphs(self) -> Iterator[None]:
-        """Around what is launched while graphs are held: what the allocator caches is of one stream, theirs or the
-        current one, and no use to the other."""
-        if self.stepper.holds_graphs:
-            free_cached_memory(self.device)
-        try:
-            yield
-        finally:
-            if self.stepper.holds_graphs:
-                free_cached_memory(self.device)
-
-    def _held_out_sums(self, together: list[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """The sums of each batch; where there is no room beside CUDA graphs, the graphs go."""
-        try:
-            return self.stepper.evaluate(together)
-        except RuntimeError as error:
-            if not (self.stepper.holds_graphs and self.stepper.alike.is_alone and is_out_of_memory(error)):
-                raise
-        self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
-        return self._held_out_sums(together)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.
