@@ -180,7 +180,10 @@ def alone(place, tmp_path_factory):
 def test_a_run_in_stages(two, place, alone, tmp_path, name):
     """From `parallel: {pipeline: 2}` to a finished folder: losses, adapter and answers are one process's."""
     keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": name, "gradient_accumulation_steps": 4}
-    whole_runs.run(two, place, tmp_path / "run", **keys).same_as(alone)
+    found = whole_runs.run(two, place, tmp_path / "run", **keys)
+    found.same_as(alone)
+    assert 0 < found.trained[0]["idle_share"] < 1
+    assert "idle_share" not in found.trained[1]
 
 
 @pytest.mark.parametrize(("other", "packing"), [("data", True), ("shard", False)])

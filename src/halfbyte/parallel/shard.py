@@ -61,8 +61,10 @@ class Gathers:
         count: how often.
         nbytes: that it left on this process, its own slices included.
         stream: on which blocks compute; None on a CPU, and before the first call.
+        watch: a context around each.
     """
 
+    watch = staticmethod(contextlib.nullcontext)
     count: int = 0
     nbytes: int = 0
     stream: Any = None
@@ -97,6 +99,10 @@ class BlockGather:
         self.gathers.count += 1
         self.gathers.nbytes += self.whole.nbytes
         self._make_room()
+        with self.gathers.watch():
+            self._fill()
+
+    def _fill(self) -> None:
         if self.slices is not None:
             for step in range(1, len(self.slices) + 1):  # each process begins with another's
                 at = (self.place + step) % len(self.slices)

@@ -120,7 +120,7 @@ class Sliced(Whole):
         self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
         for part in self.slices:
             setattr(part, CUT, (AXIS,))
-        self._narrow(narrow)
+        self.narrow = self._narrow(narrow)
         self.order: list[int] = []  # of the parameters in the optimizer
         # reduced in this order in every process, the last layers' first, as backward comes to them
         everything = range(len(self.parameters))
@@ -129,20 +129,22 @@ class Sliced(Whole):
         for parameter in self.parameters if at_once else ():
             parameter.register_post_accumulate_grad_hook(self._came)
 
-    def _narrow(self, narrow: Narrow) -> None:
+    def _narrow(self, narrow: Narrow) -> list[int]:
         """Let go of what these parameters hold but for this process's slices, and keep them whole as products read
-        them."""
+        them; their numbers."""
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
-        for parameter, held in narrow:
-            part = self.slices[numbers[id(parameter)]]
+        chosen = [numbers[id(parameter)] for parameter, _ in narrow]
+        for at, (parameter, held) in zip(chosen, narrow, strict=True):
+            part = self.slices[at]
             part.data = part.data.clone()
             held.copy_(parameter.detach())
             parameter.data = held
             parameter.grad_dtype = part.dtype
+        return chosen
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        held = {at: parameter.data for at, parameter in enumerate(self.parameters) if self._is_narrow(at)}
+        held = {at: self.parameters[at].data for at in self.narrow}
         for at in held:
             (values,) = self._gathered([self.slices[at].detach()], [at])
             if self.mesh.is_main:
@@ -152,9 +154,6 @@ class Sliced(Whole):
         finally:
             for at, values in held.items():
                 self.parameters[at].data = values
-
-    def _is_narrow(self, at: int) -> bool:
-        return self.parameters[at].dtype is not self.slices[at].dtype
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}

@@ -140,7 +140,7 @@ class Frozen:
 
     def gathers(self, layout: Parallel, stage: Stage, link: float) -> Gathers | None:
         """Of the stage's layers; None where each process holds them whole."""
-        return Gathers(layout.shard, self.largest(stage), link) if layout.shard > 1 and self.blocks else None
+        return Gathers(layout.shard, self.largest(stage), link) if layout.shard > 1 and any(self.blocks) else None
 
 
 def _divided(size: int, ways: int) -> int:

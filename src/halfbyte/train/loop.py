@@ -39,7 +39,7 @@ from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
-from halfbyte.models.sharding import sharded, trains_alike
+from halfbyte.models.sharding import trains_alike
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
@@ -58,7 +58,7 @@ from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered, scaling_state
 from .metrics import TOKENS, MetricsFile, Window
 from .pipelined import PipelinedStepper
-from .readback import Mark, StepNumbers, guard
+from .readback import StepNumbers, guard
 from .records import Records
 from .rows import Counting, batches, counts_of, on_device
 from .snapshot import (
@@ -201,7 +201,7 @@ class TrainingLoop:
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
         graphed = isinstance(self.stepper, GraphedStepper)
-        alike = sharded(self.model) is not None and trains_alike(self.model) and not graphed
+        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not graphed
         narrow = partial(in_their_place, self.model, self.compute_dtype)
         self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
@@ -229,6 +229,7 @@ class TrainingLoop:
         """Epoch after epoch until a callback says stop, as the first one does at the last step."""
         began, first = time.time(), self.state.global_step
         self.units.drop_gradients()
+        self.records.watch(self.model, self.stepper)
         self.model.train()
         self.callbacks("on_train_begin")
         epoch, done = divmod(first, self._steps_per_epoch)
@@ -296,15 +297,14 @@ class TrainingLoop:
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
         before = random_states() if len(taken) > 1 else None
-        began = Mark(self.device) if self.mesh.size > 1 else None
-        sums = self.stepper(self._unless_late(taken, before), count)
-        own = None if began is None else (began, Mark(self.device))
+        with self.records.shares.of(number):
+            sums = self.stepper(self._unless_late(taken, before), count)
         sums = self.units.reduce(sums)
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
             guard(self.optimizer, numbers)
-        step = StepNumbers(number, counts, numbers, own)
+        step = StepNumbers(number, counts, numbers, self.records.shares.step)
         self.records.launch(step)
         if not guarded or number == 1:
             self.records.check(step)
