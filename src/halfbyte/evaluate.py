@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .errors import DataError
+from .errors import DataError, ModelError
 from .methods import METHODS, method_of
 
 if TYPE_CHECKING:
     import torch
 
+    from .config import RunConfig
     from .methods.base import Collate, Method, Rows
 
 
@@ -64,10 +66,30 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
 
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
     method = method_of(config)
-    rows = method.prepare(config, saved.tokenizer).train
+    if method.reference:
+        _add_reference(saved.model, config)
+    rows = method.ready(config, saved.tokenizer).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     isolate_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
     return measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)
+
+
+def _add_reference(model: torch.nn.Module, config: RunConfig) -> None:
+    """Put the adapter that a run continued from beside its own, as its reference; other runs began without one.
+
+    Raises:
+        ModelError: the run began with a model that is not there.
+    """
+    from .adapters import load_adapter
+    from .methods.answers import REFERENCE
+
+    if config.adapter_path:
+        load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
+    elif config.qat_scheme or not config.use_peft:
+        raise ModelError(
+            f"method: {config.method} compares with the model before training, which this run has left behind",
+            "the run's own evaluations are in its metrics.jsonl",
+        )
 
 
 def measure(
@@ -81,16 +103,23 @@ def measure(
     import torch
 
     from .adapters import compute, no_input_casts
+    from .train.ahead import Ahead, with_numbers
 
     device, metrics = next(model.parameters()).device, method.numbers.trained
     sums = dict.fromkeys((metric.name for metric in metrics), 0.0)
     counts, started = dict.fromkeys((metric.over for metric in metrics), 0.0), time.perf_counter()
-    with torch.no_grad(), no_input_casts(model):
+
+    def batches() -> Iterator[dict[str, Any]]:
         for first in range(0, len(rows), size):
             batch = collate([rows[index] for index in range(first, min(first + size, len(rows)))])
-            for name, count in method.counts(batch).items():
-                counts[name] += count
-            batch = {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
+            yield {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
+
+    with torch.no_grad(), no_input_casts(model):
+        shared = Ahead(method, model).of_all(batches())
+        for batch in batches():
+            counted = method.counts(batch)
+            counts = {name: count + counted[name] for name, count in counts.items()}
+            batch = with_numbers(batch, shared)
             with compute(model):
                 for name, value in method.sums(model, batch).items():
                     sums[name] += float(value)

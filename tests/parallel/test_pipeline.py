@@ -14,6 +14,7 @@ from torch import nn
 
 from halfbyte.errors import HalfbyteError, ModelError
 from halfbyte.methods import METHODS
+from halfbyte.models.cuts import cut_layers, stage_seconds
 from halfbyte.models.head import Head, take_head
 from halfbyte.models.patch import patch
 from halfbyte.models.stages import Cut, Stages, check_stages, check_trained, layer_seconds
@@ -21,7 +22,7 @@ from halfbyte.optim import trained_parameters
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
 from halfbyte.parallel import pipeline as pipelines
 from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule, Seconds, cut_layers, stage_seconds
+from halfbyte.parallel.schedules import Schedule, Seconds
 from halfbyte.train.pipelined import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 

@@ -136,10 +136,10 @@ def _devices() -> list[torch.device]:
 def _prepared(base: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, PreparedData]:
     """The data, of which a part is held out where there is more than a document."""
     try:
-        return base, method_of(base).prepare(base, tokenizer)
+        return base, method_of(base).ready(base, tokenizer)
     except ConfigError:
         base = base.model_copy(update={"eval_split_size": 0.0})
-        return base, method_of(base).prepare(base, tokenizer)
+        return base, method_of(base).ready(base, tokenizer)
 
 
 def _lengths(model_config: PretrainedConfig) -> list[int]:

@@ -95,7 +95,7 @@ class AnswerEncoder(Encoder):
             answer = np.flatnonzero(self._from(text.turns[0].start, ids, offsets))
             begin = int(answer[0]) if len(answer) else begin
         ids, trained, ends, added = self._whole(text, ids, offsets)
-        begin += added if begin or added else 0
+        begin += added
         if self.everything:
             trained[begin:] = True
         return _Whole(ids, trained, list(zip(ends, self._end_tokens(ids, ends), strict=True)), begin, beyond)

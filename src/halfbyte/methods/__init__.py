@@ -6,13 +6,26 @@ To add one, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of 
 from ..config import RunConfig
 from ..errors import ConfigError
 from .base import Method, Metric, Numbers
+from .kto import KahnemanTverskyOptimization
+from .preference import (
+    ContrastivePreferenceOptimization,
+    DirectPreferenceOptimization,
+    OddsRatioPreferenceOptimization,
+)
 from .sft import SupervisedFineTuning
 
-METHODS: dict[str, Method] = {"sft": SupervisedFineTuning()}
+METHODS: dict[str, Method] = {
+    "sft": SupervisedFineTuning(),
+    "dpo": DirectPreferenceOptimization(),
+    "orpo": OddsRatioPreferenceOptimization(),
+    "simpo": ContrastivePreferenceOptimization(),
+    "cpo": ContrastivePreferenceOptimization(),
+    "kto": KahnemanTverskyOptimization(),
+}
 
 
 def method_of(config: RunConfig) -> Method:
-    """The method that a run asks for.
+    """The method that a run asks for, with the keys of that run.
 
     Raises:
         ConfigError: there is none of that name.
@@ -20,7 +33,7 @@ def method_of(config: RunConfig) -> Method:
     if config.method not in METHODS:
         known = ", ".join(sorted(METHODS))
         raise ConfigError(f"method: there is no {config.method!r}", f"one of {known}")
-    return METHODS[config.method]
+    return METHODS[config.method].of(config)
 
 
 __all__ = ["METHODS", "Method", "Metric", "Numbers", "method_of"]

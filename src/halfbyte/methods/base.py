@@ -78,13 +78,21 @@ class Method(ABC):
         rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
             unpaired or prompts (see `data.prepare_answers`).
         numbers: what its records hold.
+        looks_ahead: whether its losses need something of the whole step before any is taken, see `ahead`.
+        reference: whether its losses compare the model with what it was before training.
         columns: of text, the columns of the data with a number in each row; a prepared row has them as lists, a number
             a document.
     """
 
     rows: Literal["text", "pairs", "unpaired", "prompts"] = "text"
     numbers = Numbers()
+    reference = False
+    looks_ahead = False
     columns: tuple[str, ...] = ()
+
+    def of(self, config: RunConfig) -> Method:
+        """This method as `config` asks for it: a method with keys of its own gives one that has read them."""
+        return self
 
     def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
         """The rows of a run, and what became of its data."""
@@ -95,6 +103,14 @@ class Method(ABC):
         from ..data.prepare import prepare
 
         return prepare(config, tokenizer, self.columns)
+
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        """Prepared rows as a run sees them: documents, one or several in a row, with `input_ids` and `labels`."""
+        return data
+
+    def ready(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+        """`prepare`, and `documents` of what it gives."""
+        return self.documents(config, self.prepare(config, tokenizer))
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
@@ -119,6 +135,21 @@ class Method(ABC):
     def blank(self, batch: Batch) -> dict[str, Any]:
         """The batch with nothing left to train on: for a process that has no rows where others have."""
         return {**batch, "labels": batch["labels"].new_full(batch["labels"].shape, IGNORE_INDEX)}
+
+    def ahead(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Sums that the losses of a step need of all its micro-batches, of those that `looks_ahead`; no gradient."""
+        return {}
+
+    def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+        """Numbers that each micro-batch of a step gets, by their keys in the batch.
+
+        So a loss can weigh means over different counts: accumulated they equal the large batch.
+
+        Args:
+            counts: of all the step; empty in evaluations, whose counts are known at their end.
+            ahead: what `ahead` gave, summed over all the step, or all held-out rows.
+        """
+        return {}
 
     @abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -246,13 +246,13 @@ class Sliced(Whole):
         gradient = (
             torch.zeros_like(parameter, dtype=self.slices[at].dtype) if parameter.grad is None else parameter.grad
         )
-        return F.pad(gradient.reshape(-1), (0, width * self.mesh.ways(AXIS) - parameter.numel())).view(-1, width)
+        return _padded(gradient.reshape(-1), width * self.mesh.ways(AXIS)).view(-1, width)
 
     def _gathered(self, parts: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
         """What all processes' `parts` are together, in the shapes of the parameters."""
         widths = [self.widths[at] for at in bucket]
-        padded = [F.pad(part, (0, width - part.numel())) for part, width in zip(parts, widths, strict=True)]
-        columns = gathered(torch.cat(padded), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
+        padded = map(_padded, parts, widths)
+        columns = gathered(torch.cat([*padded]), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
         shapes = [self.parameters[at].shape for at in bucket]
         return [column.reshape(-1)[: shape.numel()].view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
@@ -262,3 +262,8 @@ class Sliced(Whole):
         numbers = {id(tensors[at]): at for at in chosen}
         for bucket in buckets([tensors[at] for at in chosen], most):
             yield [numbers[id(tensor)] for tensor in bucket]
+
+
+def _padded(flat: Tensor, length: int) -> Tensor:
+    """[length], with zeros after what there is; itself where it is as long, of which `F.pad` makes a copy."""
+    return flat if len(flat) == length else F.pad(flat, (0, length - len(flat)))

@@ -23,6 +23,7 @@ from ..models.stages import cut_model
 from ..models.unpacking import LIKE
 from ..notices import notice
 from ..optim import OPTIMIZERS
+from ..parallel import AXES
 from ..parallel.reduce import BUCKET
 from ..parallel.schedules import Seconds
 from ..parallel.trained import AT_ONCE, TOGETHER, slices
@@ -50,6 +51,7 @@ MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows d
 GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: at most 1.7% were unused (docs/log.md)
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
+CAPTURED = {"data", "shard"}  # axes along which what is exchanged within a micro-batch can be part of a CUDA graph
 GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the stream of graphs, and gradients that wait to be added up
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
 CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
@@ -206,8 +208,8 @@ class _Planner:
         self.optimizer = row.state_bytes(shapes.model)
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
-        # gradients that are reduced in backward cannot be held, either
-        captures = graphs and layout.size == layout.data * layout.shard and not self._at_once
+        divided = {axis for axis in AXES if getattr(layout, axis) > 1}
+        captures = graphs and divided <= CAPTURED and not self._at_once  # these gradients are reduced in backward
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)

@@ -24,9 +24,10 @@ from typing import Any
 from torch import nn
 
 from ..config import Parallel
+from ..models.cuts import stage_seconds
 from ..models.layer import causal_lm_of
 from ..models.stages import Cut
-from ..parallel.schedules import Seconds, simulate, stage_seconds
+from ..parallel.schedules import Seconds, simulate
 from ..tensor import ALIGNMENT
 from .policy import Gathers, LayerCost
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,7 +35,7 @@ from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
-from halfbyte.hardware import free_cached_memory, is_out_of_memory
+from halfbyte.hardware import free_cached_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
@@ -52,6 +52,7 @@ from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
+from .ahead import Ahead, with_numbers
 from .alike import Alike
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
@@ -116,6 +117,7 @@ class TrainingLoop:
         self.model, self.args, self.device, self.mesh = model, args, device, mesh
         self.rows, self.held_out, self.method = rows, held_out, method_of(config)
         self.collate = Counting(self.method, collate)
+        self.ahead = Ahead(self.method, model, compute_dtype, mesh)
         self.loss_count = self.method.numbers.trained[0].over
         self.output, self.row = Path(config.output_dir), OPTIMIZERS[config.optim]
         self.trained = list(trained_parameters(model).values())
@@ -287,6 +289,9 @@ class TrainingLoop:
         taken = [on_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
         return [slice_of(batch, self.mesh) for batch in self.stepper.agree(taken)]
 
+    def _own(self, batch: dict[str, Any]) -> Batch:
+        return slice_of(on_device(batch, self.device), self.mesh)
+
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
         self.callbacks("on_step_begin")
@@ -296,6 +301,7 @@ class TrainingLoop:
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
+        taken = self.ahead.shared(taken, counts)
         before = random_states() if len(taken) > 1 else None
         with self.records.shares.of(number):
             sums = self.stepper(self._unless_late(taken, before), count)
@@ -376,14 +382,12 @@ class TrainingLoop:
         size = self.args.per_device_eval_batch_size
         share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
         with self._beside_graphs(), torch.no_grad():
+            shared = self.ahead.of_all(map(self._own, share))
             late = iter(self._unless_late(share, random, evaluates=True))
             while together := list(islice(late, self.stepper.together)):
                 counted = [counts_of([batch]) for batch in together]
-                for own, sums in zip(
-                    counted,
-                    self._held_out_sums([slice_of(on_device(batch, self.device), self.mesh) for batch in together]),
-                    strict=True,
-                ):
+                ready: list[Batch] = [with_numbers(self._own(batch), shared) for batch in together]
+                for own, sums in zip(counted, self.stepper.evaluate(ready), strict=True):
                     found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
         found = found.over(self.mesh)
         counts = {name: count for name, count in found.counts.items() if name != TOKENS}
@@ -408,16 +412,6 @@ class TrainingLoop:
         finally:
             if self.stepper.holds_graphs:
                 free_cached_memory(self.device)
-
-    def _held_out_sums(self, together: list[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """The sums of each batch; where there is no room beside CUDA graphs, the graphs go."""
-        try:
-            return self.stepper.evaluate(together)
-        except RuntimeError as error:
-            if not (self.stepper.holds_graphs and self.stepper.alike.is_alone and is_out_of_memory(error)):
-                raise
-        self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
-        return self._held_out_sums(together)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.

@@ -54,6 +54,7 @@ from .loop import TrainingLoop
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
+from .reference import use_reference
 from .reproducible import repeatable, verdict
 from .setup import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .snapshot import save_weights
@@ -118,8 +119,8 @@ def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> R
     console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
     if run.mesh.is_main:
         remove_leftovers(output)
-        if not all((output / name).is_file() for name in PAGES):
-            _report(job, console)
+        if missing := [name for name in PAGES if not (output / name).is_file()]:
+            _report(job, console, card=PAGES[0] in missing)
     return RunResult(output, _summary(job, measured))
 
 
@@ -171,6 +172,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     ids = torch.tensor([run.data.train[0]["input_ids"][: checks.TOKENS]], device=device)
     with no_input_casts(model, run.machine.compute_dtype):
         results, report = _make_ready(run, model, loop, ids, console)
+        if run.method.reference:
+            results["reference"] = use_reference(run, loop, console)
         before = _answers(run, loop)
         with divided(model, run.mesh):
             _train(job, loop, console)
@@ -347,10 +350,11 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
     return {"model_reload": checks.model_reload(model, folder)}
 
 
-def _report(job: OpenRun, console: Console) -> None:
+def _report(job: OpenRun, console: Console, card: bool = True) -> None:
     from halfbyte.report import write_card, write_report
 
-    write_card(job.output)
+    if card:
+        write_card(job.output)
     report = write_report(job.output)
     saved = job.output / saved_in(job.prepared.config)
     console.print(one_line(f"saved: {saved} · report: {report}"), soft_wrap=True)
