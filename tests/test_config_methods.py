@@ -1,5 +1,8 @@
 """Keys of methods of training: whose they are, their defaults there, and other tools' names for them."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from halfbyte import notices
@@ -131,9 +134,16 @@ def test_axolotls_fields_of_pairs_are_columns():
     assert config.dataset_format == "auto"
 
 
+def test_the_page_names_every_key_of_its_methods():
+    page = (Path(__file__).parents[1] / "docs/preference.md").read_text()
+    named = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page, re.MULTILINE))
+    assert set(named) == {name for name, method in METHODS.items() if method.rows in ("pairs", "unpaired")}
+    for method, keys in named.items():
+        assert set(re.findall(r"`(\w+)`", keys)) == set(keys_of(method))
+
+
 def test_the_methods_that_rows_name_take_them():
     """What `data` says of rows that fit another method is what the methods say of themselves."""
-    for method in METHODS.values():
-        assert method.rows in METHODS_FOR
+    assert set(METHODS) == {"sft", *DEFAULTS}
     for name, method in METHODS.items():
         assert name in METHODS_FOR[method.rows].replace(",", "").split()

@@ -134,6 +134,16 @@ def test_what_cannot_be_had_is_refused_until_somebody_decides(write, line, said)
     assert said in str(caught.value)
 
 
+def test_a_file_for_preferences_keeps_its_method(write):
+    """LLaMA-Factory says method and loss in two keys, and dpo with a share of likelihood is two losses here."""
+    theirs = "stage: dpo\nmodel_name_or_path: m\ndataset: d\npref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.5\n"
+    imported = convert(write(theirs))
+    assert imported.undecided == {}
+    config = load_config(write(imported.as_yaml(), "ours.yaml"))
+    assert (config.method, config.beta, config.learning_rate) == ("dpo", 0.2, 5e-5)
+    assert (config.loss_type, config.loss_weights) == (["hinge", "sft"], [1.0, 0.5])
+
+
 @pytest.mark.parametrize("line", ["rl: ppo", "stage: ppo", "stage: [a]", "process_reward_model: true"])
 def test_another_method_is_not_imported(write, line):
     """A file that asks for PPO does not become one that trains something else (64)."""

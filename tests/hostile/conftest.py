@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,13 @@ from halfbyte.files import cache_folder
 
 HERE = Path(__file__).parent
 SOURCE = Path(halfbyte.__file__).parents[1]
+
+
+def pytest_collection_modifyitems(items):
+    """Those of `make test` go to one process of xdist: the stage costs more to start than many a case."""
+    for item in items:
+        if HERE in item.path.parents and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group("stage"))
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +50,16 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def stage(environment):
-    stage = Stage(environment)
+def stage(environment, tmp_path_factory):
+    """Its children's disk can be full, where there is a compiler: see `full_disk.c`."""
+    preload = {}
+    if shutil.which("cc"):
+        shim = tmp_path_factory.mktemp("shim") / "full_disk.so"
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-O1", str(HERE / "full_disk.c"), "-o", str(shim), "-ldl"], check=True
+        )
+        preload = {"LD_PRELOAD": str(shim)}
+    stage = Stage(environment | preload)
     yield stage
     stage.close()
 
@@ -66,8 +83,10 @@ def base(stage, environment, tmp_path_factory):
 
             make_common(folder)
             modules = run("model", call="hostile_inputs:make_model")
+            stage.import_all(modules)
             keys = ["output_dir=run", "max_steps=4", "save_steps=2", "eval_split_size=2", "lora_dropout=0.1"]
             modules += run("train", "run.yaml", *keys)
+            stage.import_all(modules)
             killed = {"signal": "SIGKILL", "when": "stopped/checkpoint-4", "environment": environment}
             ended = stage.run(["train", "run.yaml", *STOPPED.split()], folder, scratch, **killed)
             assert ended.code == -9, ended.err.decode()

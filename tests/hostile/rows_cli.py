@@ -1,6 +1,6 @@
 """The command line itself: options, encodings, closed streams, the environment."""
 
-from hostile import Case
+from hostile import Case, some
 from rows_config import both
 
 SHOWN = ("check run.yaml", "preview run.yaml")
@@ -29,7 +29,9 @@ ROWS = [
     Case("+ a misspelt key", both("learning_rat=1"), says="learning_rat", fix="learning_rate"),
     Case("+ a key without a value", both("learning_rate"), code=(1, 2), says="learning_rate"),
     Case("+ a misspelt file", ("check runn.yaml", "train runn.yaml"), says="runn.yaml", fix="run.yaml"),
-    *[Case(f"74 stdout in {name}", SHOWN, code=0, environment={"PYTHONIOENCODING": name}) for name in OLD_TERMINALS],
+    *some(
+        Case(f"74 stdout in {name}", SHOWN, code=0, environment={"PYTHONIOENCODING": name}) for name in OLD_TERMINALS
+    ),
     Case(
         "74 training on a terminal in ASCII",
         "train run.yaml",

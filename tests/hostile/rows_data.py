@@ -2,7 +2,7 @@
 
 import json
 
-from hostile import Case, Link, fifo, mode
+from hostile import Case, Link, fifo, later, mode
 from hostile_inputs import DATA
 from rows_config import both
 
@@ -35,13 +35,15 @@ ROWS = [
         never=("closest existing",),
     ),
     Case("24 a dataset of a hub that is away", both("dataset=tatsu-lab/alpaca"), says="tatsu-lab/alpaca"),
-    Case(
-        "24 a dataset of a hub that refuses",
-        "check run.yaml dataset=tatsu-lab/alpaca",
-        says="tatsu-lab/alpaca",
-        environment={"HF_HUB_OFFLINE": None, "HF_ENDPOINT": "http://127.0.0.1:9"},
-        wishes={"fresh": True},
-        seconds=9,
+    *later(
+        Case(
+            "24 a dataset of a hub that refuses",
+            "check run.yaml dataset=tatsu-lab/alpaca",
+            says="tatsu-lab/alpaca",
+            environment={"HF_HUB_OFFLINE": None, "HF_ENDPOINT": "http://127.0.0.1:9"},
+            wishes={"fresh": True},
+            seconds=9,
+        ),
     ),
     Case(
         "25 a column twice", both("dataset=d.csv"), says="prompt", files={"d.csv": "prompt,prompt,completion\na,b,c\n"}

@@ -188,4 +188,25 @@ ROWS = [
         files=lines({"messages": ASKED, "label": True}),
     ),
     Case("+ several losses of KTO's", kto("'loss_type=[kto, kto]'"), says="it takes one", fix="method: dpo"),
+    # Margins of reward models.
+    Case(
+        "+ a margin of NaN",
+        both("method=reward"),
+        says=("data.jsonl:1", "'margin'", "nan"),
+        files=data(json.dumps(pair(margin=float("nan"))) + "\n"),
+    ),
+    Case("+ a margin as text", both("method=reward"), says=("data.jsonl:1", "'margin'"), files=lines(pair(margin="2"))),
+    Case(
+        "+ a row without margin",
+        both("method=reward"),
+        says=("data.jsonl:2", "'margin'"),
+        files=lines(pair(margin=2), pair()),
+    ),
+    Case(
+        "+ a file without margins",
+        both("method=reward 'dataset=[data.jsonl, b.jsonl]'"),
+        says="b.jsonl has no column margin",
+        files={**lines(pair(margin=2)), "b.jsonl": json.dumps(pair()) + "\n"},
+    ),
+    Case("+ beta of a reward model", both("method=reward beta=0.1"), says="beta: 0.1", fix="remove it"),
 ]

@@ -44,6 +44,6 @@ def _id(backend, case):
     return "-".join([backend, *[getattr(part, "__name__", str(part)).rsplit(".", 1)[-1] for part in parts]])
 
 
-def loaded(module, backend, monkeypatch, folder, runner):
+def loaded(module, backend, monkeypatch, runner):
     """A module of CUDA kernels as `backend` runs it; `runner` is C++ for `emulate`."""
-    return emulate(module, monkeypatch, folder, runner) if backend == "emulated" else module
+    return emulate(module, monkeypatch, runner) if backend == "emulated" else module

@@ -2,9 +2,12 @@
 
 import contextlib
 import ctypes
+import functools
 import hashlib
+import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ import torch
 from halfbyte.kernels import device
 from halfbyte.kernels.cuda import nvrtc
 
-EMULATION = Path(__file__).parent / "emulation"
+SOURCES, EMULATION = nvrtc.FOLDER, Path(__file__).parent / "emulation"
+FLAGS = ["-std=c++17", "-O1", "-w", "-fPIC"]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
@@ -23,28 +27,38 @@ def on_hopper(monkeypatch, multiprocessors=3):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
-def built(name, constants, folder, runner=""):
+@functools.cache
+def workshop():
+    """This process's folder of sources and of what was built of them, with the standard headers compiled once."""
+    made = tempfile.TemporaryDirectory(prefix="emulated-")
+    sources = Path(made.name, "sources")
+    sources.mkdir()
+    for name, source in {path.name: path for path in (*SOURCES.glob("*.cu*"), *EMULATION.iterdir())}.items():
+        (sources / name).symlink_to(source)
+    headers = re.findall(r"^#include <.*", (EMULATION / "warp.cuh").read_text(), re.MULTILINE)
+    standard = sources / "standard.h"
+    standard.write_text("\n".join(headers))
+    subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(standard), "-o", f"{standard}.gch"], check=True)
+    return made, sources
+
+
+def built(name, constants, runner=""):
     """`<name>.cu` and C++ that runs it, compiled for a CPU: the folder's headers, but for those that emulation has."""
-    sources = folder / "sources"
-    sources.mkdir(exist_ok=True)
-    for source in (*nvrtc.FOLDER.glob("*.cu*"), *EMULATION.iterdir()):
-        link = sources / source.name
-        link.unlink(missing_ok=True)
-        link.symlink_to(source)
+    sources = workshop()[1]
     key = hashlib.sha256(repr((name, constants, runner)).encode()).hexdigest()[:16]
-    library = folder / f"{key}.so"
+    library = sources / f"{key}.so"
     if not library.exists():
         (sources / f"{key}.cpp").write_text(f'#include "{name}.cu"\n{runner}')
-        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(f"-D{k}={v}" for k, v in constants.items())]
-        subprocess.run(["g++", *flags, str(sources / f"{key}.cpp"), "-o", str(library)], check=True)
+        flags = [*FLAGS, "-include", str(sources / "standard.h"), *(f"-D{k}={v}" for k, v in constants.items())]
+        subprocess.run(["g++", *flags, "-shared", str(sources / f"{key}.cpp"), "-o", str(library)], check=True)
     return library
 
 
-def image_of(folder, runner=""):
+def image_of(runner=""):
     """What stands in for `nvrtc.cubin`: the code is a library's path."""
 
     def cubin(name, capability, constants, structs=()):
-        library = built(name, constants, folder, runner)
+        library = built(name, constants, runner)
         return nvrtc.Image(library, *nvrtc.checked(nvrtc.exported(library.read_bytes()), name, structs))
 
     return cubin
@@ -61,18 +75,17 @@ class Emulated:
         self.run(blocks, threads, self.size, *[ctypes.byref(argument) for argument in arguments])
 
 
-def emulate(module, monkeypatch, folder, runner):
+def emulate(module, monkeypatch, runner):
     """Let the kernels of `module` run here, on three multiprocessors of a Hopper GPU.
 
     Args:
         module: of halfbyte.kernels.cuda, with a cached `_kernel` that takes `cubin` to `Kernel`.
-        folder: to compile in, and to find again what was compiled there before.
         runner: C++ of `run(blocks, threads, bytes, *pointers to the arguments)`, or of `run_NAME` for each kernel.
     """
     for name in ("_kernel", "_image"):
         if cached := getattr(module, name, None):
             monkeypatch.setattr(module, name, getattr(cached, "__wrapped__", cached))
     monkeypatch.setattr(module, "Kernel", Emulated)
-    monkeypatch.setattr(module, "cubin", image_of(folder, runner))
+    monkeypatch.setattr(module, "cubin", image_of(runner))
     on_hopper(monkeypatch)
     return module

@@ -88,9 +88,9 @@ def test_numbers_in_bf16_are_kept_as_torch_rounds_them(native):
 
 
 @pytest.fixture
-def runner(monkeypatch, tmp_path):
+def runner(monkeypatch):
     """Makes what runs a stack on emulated warps, on three multiprocessors, in blocks of a given shape."""
-    loaded(decode_layers, "emulated", monkeypatch, tmp_path, RUN)
+    loaded(decode_layers, "emulated", monkeypatch, RUN)
 
     def of(blocks):
         def run_of(hidden, stack):

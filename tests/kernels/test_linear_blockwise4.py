@@ -80,8 +80,8 @@ SHAPES = [
 
 
 @cases(("module", "blocks", "batch", "blocksize", "shape", "dtype", "nested", "rank"), emulated=EMULATED, hopper=SHAPES)
-def test_block_shapes(monkeypatch, tmp_path, backend, module, blocks, batch, blocksize, shape, dtype, nested, rank):
-    loaded(module, backend, monkeypatch, tmp_path, RUN[module])
+def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, shape, dtype, nested, rank):
+    loaded(module, backend, monkeypatch, RUN[module])
     weight = arguments(*shape, "nf4" if nested else "fp4", blocksize, nested, DEVICES[backend])
     function = partial(kernel(module), blocks=module.Blocks(*blocks))
     check(function, batch, weight, shape[1], dtype, bias=batch != 1, rank=rank)
@@ -184,9 +184,9 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module, batch):
 
 
 @cases("module", emulated=list(RUN))
-def test_blocks_fit_a_multiprocessor(monkeypatch, tmp_path, backend, module):
+def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
     """The largest of each kernel; as many groups as there are tiles; as few blocks as end at the same time."""
-    loaded(module, backend, monkeypatch, tmp_path, RUN[module])
+    loaded(module, backend, monkeypatch, RUN[module])
     sizes = (16, 256, 1024, 4096, 14336, 28672, 131072)
     if module is gemv4_row:
         built = [

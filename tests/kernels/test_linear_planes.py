@@ -124,9 +124,9 @@ HOPPER = [
 
 
 @cases(("module", "spec", "shape", "batch", "dtype", "blocks", "bias"), emulated=EMULATED, hopper=HOPPER)
-def test_block_shapes(monkeypatch, tmp_path, backend, module, spec, shape, batch, dtype, blocks, bias):
+def test_block_shapes(monkeypatch, backend, module, spec, shape, batch, dtype, blocks, bias):
     launcher = gemm4 if module is gemm_planes else module
-    loaded(launcher, backend, monkeypatch, tmp_path, RUN[launcher])
+    loaded(launcher, backend, monkeypatch, RUN[launcher])
     too_large = module is gemv_planes_row and backend == "hopper"  # one of these for 5 bits
     with contextlib.suppress(Unavailable) if too_large else contextlib.nullcontext():
         check(module, weight_of(spec, *shape, DEVICES[backend]), batch, dtype, blocks, bias)
@@ -206,9 +206,9 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module):
 
 
 @cases("module", emulated=[gemv_planes])
-def test_blocks_fit_a_multiprocessor(monkeypatch, tmp_path, backend, module):
+def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
     """Warps, which take the shared memory, are as many for all numbers of rows; the largest are compiled."""
-    loaded(module, backend, monkeypatch, tmp_path, RUN[module])
+    loaded(module, backend, monkeypatch, RUN[module])
     for bits in (2, 3, 4, 5, 8):
         for batch in (1, 2, 4, 8, 16):
             shapes = [module.blocks_for(bits, rows, batch, 132) for rows in (32, 256, 4096, 14336, 131072)]

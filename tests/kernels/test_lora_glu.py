@@ -64,13 +64,8 @@ def on(*backends):
     return pytest.mark.parametrize("backend", [pytest.param(each, marks=MARKS[each]) for each in backends])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("built")
-
-
 @pytest.fixture
-def kernels(backend, monkeypatch, folder, request):
+def kernels(backend, monkeypatch, request):
     """The op's functions, by Triton's kernels or CUDA's."""
     if backend in ("gpu", "interpret"):
         return triton
@@ -79,7 +74,7 @@ def kernels(backend, monkeypatch, folder, request):
         warps, stages = blocks or (4, 2)
         for name in ("FORWARD", "BACKWARD"):
             monkeypatch.setattr(cuda, name, cuda.Blocks(warps, 1, stages))
-    loaded(cuda, backend, monkeypatch, folder, RUN)
+    loaded(cuda, backend, monkeypatch, RUN)
     functions = {"lora_glu": cuda.forward, "lora_glu_float8": cuda.forward, "lora_glu_backward_": cuda.backward_}
     return type("Cuda", (), functions | {"lora_glu_backward_float8": cuda.backward_float8})
 

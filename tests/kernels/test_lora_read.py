@@ -66,15 +66,10 @@ def check(found, tensors, factors, scalings, low, slot, columns):
 LARGE = [(2000, (4096, 1024, 1024), (16, 16, 16)), (1111, (4096,), (16,)), (700, (1000, 14336), (0, 8))]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("built")
-
-
 @pytest.fixture
-def run(backend, monkeypatch, folder):
+def run(backend, monkeypatch):
     """The kernel, and nothing in its place, as it is compared."""
-    loaded(kernels, backend, monkeypatch, folder, RUN)
+    loaded(kernels, backend, monkeypatch, RUN)
     if backend == "emulated":
         monkeypatch.setattr(kernels, "BLOCKS", kernels.Blocks(4, 1, 2))
     notices.forget()
@@ -131,8 +126,8 @@ def test_what_is_not_a_number_counts_as_infinite(run, backend):
 
 
 @backends("emulated")
-def test_without_nvrtc_products_are_of_their_own(backend, monkeypatch, folder):
-    loaded(kernels, backend, monkeypatch, folder, RUN)
+def test_without_nvrtc_products_are_of_their_own(backend, monkeypatch):
+    loaded(kernels, backend, monkeypatch, RUN)
 
     def no_nvrtc(*_):
         raise Unavailable("no NVRTC")

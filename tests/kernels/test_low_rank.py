@@ -38,11 +38,11 @@ def check(function, batch, columns, rank, dtype, masked, device="cpu"):
         for dtype in (BF16, FP16) for masked in (False, True)
     ],
 )  # fmt: skip
-def test_products(monkeypatch, tmp_path, backend, batches, sizes, dtype, masked):
+def test_products(monkeypatch, backend, batches, sizes, dtype, masked):
     if backend == "emulated":
         monkeypatch.setattr(low_rank, "SPLIT", 4)
         monkeypatch.setattr(low_rank, "WARPS", 2)
-    loaded(low_rank, backend, monkeypatch, tmp_path, RUN)
+    loaded(low_rank, backend, monkeypatch, RUN)
     for batch in batches:
         for columns, rank in sizes:
             check(low_rank.gemm, batch, columns, rank, dtype, masked, DEVICES[backend])

@@ -45,7 +45,7 @@ def test_the_first_error_is_told_whole():
 def cache(monkeypatch, tmp_path):
     """A cache folder, and the sources that were compiled into it."""
     compiled = []
-    image = built("low_rank", {"SPLIT": 4, "WARPS": 2, "BF16": 1}, tmp_path).read_bytes()
+    image = built("low_rank", {"SPLIT": 4, "WARPS": 2, "BF16": 1}).read_bytes()
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
     monkeypatch.setattr(nvrtc, "_version", lambda: (13, 0))
     monkeypatch.setattr(nvrtc, "compiled", lambda files, options: compiled.append((files, options)) or image)
@@ -96,8 +96,8 @@ def test_structs_are_compared_with_python_s(cache):
         ("gemm4", GEMV4 | {"GROUPS": 1, "NT": 2}, [gemv4.Weight, gemm4._Term]),
     ],
 )
-def test_layouts(tmp_path, name, constants, structs):
-    layout = nvrtc.exported(built(name, constants, tmp_path).read_bytes())
+def test_layouts(name, constants, structs):
+    layout = nvrtc.exported(built(name, constants).read_bytes())
     assert layout[2:] == [ctypes.sizeof(each) for each in structs]
     assert layout[0] <= HOPPER_SHARED_BYTES
     grown = type("Grown", (structs[-1],), {"_fields_": (("more", ctypes.c_uint64),)})

@@ -55,7 +55,7 @@ class Rollouts:
     """The engine of a model; it keeps its pages, and on a CUDA device its graphs, from one call to the next.
 
     Args:
-        model: a causal LM, or a PeftModel around one; not changed, and never in training mode meanwhile.
+        model: a causal LM, or a PeftModel around one; not changed; dropout is off.
         rows: completions under way at once, at most.
         memory_gib: that pages may take; None: what the rows of a call need, at most 80% of what is free on a GPU, or
             half of it on a CPU.

@@ -48,7 +48,7 @@ class Head:
 
     def __call__(self, products: Tensor) -> Tensor:
         """The logits of X Wᵀ, in fp32."""
-        logits = products.float() * self.scale
+        logits = products.float() if self.scale == 1 else products.float() * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
