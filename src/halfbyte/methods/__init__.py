@@ -12,7 +12,7 @@ METHODS: dict[str, Method] = {"sft": SupervisedFineTuning()}
 
 
 def method_of(config: RunConfig) -> Method:
-    """The method that a run asks for.
+    """The method that a run asks for, with the keys of that run.
 
     Raises:
         ConfigError: there is none of that name.
@@ -20,7 +20,7 @@ def method_of(config: RunConfig) -> Method:
     if config.method not in METHODS:
         known = ", ".join(sorted(METHODS))
         raise ConfigError(f"method: there is no {config.method!r}", f"one of {known}")
-    return METHODS[config.method]
+    return METHODS[config.method].of(config)
 
 
 __all__ = ["METHODS", "Method", "Metric", "Numbers", "method_of"]

@@ -82,6 +82,10 @@ class Method(ABC):
     numbers = Numbers()
     columns: tuple[str, ...] = ()
 
+    def of(self, config: RunConfig) -> Method:
+        """This method as `config` asks for it: a method with keys of its own gives one that has read them."""
+        return self
+
     def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
         """The rows of a run, and what became of its data."""
         from ..data.prepare import prepare

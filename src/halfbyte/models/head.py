@@ -180,6 +180,57 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     return log_probs, torch.cat(likeliest) == wanted
 
 
+def log_probs_at(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    at: Tensor,
+    wanted: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Differentiable log-probabilities of chosen tokens, without full logits and without waiting for a device.
+
+    The head computes nothing but the positions that are asked about. Like `causal_lm_loss` it does not go through
+    `model.forward`.
+
+    Args:
+        model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`.
+        inputs: of the model; `input_ids` [B, T] and more.
+        at: int64 [N], positions in the flattened [B·T] batch; the token behind each is asked about.
+        wanted: int64 [N], those tokens; -100 where nothing is asked, whose log-probability is 0.
+        temperature: logits are divided by it.
+        entropy, entropy_grad: see `linear_log_probs`.
+
+    Returns:
+        log-probabilities fp32 [N]; entropies [N] in nats, or None.
+
+    Raises:
+        ModelError: the head is divided among processes.
+    """
+    if causal_lm_of(model) in _divided:
+        raise ModelError("no gradient goes through a head divided among processes", "use parallel: {data: N}")
+    inputs = backbone_inputs(model, inputs)
+    head, causal_lm = _head_of(model, inputs), causal_lm_of(model)
+    entropy = entropy or entropy_grad
+    if isinstance(head, str):
+        notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
+        logits = model(**inputs, use_cache=False).logits.flatten(0, -2)[at].float() / temperature
+        log_probs = -F.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORE_INDEX)
+        return log_probs, _entropies(logits, entropy_grad) if entropy else None
+    hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, -2)[at]
+    weight = causal_lm.get_output_embeddings().weight
+    how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "entropy_grad": entropy_grad}
+    return linear_log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale, **how)
+
+
+def _entropies(logits: Tensor, differentiable: bool) -> Tensor:
+    """[N] of logits [N, V], in nats."""
+    found = torch.distributions.Categorical(logits=logits).entropy()
+    return found if differentiable else found.detach()
+
+
 def divide_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None:
     """Leave this process its rows of the head's weight and of the embedding's, which may be one; it loses the others.
 
