@@ -81,7 +81,8 @@ def check_option(word: str, options: Collection[str]) -> None:
     """
     from ..config.aliases import HINTS
     from ..config.foreign import foreign_names
-    from ..config.schema import RunConfig, nearest
+    from ..config.schema import RunConfig
+    from ..config.section import nearest
 
     key = word.removeprefix("--").partition("=")[0].replace("-", "_")
     if word.startswith("--") and (key in RunConfig.model_fields or key in foreign_names() or key in HINTS):

@@ -5,13 +5,17 @@ Every rule gives the key to change, what is wrong, and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ..words import brief
+from .methods import DEFAULTS, LOSS_METHODS, LOSS_TYPES, OF_DIFFERENCES, methods_of
+from .section import nearest
 from .yaml import dump_value
 
 if TYPE_CHECKING:
-    from .schema import QuantizationSection, RunConfig, Section
+    from .schema import QuantizationSection, RunConfig
+    from .section import Section
 
 Contradiction = tuple[str, str, str]
 FOUR_BIT = ("bnb_4bit_quant_type", "bnb_4bit_blocksize", "bnb_4bit_use_double_quant")
@@ -78,6 +82,57 @@ def in_run(config: RunConfig) -> Iterator[Contradiction]:
         yield from _in_full_fine_tuning(config)
     if config.parallel != "auto":
         yield from _in_parallel(config)
+    if config.method in ("sft", *DEFAULTS):
+        yield from _of_other_methods(config)
+        yield from _in_losses(config)
+
+
+def _of_other_methods(config: RunConfig) -> Iterator[Contradiction]:
+    chosen = _said(config, "method")
+    for key, field in type(config).model_fields.items():
+        methods = methods_of(field)
+        if methods and config.method not in methods and key in config.model_fields_set and not _is_default(config, key):
+            wrong = f"{_said(config, key)} has no meaning with {chosen}: it is of {', '.join(methods)}"
+            yield key, wrong, f"remove it, or set method: {methods[0]}"
+    if config.method != "sft" and config.dataset_format != "auto":
+        wrong = f"{_said(config, 'dataset_format')} with {chosen}: it is of the rows of method: sft"
+        yield "dataset_format", wrong, "remove it: rows are recognised by their columns, see column_mapping"
+
+
+def _in_losses(config: RunConfig) -> Iterator[Contradiction]:
+    """`loss_type` and the keys that only some losses know."""
+    types = [config.loss_type] if isinstance(config.loss_type, str) else config.loss_type or []
+    known, chosen = LOSS_TYPES.get(config.method, ()), _said(config, "method")
+    for name in types:
+        if name not in known:
+            yield "loss_type", f"loss_type: {chosen} has no {brief(name)}", _instead(name, known)
+    if len(types) > 1 and config.method != "dpo":
+        yield "loss_type", f"{_said(config, 'loss_type')} with {chosen}: it takes one", "several are of method: dpo"
+    if config.loss_weights is not None and len(config.loss_weights) != len(types):
+        wrong = f"{_said(config, 'loss_weights')} beside {_said(config, 'loss_type')}: not as many"
+        yield "loss_weights", wrong, "give a weight for each loss type"
+    if config.beta == 0 and config.method in LOSS_TYPES:
+        yield "beta", f"{_said(config, 'beta')} with {chosen}: rewards would all be 0", "give a number above 0"
+    if "exo_pair" in types and not config.label_smoothing:
+        yield "loss_type", "loss_type: exo_pair needs label_smoothing above 0", "set it to 1e-3, as the EXO paper does"
+    others = [name for name in types if name not in OF_DIFFERENCES]
+    if config.f_divergence_type != "reverse_kl" and others:
+        wrong = f"{_said(config, 'f_divergence_type')} with loss_type: {others[0]}, which is not of a difference"
+        yield "f_divergence_type", wrong, f"remove it, or take one of {', '.join(OF_DIFFERENCES)}"
+    sorting = [name for name in types if name.startswith("aot")]
+    if config.use_weighting and sorting:
+        wrong = f"use_weighting: true with loss_type: {sorting[0]}: it sorts answers, so no weight is a pair's"
+        yield "use_weighting", wrong, "remove it, or take another loss type"
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    """The fix for a loss type that the method does not have: the method that has it, or the nearest of its own."""
+    others = [f"method: {method}" for method, names in LOSS_TYPES.items() if name in names]
+    elsewhere = LOSS_METHODS.get(name) or next(iter(others), "")
+    if elsewhere:
+        return f"set {elsewhere}"
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else f"one of {', '.join(known)}" if known else "remove it"
 
 
 def _in_recipe(config: RunConfig) -> Iterator[Contradiction]:

@@ -18,7 +18,9 @@ from ..notices import notice
 from ..words import brief
 from .aliases import HINTS
 from .foreign import Ignored, Mapped, Refused, foreign_names, overruled, translate
-from .schema import RunConfig, Section, nearest
+from .methods import defaults_of
+from .schema import RunConfig
+from .section import Section, nearest
 from .yaml import Located, dump_value, parse_scalar, read_mapping
 
 MOST_PROBLEMS = 20
@@ -47,6 +49,10 @@ def load_config(
     else:
         written = _parse_overrides(list(overrides or ()))
     config = _validated(RunConfig, (given, written), defaults or {})
+    if defaults_of(config.method) and "learning_rate" not in config.model_fields_set:
+        trained = "adapters" if config.use_peft else "all weights"
+        rate = f"learning_rate: {config.learning_rate:g}, the default of method: {config.method} for {trained}"
+        notice("learning_rate", rate)
     if config.eval_steps is not None and not (config.eval_dataset or config.eval_split_size):
         notice(
             "eval_steps", "eval_steps has no effect: there is no held-out data (set eval_split_size or eval_dataset)"
@@ -189,7 +195,7 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
     elif origin is Literal:
         yield from map(str, arguments)
     elif origin is list:
-        yield "a list of text"
+        yield f"a list of {'numbers' if float in arguments else 'text'}"
     elif origin is dict:
         yield f"a mapping from {' or '.join(_in_words(arguments[0]))} to {' or '.join(_in_words(arguments[1]))}"
     else:

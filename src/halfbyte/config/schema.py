@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..errors import ConfigError
 from ..optim import OPTIMIZERS
 from ..words import brief
 from .contradictions import Contradiction, in_run, in_storage
+from .methods import WITH_DEFAULTS, PreferenceSection, defaults_of
+from .section import Section, contradiction, nearest
 from .yaml import dump_value, read_patterns
 
 SCHEDULES = (
@@ -31,49 +31,6 @@ Level = Literal[  # see memory.levels
 Axis = Literal["data", "shard", "tensor", "pipeline", "context"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Scale = Annotated[float, Field(ge=1e-8)]  # with less no gradient reaches an adapter
-LARGEST = 2**31 - 1  # of any number but the seed: what counts beyond it cannot be meant, and libraries overflow
-
-
-class Section(BaseModel):
-    """Keys that belong together; unknown ones, values of another type and contradictions are refused."""
-
-    model_config = ConfigDict(
-        extra="forbid", protected_namespaces=(), validate_assignment=True, strict=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _paths_as_text(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-    @field_validator("target_modules", "dataset", "eval_dataset", "quantization", "parallel", check_fields=False)
-    @classmethod
-    def _not_empty(cls, value: Any) -> Any:
-        if value is not None and not value:
-            raise PydanticCustomError("empty", "must name at least one, not {value}", {"value": repr(value)})
-        return value
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _small_enough(cls, value: Any, info: Any) -> Any:
-        numbers = value.values() if isinstance(value, Mapping) else [value]
-        too_large = [each for each in numbers if isinstance(each, int | float) and abs(each) > LARGEST]
-        if too_large and info.field_name != "seed":
-            raise PydanticCustomError(
-                "limit", "must be at most {most}, not {value}", {"most": f"{LARGEST:,}", "value": brief(too_large[0])}
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> Self:
-        """Each rule names the key to change."""
-        for key, message, fix in self.contradictions():
-            raise _contradiction(key, message, fix)
-        return self
-
-    def contradictions(self) -> Iterable[Contradiction]:
-        """(key, what is wrong, fix) for each pair of keys that cannot both hold."""
-        return ()
 
 
 class ModelSection(Section):
@@ -247,7 +204,9 @@ class TrainingSection(Section):
         3, description="prompts answered before and after training: a number of held-out rows, or the prompts"
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
-    method: str = Field("sft", description="what is trained for: sft is supervised fine-tuning")
+    method: str = Field(
+        "sft", description="what is trained for: sft is supervised fine-tuning; see `Preference training`"
+    )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(42, description="seeds data order, adapters and dropout")
     deterministic: bool = Field(
         False,
@@ -281,31 +240,29 @@ def _mixture_in(path: str) -> dict[str, str]:
     try:
         found = read_patterns(path)
     except ConfigError as error:
-        raise _contradiction("quantization", f"quantization: {error.message}", fix) from error
+        raise contradiction("quantization", f"quantization: {error.message}", fix) from error
     for pattern, spec in found.items():
         if not isinstance(spec, str):
             said = f"quantization: {path} holds no mixture of formats: {pattern} is {spec!r}"
-            raise _contradiction("quantization", said, fix)
+            raise contradiction("quantization", said, fix)
     return found
 
 
-def _contradiction(key: str, message: str, fix: str) -> PydanticCustomError:
-    """What `reading.explain` says with the place of the key."""
-    return PydanticCustomError("contradiction", "{message}", {"key": key, "message": message, "fix": fix})
-
-
 SECTIONS = (
-    ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, ParallelSection,
+    ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, PreferenceSection,
+    ParallelSection,
 )  # fmt: skip
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The name most like `name`; empty where none is."""
-    return next(iter(difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1)), "")
-
-
 class RunConfig(
-    ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, ParallelSection
+    ModelSection,
+    QuantizationSection,
+    RecipeSection,
+    AdapterSection,
+    DataSection,
+    TrainingSection,
+    PreferenceSection,
+    ParallelSection,
 ):
     """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""
 
@@ -348,6 +305,11 @@ class RunConfig(
                 {"names": ", ".join(names), "value": repr(value), "near": nearest(value, names)},
             )
         return value
+
+    def fill_in(self) -> None:
+        found = defaults_of(self.method, adapter=self.use_peft)
+        for key in WITH_DEFAULTS - self.model_fields_set:
+            self.__dict__[key] = found.get(key, type(self).model_fields[key].default)  # it stays a key not given
 
     def contradictions(self) -> Iterator[Contradiction]:
         return in_run(self)
