@@ -6,7 +6,15 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
-from halfbyte.methods.policy_losses import LOSS_TYPES, Answers, Policy, divisor, gamma_weights, most_uncertain, policy_loss
+from halfbyte.methods.policy_losses import (
+    LOSS_TYPES,
+    Answers,
+    Policy,
+    divisor,
+    gamma_weights,
+    most_uncertain,
+    policy_loss,
+)
 
 ROWS, WIDTH, LONGEST = 6, 9, 12
 LENGTHS = torch.tensor([9, 1, 4, 7, 0, 3])  # one answer was masked

@@ -54,7 +54,9 @@ def test_memory():
 
 
 def test_memory_of_many_processes():
-    program = "import os, time\nfor n in range(8):\n    if os.fork() == 0: break\nkept = b'x' * (100 << 20)\ntime.sleep(60)"
+    program = (
+        "import os, time\nfor n in range(8):\n    if os.fork() == 0: break\nkept = b'x' * (100 << 20)\ntime.sleep(60)"
+    )
     assert contained(program, Limits(seconds=5, memory=256 * MIB)).ended == "memory"
 
 
@@ -65,7 +67,8 @@ def test_a_gigabyte_of_output():
 
 
 def test_a_full_disk():
-    program = "n = 0\ntry:\n    for i in range(64):\n        with open(f'/tmp/{i}', 'wb') as f: n += f.write(bytes(8 << 20))\n"
+    program = "n = 0\ntry:\n    for i in range(64):\n"
+    program += "        with open(f'/tmp/{i}', 'wb') as f: n += f.write(bytes(8 << 20))\n"
     outcome = contained(f"{program}except OSError: print('stopped', n)", Limits(seconds=5))
     assert outcome.output.startswith(b"stopped")
     assert int(outcome.output.split()[1]) <= LIMITS.temporary_bytes
@@ -97,7 +100,9 @@ def test_home_and_the_parent_s_files(tmp_path):
     if str(Path.home()) == "/root":  # its folder may be there, above the interpreter, with nothing else in it
         places.remove(Path.home())
         program = f"import os\nfor place in {[str(p) for p in places]}: print(os.path.exists(place))"
-        assert b".ssh" not in contained("import os\nprint(os.listdir('/root') if os.path.isdir('/root') else '')").output
+        assert (
+            b".ssh" not in contained("import os\nprint(os.listdir('/root') if os.path.isdir('/root') else '')").output
+        )
     assert set(contained(program).output.split()) == {b"False"}
 
 

@@ -60,7 +60,7 @@ def leave_one_out(rewards: Tensor, group: int, normalize: bool = False) -> Tenso
 
 
 def deviation(x: Tensor, dim: int) -> Tensor:
-    """The standard deviation along `dim`, which stays, over the n numbers that there are (divided by n − 1); else NaN."""
+    """The standard deviation along `dim`, which stays, over the n numbers there are (divided by n − 1; one: NaN)."""
     count = (~x.isnan()).sum(dim, keepdim=True)
     variance = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True) / (count - 1).clamp(min=1)
     return variance.sqrt().masked_fill(count <= 1, torch.nan)

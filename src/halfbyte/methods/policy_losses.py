@@ -14,7 +14,8 @@ equation 7) and A the advantage of its answer, a token's loss is
 - vespo: −sg(φ(w))·A·log π, with φ(w) = e^λ·w^k·e^(−λw) of an answer's whole ratio w (arXiv:2602.10693);
 - rloo: as grpo, of the ratio of whole answers (arXiv:2402.14740).
 
-Each is then summed over tokens, or averaged over each answer's first (`PER_ANSWER`), and divided by what `divisor` says.
+Each is then summed over tokens, or averaged over each answer's first (`PER_ANSWER`), and divided by what `divisor`
+says.
 """
 
 from __future__ import annotations

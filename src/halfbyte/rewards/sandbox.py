@@ -6,6 +6,7 @@ the memory of all its processes together, and the length of what it prints.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -98,8 +99,13 @@ def _asked(program: str, limits: Limits) -> int:
     if not python.startswith("/usr/"):
         folders.append(os.path.realpath(sys.base_prefix))
     bounds = {name: value for name, value in asdict(limits).items() if name in jail.LIMITS}
-    asked = {"program": program, "folders": folders, "command": [python, "-I", "-S"], "limits": bounds}
-    asked["temporary_bytes"] = limits.temporary_bytes
+    asked = {
+        "program": program,
+        "folders": folders,
+        "command": [python, "-I", "-S"],
+        "limits": bounds,
+        "temporary_bytes": limits.temporary_bytes,
+    }
     descriptor = os.memfd_create("asked", 0)
     os.write(descriptor, json.dumps(asked).encode())
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -130,10 +136,8 @@ def _run(program: str, given: bytes, limits: Limits) -> Outcome:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill what is left: the first process of a sandbox takes all others with it."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
