@@ -1,20 +1,26 @@
 """A step of a model in stages, on as many GPUs as there are, against data parallel over the same rows.
 
-    torchrun --nproc-per-node 2 -m benchmarks.pipelined [--json FILE] [--batches 8] [--length 2048]
+    torchrun --nproc-per-node 2 --max-restarts 8 -m benchmarks.pipelined --json FILE [SCHEDULE:CHUNKS…]
 
 For each schedule, with and without recomputing ahead of the gradient: milliseconds of a step; the share of it in which
 GPUs wait, read from CUDA events around all that stages compute; the same from the simulation, with the seconds that the
 stages were measured to take; and losses. Layers are checkpointed. Weights are random and made here.
+
+A schedule that takes longer than `--limit` seconds ends its processes; torchrun starts them again, for what is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
+import itertools
+import json
 import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +43,8 @@ from halfbyte.train.pipelined import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 
 MODEL, SFT = "llama-3.1-8b", METHODS["sft"]
-KINDS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-1p", 2), ("zb-v", 2))
+KINDS = ("1f1b:1", "interleaved:2", "interleaved:4", "zb-1p:2", "zb-v:2")
+STEPS, WATCHED = 6, 5
 
 
 class Clock:
@@ -111,8 +118,8 @@ def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[
     stepper = PipelinedStepper(sums, ["loss"], SFT.blank, around, line, stages)
     count = torch.full((), float(len(batches) * (batches[0]["labels"].shape[1] - 1)), device=device)
     step = step_of(mesh, model, stepper, batches, count)
-    mesh.wait()
-    found = timed(step, sum(batch["input_ids"].numel() for batch in batches))
+    _settle(mesh)
+    found = timed(step, sum(batch["input_ids"].numel() for batch in batches), STEPS)
     measured = _watched(mesh, line, stepper, batches, count)
     sizes = [len(part) for part in parts]
     whole.restore()
@@ -121,17 +128,29 @@ def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[
             "losses": found["losses"]}  # fmt: skip
 
 
-def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[str, Tensor]], count: Tensor) -> Any:
-    """Idle share of a step's forwards and backwards, by events and by the simulation with the same seconds."""
-    line.watch = clock = Clock()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _settle(mesh: Mesh) -> None:
+    """Nothing is collected in the steps to come: one process that does lets the others wait."""
+    gc.collect()
+    gc.freeze()
     mesh.wait()
-    begin.record()
-    stepper(batches, count)
-    end.record()
-    spans = clock.read()
-    took = mesh.max(begin.elapsed_time(end))
+
+
+def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[str, Tensor]], count: Tensor) -> Any:
+    """Idle share of the forwards and backwards of the step that took the median time of a few, by events and by the
+    simulation with the same seconds."""
+    line.watch = clock = Clock()
+    steps = []
+    for _ in range(WATCHED):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        mesh.wait()
+        begin.record()
+        stepper(batches, count)
+        end.record()
+        spans = clock.read()
+        steps.append((mesh.max(begin.elapsed_time(end)), spans))
     del line.watch
+    steps.sort(key=lambda step: step[0])
+    took, spans = steps[WATCHED // 2]
     busy = sum(sum(each) for each in spans.values())
     every = {key: values for own in mesh.gather(spans) for key, values in own.items()}
     means = {key: sum(values) / len(values) for key, values in every.items()}
@@ -144,6 +163,7 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
         "idle": 1 - sum(mesh.gather(busy)) / (took * mesh.size),
         "simulated_idle": simulated.idle,
         "forwards_and_backwards_ms": took,
+        "of_all_watched_ms": [step[0] for step in steps],
         "simulated_ms": simulated.seconds,
         "stage_ms": [[each.forward, each.backward - each.again, each.again] for each in seconds],
     }
@@ -160,40 +180,59 @@ def data_parallel(mesh: Mesh, model: Any, batches: list[dict[str, Tensor]]) -> d
     own = batches[mesh.rank :: mesh.size]
     count = torch.full((), float(len(batches) * (batches[0]["labels"].shape[1] - 1)), device=device)
     step = step_of(rows, model, Stepper(sums), own, count)
-    mesh.wait()
-    found = timed(step, sum(batch["input_ids"].numel() for batch in batches))
+    _settle(mesh)
+    found = timed(step, sum(batch["input_ids"].numel() for batch in batches), STEPS)
     return {"step_ms": mesh.max(found["ms"]), "peak_gib": mesh.gather(found["peak_gib"]), "losses": found["losses"]}
+
+
+def tried(mesh: Mesh, results: Results) -> list[tuple[str, int]]:
+    """What was begun before a restart; what was found then is among `results` again."""
+    if results.path and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and Path(results.path).exists():
+        results.found |= json.loads(Path(results.path).read_text())
+    return mesh.from_main([(each["schedule"], each["ahead"]) for each in results.found.get("begun", [])])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("schedules", nargs="*", default=KINDS, metavar="SCHEDULE:CHUNKS")
     parser.add_argument("--json")
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--model", default=MODEL)
     given = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with present_mesh(kind="cuda") as mesh:
         mesh, results = mesh.laid_out(Parallel(pipeline=mesh.size)), Results(mesh, given.json)
+        before = tried(mesh, results)
         model = build(given.model, "cuda")
         patch(model, "checkpoint")
         tokens = random_batch(given.model, given.batches, given.length, "cuda")
         batches = [{name: row[None] for name, row in zip(tokens, rows, strict=True)}
                    for rows in zip(*tokens.values(), strict=True)]  # fmt: skip
         start = {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
-        data = data_parallel(mesh, model, batches)
-        results.add("data", model=given.model, batches=given.batches, length=given.length, **data)
+        if not before:
+            shape = {"model": given.model, "batches": given.batches, "length": given.length}
+            results.add("data", **shape, **data_parallel(mesh, model, batches))
+        data_ms = mesh.from_main(results.found.get("data", [{}])[0].get("step_ms"))
         whole = Whole(model)
         clear_copies(whole.causal_lm.model)
-        for name, chunks in KINDS:
-            for ahead in (0, len(whole.layers)):
-                with torch.no_grad():
-                    for key, parameter in trained_parameters(model).items():
-                        parameter.copy_(start[key])
-                found = one(mesh, whole, Schedule(name, mesh.size, chunks), ahead, batches)
-                results.add("pipeline", of_data=data["step_ms"] / found["step_ms"], **found)
-                gc.collect()
-                torch.cuda.empty_cache()
+        for which, ahead in itertools.product(given.schedules, (0, len(whole.layers))):
+            if (which, ahead) in before:
+                continue
+            faulthandler.dump_traceback_later(given.limit, exit=True)
+            results.add("begun", schedule=which, ahead=ahead)
+            with torch.no_grad():
+                for key, parameter in trained_parameters(model).items():
+                    parameter.copy_(start[key])
+                    parameter.grad = None
+            name, _, chunks = which.partition(":")
+            found = one(mesh, whole, Schedule(name, mesh.size, int(chunks)), ahead, batches)
+            results.add("pipeline", of_data=data_ms / found["step_ms"], **found)
+            faulthandler.cancel_dump_traceback_later()
+            gc.unfreeze()
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

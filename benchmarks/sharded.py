@@ -16,6 +16,7 @@ import argparse
 import gc
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from benchmarks.common import event_us
 from benchmarks.several_gpus import Results, Training, used_bytes
 from benchmarks.step_model import empty_model, fill, random_batch, run_config, timed
 from halfbyte.config import Parallel
-from halfbyte.models.sharding import shard_model, sharded
+from halfbyte.models.copies import in_their_place
+from halfbyte.models.sharding import shard_model, sharded, trains_alike
 from halfbyte.parallel import ALONE, Mesh, present_mesh
+from halfbyte.parallel.trained import trained_units
 
 GIB = 2**30
 SEVENTY = dict(
@@ -47,8 +50,24 @@ class Sharded(Training):
     ):
         super().__init__(mesh, name, rows, length, graphs)
         shard_model(self.model, mesh, stays, on_host=on_host)
+        self.step_slices()
+
+    def step_slices(self) -> None:
+        """Have the optimizer step what the loop's would."""
+        alike = sharded(self.model) is not None and trains_alike(self.model)
+        narrow = partial(in_their_place, self.model, torch.bfloat16)
+        self.units = trained_units(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
+        self.units.adopt(self.optimizer)
         gc.collect()
         torch.cuda.empty_cache()
+
+    def step(self, together: bool) -> Tensor:
+        sums = self.stepper([self.batch], self.count)
+        sums = self.units.reduce(sums) if together else sums
+        self.units.clip(1.0)
+        self.optimizer.step()
+        self.units.stepped()
+        return sums[0] / self.count
 
     def gathered(self) -> tuple[int, int]:
         share = sharded(self.model)
@@ -204,8 +223,6 @@ class Seventy(Sharded):
         self.mesh, self.model = mesh, build_sliced(name, mesh)
         halfbyte.patch(self.model, level)
         shard_model(self.model, mesh)
-        gc.collect()
-        torch.cuda.empty_cache()
         self.batch = random_batch(name, 1, 2048, "cuda")
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
@@ -215,6 +232,7 @@ class Seventy(Sharded):
         self.stepper = Stepper(sums)
         self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True)
         self.count = torch.full((), float(2047 * mesh.size), device="cuda")
+        self.step_slices()
 
 
 def seventy(mesh: Mesh, results: Results) -> None:

@@ -411,7 +411,12 @@ def compute(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
             all weights already have it.
     """
     dtype, device = dtype or compute_dtype_of(model), next(model.parameters()).device
-    mixed = any(parameter.is_floating_point() and parameter.dtype != dtype for parameter in model.parameters())
+    # what processes step in slices is read in `dtype`, and its gradients tell that it is kept in another
+    mixed = any(
+        parameter.is_floating_point()
+        and (parameter.dtype != dtype or (parameter.requires_grad and parameter.grad_dtype != dtype))
+        for parameter in model.parameters()
+    )
     with torch.autocast(device.type, dtype=dtype, enabled=mixed and dtype != torch.float32):
         yield
 

@@ -33,6 +33,7 @@ BASE = {
     "sample_prompts": 1,
     "sample_max_new_tokens": 2,
 }
+PATIENCE = 40.0  # seconds, in which the first step must come
 EDGES: dict[Any, list] = {
     bool: [True, False],
     int: [-1, 0, 1, 2, 3, 17, 64, 1000, 10**6, 2**31 - 1, 2**32, 2**63, 10**30],
@@ -154,7 +155,8 @@ def disagreement(number: int, stage, base: Path, environment: dict[str, str]) ->
         wrong = []
         if snapshot(folder) != before:
             wrong.append("check wrote files")
-        trained = stage.run(["train", "run.yaml"], folder, scratch, environment=environment, limit=100)
+        asked = {"signal": "SIGTERM", "when": PATIENCE}  # to leave: a mutation may have two billion steps
+        trained = stage.run(["train", "run.yaml"], folder, scratch, environment=environment, limit=100, **asked)
         reached, after = first_step(folder, before), snapshot(folder)
     finally:
         shutil.rmtree(room)

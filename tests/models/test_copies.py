@@ -11,7 +11,7 @@ from peft.tuners.lora import Linear as LoraLinear
 import halfbyte
 from halfbyte.autograd import lora
 from halfbyte.models import attention
-from halfbyte.models.copies import copies_of
+from halfbyte.models.copies import copies_of, in_their_place
 from halfbyte.models.patched import NAME, patched
 
 
@@ -121,3 +121,30 @@ def test_no_copies_where_nothing_is_cast_or_differentiated(model):
     halfbyte.patch(plain.train())
     loss_and_gradients(plain, batch())
     assert not any(patched(m) for m in plain.modules() if isinstance(m, LoraLinear))
+
+
+@pytest.mark.parametrize("level", ["keep", "recompute", "checkpoint", "tiled"])
+def test_copies_in_the_place_of_factors(model, level, monkeypatch):
+    """Losses and gradients are those of fp32 factors, in fp32; copies made before are not used any more."""
+    halfbyte.patch(model, level)
+    inputs = batch()
+    expected = loss_and_gradients(model, inputs)
+    pairs = in_their_place(model, torch.bfloat16)
+    assert [factor for factor, _ in pairs] == patched(model.get_base_model().model).copies.factors
+    for factor, held in pairs:
+        factor.data = held.copy_(factor.detach())
+        factor.grad_dtype = torch.float32
+    casts = []
+    monkeypatch.setattr(lora, "cast", lambda *given, own=lora.cast: casts.append(given) or own(*given))
+    found = loss_and_gradients(model, inputs)
+    assert not casts
+    assert found[0] == expected[0]
+    assert {gradient.dtype for gradient in found[1].values()} == {torch.float32}
+    assert_same(found, expected, 1e-12)
+    assert not patched(model.get_base_model().model).copies.factors
+
+
+def test_variants_of_lora_keep_their_digits():
+    model = tiny("Llama", target_modules=["q_proj", "up_proj"], use_dora=True)
+    assert in_their_place(model, torch.bfloat16) == []
+    assert len(in_their_place(tiny("Llama", target_modules=["q_proj", "up_proj"]), torch.bfloat16)) % 4 == 0

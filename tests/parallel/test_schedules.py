@@ -1,5 +1,8 @@
 """Schedules as torch has them, and what the simulation makes of them."""
 
+from itertools import pairwise
+from random import Random
+
 import pytest
 
 from halfbyte.errors import ConfigError
@@ -48,33 +51,88 @@ def test_every_stage_computes_every_micro_batch_once(name, chunks, ranks, batche
     assert sorted(stage for rank in range(ranks) for stage in schedule.stages_of(rank)) == list(range(schedule.stages))
 
 
+def some_seconds(random, schedule):
+    """A stage may take six times as long as another."""
+    return [Seconds(random.uniform(0.5, 3), backward := random.uniform(0.5, 3), again=backward / 2)
+            for _ in range(schedule.stages)]  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
-@pytest.mark.parametrize("ahead", [False, True])
-def test_messages_wait_for_nobody_in_a_circle(name, chunks, ahead):
-    """Each process does its program in order, a send waiting for its receive: all come to their end."""
-    schedule = Schedule(name, 4, chunks)
-    seconds = [Seconds(1 + stage % 3, 2, again=1) for stage in range(schedule.stages)]
-    lines = [list(line) for line in programs(schedule.orders(8), seconds, ahead=ahead)]
-    sent = sum(action.kind.startswith("send") for line in lines for action in line)
-    assert sent == sum(action.kind.startswith("receive") for line in lines for action in line) > 0
-    assert sent == 2 * 8 * sum(a != b for a, b in zip(owners(schedule), owners(schedule)[1:], strict=False))
-    while any(lines):
-        moved = False
-        for line in lines:
-            while line and not line[0].kind.startswith(("send", "receive")):
-                line.pop(0)
-                moved = True
-            if not line or not line[0].kind.startswith("send"):
-                continue
-            kind, stage, batch = line[0]
-            taken = Action(f"receive {kind[-1]}", stage + (1 if kind[-1] == "F" else -1), batch)
-            for other in lines:
-                if other and other[0] == taken:
-                    other.pop(0)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_messages_wait_for_nobody_in_a_circle(name, chunks, ranks):
+    """Each process does its program in order, a send waiting for its receive: all come to their end. So they do where
+    less waits, whether NCCL makes a communicator at a message, CUDA loads a kernel or memory is freed meanwhile."""
+    random, schedule = Random(ranks), Schedule(name, ranks, chunks)
+    between = sum(one != other for one, other in pairwise(owners(schedule)))
+    for ahead in (False, True) * 3:
+        programs_ = programs(schedule.orders(2 * ranks), some_seconds(random, schedule), ahead=ahead)
+        lines = [[action for action in line if " " in action.kind] for line in programs_]
+        assert sum(map(len, lines)) == 2 * 2 * 2 * ranks * between
+        while any(lines):
+            heads = [line[0] for line in lines if line]
+            met = next((each for each in heads if each.kind.startswith("send") and taker(each) in heads), None)
+            assert met, lines
+            for line in lines:
+                if line and line[0] in (met, taker(met)):
                     line.pop(0)
-                    moved = True
-                    break
-        assert moved, lines
+
+
+def taker(send):
+    """The receive of what is sent."""
+    way = send.kind[-1]
+    return Action(f"receive {way}", send.stage + (1 if way == "F" else -1), send.batch)
+
+
+@pytest.mark.parametrize(("name", "chunks"), KINDS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_stream_for_both_directions_of_a_pair_loses_nothing(name, chunks, ranks):
+    """As NCCL does it: what two processes send each other goes through one queue, in the order in which they began it,
+    a message when both have come to it; computing waits for what it takes alone. However far the seconds are from
+    those that programs were made with, the step takes as long as if every message went at once."""
+    random, schedule = Random(ranks), Schedule(name, ranks, chunks)
+    orders = schedule.orders(2 * ranks)
+    for ahead in (False, True) * 3:
+        lines = programs(orders, some_seconds(random, schedule), ahead=ahead)
+        actual = some_seconds(random, schedule)
+        assert step_seconds(lines, actual, owners(schedule), ahead) == simulate(orders, actual, ahead=ahead).seconds
+
+
+def step_seconds(lines, seconds, owner, ahead):
+    """Seconds of a step in which messages of a pair queue up."""
+    clock, at, here, queues, free = [0.0] * len(lines), [0] * len(lines), {}, {}, {}
+
+    def do(rank, action):
+        """Whether it could begin."""
+        kind, _, way = action.kind.partition(" ")
+        if way:
+            message = taker(action) if kind == "send" else action
+            ends = frozenset((owner[message.stage], owner[message.stage + (-1 if way == "F" else 1)]))
+            queues.setdefault(ends, {each: [] for each in ends})[rank].append((clock[rank], message))
+            return True
+        of, from_stage = seconds[action.stage], action.stage + (-1 if kind == "F" else 1)
+        needed = 0.0
+        if kind != "W" and 0 <= from_stage < len(seconds) and owner[from_stage] != rank:
+            needed = here.get(action._replace(kind=f"receive {'F' if kind == 'F' else 'B'}"))
+        if needed is None:
+            return False
+        again = of.again if ahead and kind in "BI" else 0.0
+        work = {"F": of.forward, "B": of.backward + of.weights, "I": of.backward, "W": of.weights}[kind]
+        clock[rank] = max(clock[rank] + again, needed) + work - again
+        return True
+
+    while any(done < len(line) for done, line in zip(at, lines, strict=True)):
+        before = list(at)
+        for rank, line in enumerate(lines):
+            while at[rank] < len(line) and do(rank, line[at[rank]]):
+                at[rank] += 1
+        for ends, queue in queues.items():
+            one, other = queue.values()
+            while one and other:
+                (begun, message), (also, same) = one.pop(0), other.pop(0)
+                assert message == same
+                here[message] = free[ends] = max(begun, also, free.get(ends, 0.0))
+        assert at != before, "each process waits for another"
+    return max(clock)
 
 
 def owners(schedule):

@@ -59,3 +59,17 @@ def test_all_weights_trained(place, two, tmp_path):
     keys = {"use_peft": False, "load_in_4bit": False, "parallel": {"shard": 2}}
     with pytest.raises(AssertionError, match="shard slices frozen weights, and all are trained"):
         run(two, place, tmp_path / "out", **keys)
+
+
+def test_factors_are_whole_in_16_bits_only(place, two, tmp_path):
+    """What one process casts its factors to is all that is whole; what is saved has all digits, and goes on exactly."""
+    keys = {"dtype": "bfloat16", "save_steps": 2, "lora_dropout": 0.0}
+    one = run(None, place, tmp_path / "one", gradient_accumulation_steps=4, **keys)
+    keys |= {"gradient_accumulation_steps": 2, "parallel": {"shard": 2}}
+    found = run(two, place, tmp_path / "two", **keys)
+    found.same_as(one, loss=1e-3, weights=0.2)
+    assert json.loads((found.folder / "checks.json").read_text())["adapter_reload"]["equal"]
+    assert any(not torch.equal(each, each.bfloat16().float()) for each in found.adapter.values())
+    copied = copied_to(tmp_path / "again", found.folder)
+    again = run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys)
+    again.same_as(found, loss=0.0, weights=0.0)

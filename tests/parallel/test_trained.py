@@ -144,3 +144,60 @@ def test_gradients_reduced_as_they_come(two, together):
         assert left > 0
         assert found[1] is None
         assert (found[0].tolist(), found[2].tolist()) == ([8.0] * 2, [8.0] * 64)
+
+
+def narrow_run(mesh, ranks, at_once):
+    """Two steps of parameters that are read in bfloat16: how they are read, what is stepped, and dtypes on the way."""
+    model = Model()
+    parameters = [each for each in model.parameters() if each is not model.unused]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    narrow = [(each, torch.empty_like(each, dtype=torch.bfloat16)) for each in parameters[1:]]
+    units = Sliced(mesh, parameters, at_once=at_once, narrow=narrow) if mesh.size > 1 else Whole(mesh, parameters)
+    units.adopt(optimizer)
+    for step in range(2):
+        for rank in ranks:
+            for parameter, gradient in zip(parameters, gradients(step, rank + 2), strict=True):
+                torch.autograd.backward(_Third.apply(parameter, gradient))
+        units.reduce(torch.zeros(1))
+        units.clip(float("inf"))
+        optimizer.step()
+        units.stepped()
+    read = [each.detach().clone() for each in parameters]
+    with units.full():
+        full = [each.detach().clone() for each in parameters]
+    assert [each.dtype for each in parameters] == [each.dtype for each in read]
+    return read, full, sum(part.numel() for part in getattr(units, "slices", ()))
+
+
+class _Third(torch.autograd.Function):
+    """Its gradient has digits that bfloat16 does not keep."""
+
+    @staticmethod
+    def forward(ctx, parameter, gradient):
+        ctx.gradient = gradient
+        return parameter.float().sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.gradient * (1 + 2**-12), None
+
+
+def narrow_here(mesh, at_once):
+    return narrow_run(mesh, [mesh.rank], at_once)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_parameters_that_products_read(two, at_once):
+    """They are stepped with all their digits, and read as one process casts them."""
+    _, expected, _ = narrow_run(ALONE, [0, 1], at_once)
+    results = two.run(narrow_here, at_once, layout={"shard": 2})
+    assert sum(held for *_, held in results) == sum(each.numel() for each in expected)
+    for rank, (read, full, _) in enumerate(results):
+        assert read[0].dtype is torch.float32
+        assert torch.equal(read[0], expected[0])
+        for mine, whole in zip(read[1:], expected[1:], strict=True):
+            assert mine.dtype is torch.bfloat16
+            assert torch.equal(mine, whole.bfloat16())
+        assert not rank or all(torch.equal(mine, theirs) for mine, theirs in zip(read, full, strict=True))
+    for mine, whole in zip(results[0][1], expected, strict=True):
+        assert torch.equal(mine, whole)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from halfbyte.config import Parallel
 from halfbyte.parallel import AXES, TOKENS
@@ -36,12 +37,11 @@ def test_verbs(two):
 
 def places(mesh):
     along = {axis: mesh.sum(1 << mesh.rank, (axis,)) for axis in AXES}
-    names = mesh.devices.mesh_dim_names
     return {
         **along,
         "tokens": mesh.sum(1 << mesh.rank, TOKENS),
         "place": [mesh.place(axis) for axis in AXES],
-        "torch": [mesh.devices.get_local_rank(name) for name in names],
+        "torch": [dist.get_rank(mesh.group(axis)) if mesh.ways(axis) > 1 else 0 for axis in AXES],
         "both": (mesh.place("data", "tensor"), mesh.ways("data", "tensor")),
     }
 

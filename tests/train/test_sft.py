@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,36 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(finished, place):
     again = train(load_config(None, keys(place, folder)), resume=True)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
     assert again.metrics == finished.metrics
+
+
+@pytest.mark.parametrize(
+    "missing", [{"report.html"}, {"README.md", "report.html"}, {"README.md", "report.html", "checks.json", "adapter"}]
+)
+def test_what_a_run_killed_at_its_end_did_not_write_is_written(finished, place, tmp_path, monkeypatch, missing):
+    """Without training again; the files made from what was computed, without loading the model."""
+    output = Path(shutil.copytree(finished.output_dir, tmp_path / "out"))
+    for name in missing:
+        shutil.rmtree(output / name) if name == "adapter" else (output / name).unlink()
+    (output / ".lock").write_text(json.dumps({"host": "h", "machine": "0" * 8, "pid": 1, "since": 1}))
+    (output / ".checkpoint-4.cut").mkdir()
+    for name in ["_run"] + ["load_model"] * ("adapter" not in missing):
+        monkeypatch.setattr(sft if name == "load_model" else sft.TrainingLoop, name, None)
+    again = train(load_config(None, keys(place, output)), resume=True)
+    assert again.metrics["loss"] == finished.metrics["loss"]
+    assert sorted(path.name for path in output.iterdir()) == sorted(path.name for path in finished.output_dir.iterdir())
+    weights = (folder / "adapter" / "adapter_model.safetensors" for folder in (output, finished.output_dir))
+    assert len({file.read_bytes() for file in weights}) == 1
+    if "adapter" not in missing:
+        cards = [(folder / "README.md").read_text() for folder in (output, finished.output_dir)]
+        assert cards[0].replace(str(output), str(finished.output_dir)) == cards[1]
+
+
+def test_another_runs_last_checkpoint_does_not_finish_a_run(finished, place, tmp_path):
+    other = run(place, tmp_path / "out", max_steps=2, seed=7)
+    before = (other.output_dir / "adapter" / "adapter_model.safetensors").read_bytes()
+    train(load_config(None, keys(place, other.output_dir)), resume=str(finished.output_dir / "checkpoint-6"))
+    after = (other.output_dir / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert before != after == (finished.output_dir / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 def test_the_adapter_loads_in_plain_peft_on_the_original_base(finished, place):

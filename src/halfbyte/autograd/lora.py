@@ -68,8 +68,9 @@ class LoRA:
     copies: tuple[Tensor, Tensor] | None = None
 
     def cast_to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """The copies, if they are in `dtype`."""
-        return self.copies if self.copies is not None and self.copies[0].dtype is dtype else None
+        """The copies, or the factors themselves, if they are in `dtype`."""
+        a, b = self.copies or (self.a, self.b)
+        return (a, b) if a.dtype is dtype and b.dtype is dtype else None
 
 
 class Term(NamedTuple):
@@ -276,7 +277,7 @@ class Projections:
         """The projections, their biases in x's dtype, and the factors A and B of those that have an adapter."""
         adapters = [lora for lora in loras if lora is not None]
         scalings = tuple(None if lora is None else lora.scaling for lora in loras)
-        dtype = adapters[0].a.dtype if adapters else x.dtype
+        dtype = gradient_dtype(adapters[0].a) if adapters else x.dtype
         copies = tuple(pair for lora in adapters if (pair := lora.cast_to(x.dtype)) is not None)
         whole = copies if len(copies) == len(adapters) else None
         projections = cls(tuple(weights), scalings, dropout, dtype, recipe, whole)
@@ -433,6 +434,11 @@ class Projections:
 
     def _drop(self, x: Tensor, mask: Tensor) -> Tensor:
         return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout) if self.dropout < 1 else 0.0)
+
+
+def gradient_dtype(factor: Tensor) -> torch.dtype:
+    """A parameter may want its gradients wider than it is (`parallel.trained`)."""
+    return (factor.grad_dtype if factor.is_leaf else None) or factor.dtype
 
 
 def cast(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -8,13 +8,16 @@ CUDA graphs change a parameter without raising its version. So copies are made i
 gradients or without, and used only while that forward runs, or is run again for its backward. Anywhere else, and for
 whatever is not listed here (an adapter that came later), the product casts for itself. Copies lie side by side in the
 order of the modules, so that the A of projections that read one input are one stacked matrix.
+
+Where processes step slices of the factors (`parallel.trained`), no factor is whole in fp32: there the copies take the
+factors' places (`in_their_place`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from ..layers.plain import read_linear
 from .patched import patched, record
 
 ALIGNED = 8  # elements of 16 bits: products want 16 bytes
@@ -46,18 +50,16 @@ class Copies:
     @classmethod
     def of(cls, backbone: Any, dtype: torch.dtype, device: torch.device) -> Copies:
         """Buffers for all trained factors of another dtype; tells the layers and LoRA modules of `backbone` of them."""
-        found: list[tuple[Any, str]] = [
+        found = [
             (module, name)
             for module in backbone.modules()
             if isinstance(module, LoraLinear)
             for name in module.active_adapters
             if name in module.lora_A and _castable(module.lora_A[name].weight, dtype, device)
         ]
-        places = [(module.lora_A, name) for module, name in found] + [(module.lora_B, name) for module, name in found]
+        places = _places(found)
         factors: list[Tensor] = [holder[name].weight for holder, name in places]
-        sizes = [-(-factor.numel() // ALIGNED) * ALIGNED for factor in factors]
-        parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
-        copies = [part[: f.numel()].view(f.shape) for part, f in zip(parts, factors, strict=True)]
+        copies = _side_by_side(factors, dtype, device)
         self = cls(dtype, device, places, factors, copies)
         for layer in backbone.layers:
             record(layer).copies = self
@@ -67,10 +69,11 @@ class Copies:
         return self
 
     def fit(self) -> bool:
-        """Whether the model's adapters are still these parameters: one may be deleted, and another have its name."""
+        """Whether the model's adapters are still these parameters, of another dtype: one may be deleted, and another
+        have its name."""
         factors = (holder._modules.get(name) for holder, name in self.places)
         return all(
-            module is not None and module._parameters["weight"] is factor
+            module is not None and module._parameters["weight"] is factor and factor.dtype is not self.dtype
             for module, factor in zip(factors, self.factors, strict=True)
         )
 
@@ -87,6 +90,34 @@ class Copies:
             yield
         finally:
             self.open = before
+
+
+def _places(found: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
+    """Those of all A, then of all B, of adapters by module and name."""
+    found = list(found)
+    return [(module.lora_A, name) for module, name in found] + [(module.lora_B, name) for module, name in found]
+
+
+def _side_by_side(factors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors like `factors`, in one buffer."""
+    sizes = [-(-factor.numel() // ALIGNED) * ALIGNED for factor in factors]
+    parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
+    return [part[: f.numel()].view(f.shape) for part, f in zip(parts, factors, strict=True)]
+
+
+def in_their_place(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
+    """Trained factors that products alone read, and for each a tensor in the products' dtype to hold it instead.
+
+    Those of plain LoRA are: a variant (DoRA), or quantization-aware training, computes with their own digits.
+    """
+    found = []
+    for module in model.modules():
+        read = read_linear(module) if isinstance(module, LoraLinear) else ""
+        if not isinstance(read, str):
+            own = [(module, each.name) for each in read.adapters if _castable(each.a, dtype, each.a.device)]
+            found += own
+    factors = [holder[name].weight for holder, name in _places(found)]
+    return list(zip(factors, _side_by_side(factors, dtype, factors[0].device), strict=True)) if factors else []
 
 
 def _castable(factor: Any, dtype: torch.dtype, device: torch.device) -> bool:

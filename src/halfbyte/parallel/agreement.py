@@ -52,7 +52,7 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
 
 def _gpu(mesh: Mesh) -> str:
     """What names this process's GPU among all there are; empty on a CPU."""
-    if mesh.devices is None or mesh.devices.device_type == "cpu":
+    if mesh.kind == "cpu":
         return ""
     return str(torch.cuda.get_device_properties(mesh.local).uuid)
 

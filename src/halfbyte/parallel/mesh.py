@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import Parallel
 from ..errors import ConfigError
@@ -38,14 +37,15 @@ class Mesh:
         rank: of this process, from 0.
         layout: along which axes there are how many.
         local: rank among the processes of this host, which is the number of its device.
-        devices: torch's view of the same, with `AXES` as names; None for a mesh of one.
-        groups: axes → the processes that differ from this one along those axes alone.
+        kind: of the devices they compute on, "cpu" or "cuda".
+        groups: axes → the processes that differ from this one along those axes alone. Whoever exchanges tensors among
+            them does it in this group: NCCL takes several hundred MB of a GPU for each group that moves large ones.
     """
 
     rank: int = 0
     layout: Parallel = ONE
     local: int = 0
-    devices: DeviceMesh | None = None
+    kind: str = "cpu"
     groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -161,11 +161,9 @@ class Mesh:
                 f"parallel: {layout} takes {layout.size} processes, and {self.size} were started",
                 f"start {layout.size} (`halfbyte train` does, or torchrun), or let `parallel` multiply to {self.size}",
             )
-        if self.devices is None:
+        if self.size == 1:
             return replace(self, layout=layout)
-        sizes = tuple(getattr(layout, axis) for axis in AXES)
-        devices = init_device_mesh(self.devices.device_type, sizes, mesh_dim_names=AXES)
-        return replace(self, layout=layout, devices=devices, groups=_groups(sizes))
+        return replace(self, layout=layout, groups=_groups(tuple(getattr(layout, axis) for axis in AXES)))
 
 
 ALONE = Mesh()
@@ -217,8 +215,7 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
     if not joined_before:  # without `device_id`: with it every group would take its share of the GPU, used or not
         with meeting(size):
             dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=OWN_LIMITS)
-    world = init_device_mesh(kind, (1, size, 1, 1, 1), mesh_dim_names=AXES)
-    mesh = Mesh(dist.get_rank(), Parallel(data=size), local, world, _groups((1, size, 1, 1, 1)))
+    mesh = Mesh(dist.get_rank(), Parallel(data=size), local, kind, _groups((1, size, 1, 1, 1)))
     yield mesh.laid_out(parallel) if parallel else mesh
     if not joined_before:  # what fails ends the process: the group would wait for the others
         dist.destroy_process_group()

@@ -53,16 +53,15 @@ def sum_gradients(mesh: Mesh, parameters: Sequence[Tensor], sums: Tensor) -> Ten
             shared = () if "tensor" in cut_along(parameter) else ("tensor",)
             parts.setdefault(mesh.wide((*TOKENS, *shared)), []).append(parameter.grad)
     for along, tensors in parts.items():
-        for bucket in buckets(tensors):
+        for bucket in buckets(tensors, BUCKET):
             flat = mesh.sum(torch.cat([tensor.reshape(-1) for tensor in bucket]), along)
             found = flat.split([tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(found, bucket, strict=True)])
     return sums
 
 
-def buckets(tensors: Sequence[Tensor], most: int | None = None) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype that come to `most` bytes (default: `BUCKET`), or one that is larger."""
-    most = BUCKET if most is None else most
+def buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype that come to `most` bytes, or one that is larger."""
     waiting: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         bucket, size = waiting.get(tensor.dtype, ([], 0))

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from ..tensor import BlockShard, QuantizedShard, QuantizedTensor
@@ -117,10 +118,9 @@ def shard_blocks(
         stays: how long each block stays whole.
         on_host: keep the slices in (pinned) memory of the host, and copy them to the device for each gather.
     """
-    assert mesh.devices is not None
-    options: dict[str, Any] = {"mesh": mesh.devices["shard"]}
-    options["offload_policy"] = CPUOffloadPolicy(mesh.devices.device_type != "cpu") if on_host else OffloadPolicy()
     sharded = Sharded(list(blocks), list(stays), mesh.group("shard"))
+    options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.kind)}
+    options["offload_policy"] = CPUOffloadPolicy(mesh.kind != "cpu") if on_host else OffloadPolicy()
     for block, stay in zip(blocks, stays, strict=True):
         _leave_slices(block, mesh)
         rest = {parameter for name, parameter in block.named_parameters() if name != BYTES}

@@ -3,10 +3,14 @@
 Modules read whole parameters, and backward leaves whole gradients. Two kinds of what lies between:
 
 - `Whole`: every process steps all of them.
-- `Sliced`, along "shard": of each parameter a process steps an equal slice of its elements, in memory that is the
-  parameter's own, and keeps the optimizer's state of no more (ZeRO-1). Once a step gradients are reduced into slices
-  and parameters gathered from them: together the traffic of one all-reduce. That is for optimizers that treat each
-  element alone, and gives bit by bit what they would give whole.
+- `Sliced`, along "shard": of each parameter a process steps an equal slice of its elements, and keeps the optimizer's
+  state of no more (ZeRO-1). Once a step gradients are reduced into slices and parameters gathered from them: together
+  at most the traffic of one all-reduce. That is for optimizers that treat each element alone, and gives bit by bit what
+  they would give whole.
+
+What products alone read, as adapters' factors, is whole in the products' dtype only, which is what one process casts it
+to: slices hold its own digits, and it is gathered cast. Its gradients stay as wide as the slices (`grad_dtype`). A
+slice of anything else is memory of the parameter itself.
 
 Where whole gradients are many bytes (`AT_ONCE`), as of a 70B model's adapters, they are reduced in each backward as
 they come, a few layers' together, and added up in slices. All processes must then have gradients of the same
@@ -19,6 +23,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,24 +34,36 @@ from torch import Tensor, nn
 from ..config import Parallel
 from .collectives import gathered, scattered_sum
 from .mesh import TOKENS, Mesh
-from .reduce import CUT, buckets, clip_gradients, sum_gradients
+from .reduce import BUCKET, CUT, buckets, clip_gradients, sum_gradients
 
 AXIS = "shard"
 AT_ONCE = 2**29  # bytes of gradients
 TOGETHER = 2**25  # bytes of them that are reduced together then
 
+Narrow = Sequence[tuple[nn.Parameter, Tensor]]
 
-def trained_units(mesh: Mesh, parameters: Sequence[nn.Parameter], *, elementwise: bool, alike: bool = False) -> Whole:
+
+def trained_units(
+    mesh: Mesh,
+    parameters: Sequence[nn.Parameter],
+    *,
+    elementwise: bool,
+    alike: bool = False,
+    narrow: Callable[[], Narrow] = list,
+) -> Whole:
     """How the `parameters` of a run are reduced and stepped.
 
     Args:
         elementwise: whether the optimizer treats each element alone, and nothing scales the loss. Stages of a pipeline
             and what is cut along "tensor" are stepped as they are.
         alike: whether each backward gives all parameters a gradient, whatever the tokens, and no graph holds it.
+        narrow: gives those that products alone read, each with memory to hold it in the products' dtype; asked for
+            where parameters are sliced.
     """
     if slices(mesh.layout, elementwise) == 1:
         return Whole(mesh, parameters)
-    return Sliced(mesh, parameters, at_once=alike and sum(parameter.nbytes for parameter in parameters) >= AT_ONCE)
+    at_once = alike and sum(parameter.nbytes for parameter in parameters) >= AT_ONCE
+    return Sliced(mesh, parameters, at_once=at_once, narrow=narrow())
 
 
 def slices(layout: Parallel, elementwise: bool) -> int:
@@ -75,6 +92,11 @@ class Whole:
         """After the optimizer's step: parameters are whole, and gradients gone."""
         self.drop_gradients()
 
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """Inside, the main process finds in the parameters what is stepped, whole, in its own dtype; all enter."""
+        yield
+
     def drop_gradients(self) -> None:
         for parameter in self.parameters:  # nn.Module.zero_grad walks every frozen module: milliseconds a step
             parameter.grad = None
@@ -91,19 +113,48 @@ class Whole:
 class Sliced(Whole):
     """Every process steps a slice of each parameter."""
 
-    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter], *, at_once: bool = False):
+    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter], *, at_once: bool = False, narrow: Narrow = ()):
         super().__init__(mesh, parameters)
         ways, self.place = mesh.ways(AXIS), mesh.place(AXIS)
         self.widths = [-(-parameter.numel() // ways) for parameter in self.parameters]
         self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
         for part in self.slices:
             setattr(part, CUT, (AXIS,))
+        self._narrow(narrow)
         self.order: list[int] = []  # of the parameters in the optimizer
         # reduced in this order in every process, the last layers' first, as backward comes to them
-        self._waiting = list(self._buckets(range(len(self.parameters)), TOGETHER))[::-1] if at_once else []
+        everything = range(len(self.parameters))
+        self._waiting = list(self._buckets(self.slices, everything, TOGETHER // ways))[::-1] if at_once else []
         self._next = 0
         for parameter in self.parameters if at_once else ():
             parameter.register_post_accumulate_grad_hook(self._came)
+
+    def _narrow(self, narrow: Narrow) -> None:
+        """Let go of what these parameters hold but for this process's slices, and keep them whole as products read
+        them."""
+        numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
+        for parameter, held in narrow:
+            part = self.slices[numbers[id(parameter)]]
+            part.data = part.data.clone()
+            held.copy_(parameter.detach())
+            parameter.data = held
+            parameter.grad_dtype = part.dtype
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        held = {at: parameter.data for at, parameter in enumerate(self.parameters) if self._is_narrow(at)}
+        for at in held:
+            (values,) = self._gathered([self.slices[at].detach()], [at])
+            if self.mesh.is_main:
+                self.parameters[at].data = values.cpu()  # a device has room for one at a time
+        try:
+            yield
+        finally:
+            for at, values in held.items():
+                self.parameters[at].data = values
+
+    def _is_narrow(self, at: int) -> bool:
+        return self.parameters[at].dtype is not self.slices[at].dtype
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
@@ -120,7 +171,8 @@ class Sliced(Whole):
     def reduce(self, sums: Tensor) -> Tensor:
         here = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
         anywhere = self.mesh.max(here, TOKENS).tolist()
-        for bucket in self._buckets([at for at, found in enumerate(anywhere) if found]):
+        found = [at for at, has in enumerate(anywhere) if has]
+        for bucket in self._buckets(self.slices, found, BUCKET // self.mesh.ways(AXIS)):
             self._reduce(bucket)
         self._next = 0
         return self.mesh.sum(sums.clone(), TOKENS)
@@ -149,10 +201,10 @@ class Sliced(Whole):
     @torch.no_grad()
     def stepped(self) -> None:
         self.drop_gradients()
-        for bucket in self._buckets(range(len(self.slices))):
-            whole = self._gathered([self.slices[at] for at in bucket], bucket)
-            for at, values in zip(bucket, whole, strict=True):
-                self.parameters[at].copy_(values)
+        for bucket in self._buckets(self.parameters, range(len(self.parameters)), BUCKET):
+            parameters: list[Tensor] = [self.parameters[at] for at in bucket]
+            whole = self._gathered([self.slices[at].to(parameters[0].dtype) for at in bucket], bucket)
+            torch._foreach_copy_(parameters, whole)
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
@@ -192,7 +244,9 @@ class Sliced(Whole):
     def _gradient(self, at: int) -> Tensor:
         """[ways, width]: a row for each process, zeros where there is none."""
         parameter, width = self.parameters[at], self.widths[at]
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = (
+            torch.zeros_like(parameter, dtype=self.slices[at].dtype) if parameter.grad is None else parameter.grad
+        )
         return F.pad(gradient.reshape(-1), (0, width * self.mesh.ways(AXIS) - parameter.numel())).view(-1, width)
 
     def _gathered(self, parts: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
@@ -203,7 +257,9 @@ class Sliced(Whole):
         shapes = [self.parameters[at].shape for at in bucket]
         return [column.reshape(-1)[: shape.numel()].view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
-    def _buckets(self, chosen: Sequence[int], most: int | None = None) -> Iterator[list[int]]:
-        numbers = {id(self.parameters[at]): at for at in chosen}
-        for bucket in buckets([self.parameters[at] for at in chosen], most):
-            yield [numbers[id(parameter)] for parameter in bucket]
+    @staticmethod
+    def _buckets(tensors: Sequence[Tensor], chosen: Sequence[int], most: int) -> Iterator[list[int]]:
+        """`reduce.buckets` of the chosen ones of `tensors`, by number."""
+        numbers = {id(tensors[at]): at for at in chosen}
+        for bucket in buckets([tensors[at] for at in chosen], most):
+            yield [numbers[id(tensor)] for tensor in bucket]

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.autograd.lora import gradient_dtype
+
 PENDING = 16 * 2**20  # bytes of gradients that may wait to be added
 
 
 class Gradients:
-    """The gradients of `parameters`, in buffers of their shapes, dtypes and devices.
+    """The gradients of `parameters`, in buffers of their shapes and devices, and of the dtypes of gradients.
 
     `begin`, then a backward, then `flush`, which is part of a capture, then `hand_over`. What `.grad` holds at
     `begin` is added to; buffers and hooks are there from the first `begin` to `close`.
@@ -45,7 +47,8 @@ class Gradients:
     def begin(self) -> None:
         """Before a micro-batch: buffers hold what `.grad` held, or zeros, and `.grad` is None."""
         if not self.buffers:
-            self.buffers = [torch.empty_like(parameter) for parameter in self.parameters]
+            wide = [gradient_dtype(parameter) for parameter in self.parameters]
+            self.buffers = [torch.empty_like(p, dtype=dtype) for p, dtype in zip(self.parameters, wide, strict=True)]
             hooked = enumerate(self.parameters)
             self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take, i)) for i, p in hooked]
         fresh = []

@@ -39,6 +39,7 @@ from halfbyte.files import new_directory
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
+from halfbyte.models.copies import in_their_place
 from halfbyte.models.sharding import sharded, trains_alike
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
@@ -200,7 +201,8 @@ class TrainingLoop:
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
         alike = sharded(self.model) is not None and trains_alike(self.model)
-        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike)
+        narrow = partial(in_their_place, self.model, self.compute_dtype)
+        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
@@ -433,8 +435,9 @@ class TrainingLoop:
         with whole_inside(self.trained, self.optimizer):
             weights = self.gathered.weights() if self.gathered else None
             optimizer = (self.gathered.optimizer if self.gathered else self.units.whole_state)(self.optimizer)
-            if self.mesh.is_main:
-                self._write(weights, optimizer, states, owes_evaluation)
+            with self.units.full():
+                if self.mesh.is_main:
+                    self._write(weights, optimizer, states, owes_evaluation)
 
     def _write(
         self,

@@ -23,6 +23,8 @@ from .prepare import PreparedRun
 MARK = "# Written by halfbyte: the keys that were given."
 SHORT = "run.yaml"
 FIRST = ("config.resolved.yaml", "data_report.json", "memory.json", "environment.json", "metrics.jsonl")
+LAST = ("checks.json", "generations.json", "environment.json", "memory.json")  # of a run that has ended
+PAGES = ("README.md", "report.html")
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,28 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
                 (output / name).unlink(missing_ok=True)
 
 
-def is_finished(prepared: PreparedRun) -> bool:
-    """Whether the run to continue has made all its steps and written all its files."""
+def finished_measures(prepared: PreparedRun) -> dict[str, int] | None:
+    """What the run to continue has measured (bytes), where its weights and all its numbers are written; else None.
+
+    environment.json says that a run has finished after all of these, and before what is made from them: `PAGES`.
+    """
     output, checkpoint = prepared.config.output_path, prepared.checkpoint
     if checkpoint is None or checkpoints.step_of(checkpoint) < prepared.total_steps:
-        return False
-    environment = output / "environment.json"
-    if not any((output / name).is_dir() for name in checkpoints.WEIGHTS) or not environment.is_file():
-        return False
-    found = read_json(environment, ConfigError, "remove it")
-    return isinstance(found, dict) and bool(found.get("finished")) and "stopped" not in found
+        return None
+    if checkpoint.parent.resolve() != output.resolve() or not (output / saved_in(prepared.config)).is_dir():
+        return None
+    if not all((output / name).is_file() for name in LAST):
+        return None
+    environment, memory = (read_json(output / name, ConfigError, "remove it, and run again") for name in LAST[-2:])
+    if not isinstance(environment, dict) or not environment.get("finished") or "stopped" in environment:
+        return None
+    measured = memory.get("measured") if isinstance(memory, dict) else None
+    return measured if isinstance(measured, dict) and "peak_bytes" in measured else None
+
+
+def saved_in(config: RunConfig) -> str:
+    """The folder of a finished run's weights."""
+    return checkpoints.WEIGHTS[0 if config.use_peft else 1]
 
 
 def _write_first(run: OpenRun) -> None:

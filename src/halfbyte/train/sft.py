@@ -22,7 +22,7 @@ from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
@@ -47,15 +47,15 @@ from halfbyte.plan.estimate import GIB
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
 
-from ..reading import read_json
 from ..runs.lock import run_lock
 from . import checks, samples, staged
+from .checkpoint import remove_leftovers
 from .loop import TrainingLoop
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reproducible import repeatable, verdict
-from .setup import OpenRun, is_finished, open_run, write_environment, write_memory
+from .setup import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .snapshot import save_weights
 
 
@@ -102,19 +102,24 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
                 say_idle(config)
             check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
-            if mesh.from_main(mesh.is_main and is_finished(prepared)):
-                return _finished(prepared, console)
-            with _locked(prepared), open_run(prepared, resume) as run:
-                check_shared(mesh, run.output)
-                return _run_or_report(run, console)
+            with _locked(prepared):
+                measured = mesh.from_main(finished_measures(prepared) if mesh.is_main else None)
+                if measured is not None:
+                    return _finished(prepared, measured, console)
+                with open_run(prepared, resume) as run:
+                    check_shared(mesh, run.output)
+                    return _run_or_report(run, console)
 
 
-def _finished(run: PreparedRun, console: Console) -> RunResult:
-    """A run that has nothing left to do: its files stay as they are."""
+def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> RunResult:
+    """A run that has nothing left to compute: its files stay as they are, and what was not written of them is."""
     output = run.config.output_path
     job = OpenRun(run, output, MetricsFile(output / "metrics.jsonl"))
     console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
-    measured = read_json(output / "memory.json", ConfigError, "remove it, and train again")["measured"]
+    if run.mesh.is_main:
+        remove_leftovers(output)
+        if not all((output / name).is_file() for name in PAGES):
+            _report(job, console)
     return RunResult(output, _summary(job, measured))
 
 
@@ -323,11 +328,11 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
     """
     run, model = job.prepared, loop.model
     weights = loop.gathered.weights() if loop.gathered else None
-    folder = job.output / ("adapter" if run.config.use_peft else "model")
+    folder = job.output / saved_in(run.config)
     if not run.config.use_peft and run.sections.storage.qat_scheme is None:
         # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
         model.to(run.files.config.dtype or torch.float32)
-    with whole_inside(trained_parameters(model).values()):
+    with whole_inside(trained_parameters(model).values()), loop.units.full():
         if run.mesh.is_main:
             with new_directory(folder) as aside:
                 save_weights(model, aside, weights)
@@ -347,8 +352,8 @@ def _report(job: OpenRun, console: Console) -> None:
 
     write_card(job.output)
     report = write_report(job.output)
-    saved = "adapter" if job.prepared.config.use_peft else "model"
-    console.print(one_line(f"saved: {job.output / saved} · report: {report}"), soft_wrap=True)
+    saved = job.output / saved_in(job.prepared.config)
+    console.print(one_line(f"saved: {saved} · report: {report}"), soft_wrap=True)
 
 
 def _report_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
@@ -366,9 +371,11 @@ def _summary(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
     records = job.metrics.records()
     trained = [record for record in records if record["kind"] == "train"]
     evaluated = [record for record in records if record["kind"] == "eval"]
-    summary = {"steps": trained[-1]["step"], "loss": trained[-1]["loss"], "peak_bytes": measured["peak_bytes"]}
-    seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
-    summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
+    summary = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
+    if trained:  # else somebody has removed metrics.jsonl
+        seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
+        summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
+        summary |= {"steps": trained[-1]["step"], "loss": trained[-1]["loss"]}
     if evaluated:
         summary |= {"eval_loss": evaluated[-1]["loss"], "eval_loss_before": evaluated[0]["loss"]}
         others = [metric.name for metric in job.prepared.method.numbers.evaluated[1:]]
