@@ -19,7 +19,7 @@ from .adapters import compute, no_input_casts
 from .data.chat import prompt_text
 from .errors import ConfigError, ModelError
 from .generation import Sampling
-from .generation.engine import context_length
+from .generation.decoder import context_length
 from .generation.stops import stop_tokens, turn_end
 from .generation.text import continue_texts
 from .models.head import token_log_probs

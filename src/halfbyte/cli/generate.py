@@ -63,7 +63,7 @@ def answer_file(
 
 def _check_room(talk: Conversation, file: Path, numbers: Sequence[int], lengths: Sequence[int]) -> None:
     """Raise a DataError that names all lines which the model has no positions for."""
-    from ..generation.engine import context_length
+    from ..generation.decoder import context_length
 
     asked, limit = talk.max_new_tokens, context_length(talk.saved.model)
     if empty := [str(number) for number, tokens in zip(numbers, lengths, strict=True) if not tokens]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -11,32 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..adapters import compute, compute_dtype_of, no_input_casts
+from ..adapters import compute, no_input_casts
 from ..errors import ModelError
-from ..families import scale_of
 from ..hardware import capture_stream
-from ..layers.plain import hooked
-from ..models.head import configured_head
-from ..models.layer import Half, LayerView, epsilon, layer_view
+from ..models.layer import epsilon
 from ..models.sharding import sharded
 from ..ops.decode_attention import decode_attention, store
-from ..ops.decode_layers import DecoderLayer, Run, Stack, one_launch
-from ..ops.glu import glu
-from ..ops.norms import rms_norm
-from ..ops.rope import qk_norm_rope, rope_
-from ..parallel.tensor import is_divided
-from .linears import Linears, Unknown, adapter_names
+from ..ops.decode_layers import Run, Stack, one_launch
+from .decoder import Decoder, Layer, context_length, prompt_attention
+from .linears import adapter_names
 
 FP8 = torch.float8_e4m3fn
 # On a CPU prompts are padded to multiples of this many tokens, and a row attends over as many slots. Few shapes have
 # few compiled products; and a row's sums are the same whatever the rows beside it are.
 CLASS = 32
-
-
-def context_length(model: Any) -> int | None:
-    """Positions that the model has; None where its config names no bound."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return positions if positions is not None and positions > 0 else None
 
 
 def prompt_slots(tokens: int, device: torch.device) -> int:
@@ -54,59 +42,8 @@ class Engine(Protocol):
         """Logits [B, V] after one more token a row, int64 [B]. The next call may overwrite them."""
 
 
-class Layer:
-    """A decoder layer as generation runs it: its linears and numbers read once, and its part of the cache.
-
-    Attributes:
-        keys, values: [B, Hk, S, D].
-
-    Raises:
-        Unknown: no forward of ours computes it.
-    """
-
-    def __init__(
-        self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, keys: Tensor, values: Tensor
-    ):
-        if view.mlp is None:
-            raise Unknown(f"{type(view.mlp_half.inner).__name__} has a forward of its own")
-        if view.mlp.obstacle:
-            raise Unknown(view.mlp.obstacle)
-        self.family, self.attention, self.mlp = view.family, view.attention, view.mlp
-        self.halves = view.attention_half, view.mlp_half
-        self.qkv = Linears(self.attention.inputs, adapters, dtype)
-        self.out = Linears([self.attention.output], adapters, dtype)
-        self.gate_up = Linears(self.mlp.inputs, adapters, dtype)
-        self.down = Linears([self.mlp.output], adapters, dtype)
-        self.linears = self.qkv, self.out, self.gate_up, self.down
-        self.keys, self.values = keys, values
-
-    def queries_keys_values(self, x: Tensor) -> list[Tensor]:
-        """[B, H, T, D] each of x [B, T, K]."""
-        size = self.attention.head_dim
-        return [part.unflatten(-1, (-1, size)).transpose(1, 2) for part in self.attention.split(self.qkv(x))]
-
-    def mix(self, x: Tensor) -> Tensor:
-        """The gated MLP of x [B, T, K]."""
-        gate, up = self.mlp.split(self.gate_up(x))
-        return self.down(glu(gate, up, self.mlp.activation))[0]
-
-    def one_launch(self) -> DecoderLayer | None:
-        """As `ops.decode_layers` takes it; None unless it is of Llama's kind and its weights are 4-bit."""
-        attention, family = self.attention, self.family
-        more = any(half.leave is not None or half.scale != 1 for half in self.halves) or attention.softcap is not None
-        if more or family.norm_offset or family.fused or self.mlp.activation != "silu":
-            return None
-        qkv, out, gate_up, down = (each.projections() for each in self.linears)
-        if qkv is None or out is None or gate_up is None or down is None:
-            return None
-        norm, post_norm = (half.norm.weight.detach() for half in self.halves)
-        q_norm, k_norm = (None, None) if attention.norms is None else (each.weight.detach() for each in attention.norms)
-        caches = self.keys, self.values
-        return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, *caches, attention.window)
-
-
-class StaticEngine:
-    """The forward of a family that `families` knows, over a cache of a size given once.
+class StaticEngine(Decoder):
+    """A batch over a cache of a size given once.
 
     On a CUDA device a step is captured in a CUDA graph at its second call and replayed from then on.
 
@@ -121,33 +58,26 @@ class StaticEngine:
     """
 
     def __init__(self, model: Any, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype | None):
-        causal = model.get_base_model() if adapter_names(model) else model
-        views, backbone = _views(causal), causal.model
-        self.embed, self.norm, self.family = backbone.embed_tokens, backbone.norm, views[0].family
-        self.embedding_scale = scale_of(self.family.embedding_scale, backbone.config)
-        self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
-        self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype)
-        self.to_logits = configured_head(backbone.config)
-        self.layers = [self._layer(view, adapters, slots, cache_dtype or self.dtype) for view in views]
-        ropes = {layer.attention.rope for layer in self.layers}
-        self.ropes = {rope: self._rope(backbone.rotary_emb, rope, slots) for rope in ropes}
+        super().__init__(model, adapters, slots)
         batch = len(adapters)
+        self.caches = [self._cache(layer, batch, slots, cache_dtype or self.dtype) for layer in self.layers]
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.slots, self.steps, self.logits = slots, 0, torch.empty(0)
+        self.slots, self.steps, self.last_logits = slots, 0, torch.empty(0)
         self.parts = [(slice(0, batch), 0)]  # rows that attend together, and the slot from which on
         self.graph: torch.cuda.CUDAGraph | None = None
         self.one_launch = self._one_launch(batch)
 
+    def _cache(self, layer: Layer, batch: int, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hk, S, D]."""
+        shape = batch, layer.attention.key_heads, slots, layer.attention.head_dim
+        keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
+        return keys, values
+
     @torch.inference_mode()
     def renew(self) -> bool:
-        """Make ready for new prompts, with the adapters as they are now; False if the model must be read anew.
-
-        Raises:
-            Unknown: as above.
-        """
-        if not all(each.renew() for each in [self.head, *(each for layer in self.layers for each in layer.linears)]):
+        if not super().renew():
             return False
         if self.device.type == "cpu":  # its kernel may have copies
             self.one_launch = self._one_launch(len(self.tokens))
@@ -155,7 +85,8 @@ class StaticEngine:
 
     def _one_launch(self, batch: int) -> Run | None:
         """A token's way through all layers as one kernel, where there is one and all layers are of Llama's kind."""
-        layers = [found for layer in self.layers if (found := layer.one_launch()) is not None]
+        pairs = zip(self.layers, self.caches, strict=True)
+        layers = [found for layer, cache in pairs if (found := layer.one_launch(*cache)) is not None]
         epsilons = {epsilon(half.norm) for layer in self.layers for half in layer.halves}
         epsilons |= {epsilon(norm) for layer in self.layers for norm in layer.attention.norms or ()}
         if len(layers) < len(self.layers) or len(epsilons) > 1 or len(self.ropes) > 1:
@@ -164,18 +95,6 @@ class StaticEngine:
         shared = epsilons.pop(), first.attention.scaling, *self.ropes[first.attention.rope], self.padding, self.slot
         hidden = torch.empty(batch, self.embed.weight.shape[1], dtype=self.dtype, device=self.device)
         return one_launch(hidden, Stack(layers, first.attention.heads, *shared))
-
-    def _layer(self, view: LayerView, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype) -> Layer:
-        shape = len(adapters), view.attention.key_heads, slots, view.attention.head_dim
-        keys, values = (torch.zeros(shape, dtype=cache_dtype, device=self.device) for _ in range(2))
-        return Layer(view, adapters, self.dtype, keys, values)
-
-    def _rope(self, rotary: Any, kind: str | None, slots: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [S, R] of every position."""
-        positions = torch.arange(slots, device=self.device).unsqueeze(0)
-        x = torch.empty(0, dtype=self.dtype, device=self.device)
-        cos, sin = rotary(x, positions) if kind is None else rotary(x, positions, kind)
-        return cos[0], sin[0]
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, padding: Tensor) -> Tensor:
@@ -194,8 +113,14 @@ class StaticEngine:
             if window is not None:
                 seen &= slots > slots.unsqueeze(1) - window
             masks[window] = (seen | (slots == slots.unsqueeze(1))).unsqueeze(1)  # padding sees itself: no NaN
-        hidden = self._forward(tokens, positions, slots, masks)
-        return self._logits(hidden[:, -1:])
+
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._store(number, slots, k, v)
+            mask = masks[layer.attention.window]
+            return self._by_part(lambda rows, begin: _over_prompt(layer, q, k, v, mask, rows, begin))
+
+        hidden = self.forward(tokens, positions, attend)
+        return self.logits(hidden[:, -1:])
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -204,131 +129,56 @@ class StaticEngine:
         if self.device.type == "cuda" and self.steps == 2:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=capture_stream(self.device.index)):
-                self.logits = self._step()
+                self.last_logits = self._step()
         if self.graph is not None:
             self.graph.replay()
-            return self.logits
+            return self.last_logits
         return self._step()
 
     def _step(self) -> Tensor:
         self.slot.add_(1)
         if self.one_launch is not None:
-            hidden = self.one_launch(self._embedded(self.tokens)).unsqueeze(1)
-            return self._logits(self._norm(self.norm, hidden)[0])
+            hidden = self.one_launch(self.embedded(self.tokens)).unsqueeze(1)
+            return self.logits(self.normed(self.norm, hidden)[0])
+        end = prompt_slots(int(self.slot) + 1, self.device) if self.device.type == "cpu" else None
+
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._store(number, self.slot, k, v)
+            return self._by_part(lambda rows, begin: self._over_cache(number, layer, q, rows, slice(begin, end)))
+
         positions = (self.slot - self.padding).unsqueeze(1)
-        return self._logits(self._forward(self.tokens.unsqueeze(1), positions, self.slot, None))
+        return self.logits(self.forward(self.tokens.unsqueeze(1), positions, attend))
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        embedded = self.embed(tokens).to(self.dtype)
-        return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
+    def _store(self, number: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        for cache, new in zip(self.caches[number], (k, v), strict=True):
+            store(cache, slots, new)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.to_logits(self.head(hidden)[0][:, 0])
+    def _by_part(self, attend: Callable[[slice, int], Tensor]) -> Tensor:
+        outs = [attend(rows, begin) for rows, begin in self.parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict | None) -> Tensor:
-        """Hidden states [B, T, D] of tokens [B, T]; their keys and values go to `slots` [T] of the cache.
-
-        Args:
-            masks: window → bool [B, 1, T, T] for a prompt; None for one token a row, which sees the cache.
-        """
-        ropes = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.ropes.items()}
-        branch, residual = self._embedded(tokens), None
-        for layer in self.layers:
-            first, second = layer.halves
-            x, residual = self._norm(first.norm, branch, residual)
-            branch = self._leave(first, self._attention(layer, x, *ropes[layer.attention.rope], slots, masks))
-            x, residual = self._norm(second.norm, branch, residual)
-            branch = self._leave(second, layer.mix(x))
-        return self._norm(self.norm, branch, residual)[0]
-
-    def _norm(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
-        y, total, _ = rms_norm(x, residual, norm.weight, epsilon(norm), self.family.norm_offset)
-        return y.to(self.dtype), total
-
-    def _leave(self, half: Half, x: Tensor) -> Tensor:
-        """What joins the residual stream."""
-        x = x if half.leave is None else self._norm(half.leave, x)[0]
-        return x if half.scale == 1 else x * half.scale
-
-    def _attention(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, masks: Any) -> Tensor:
-        q, k, v = layer.queries_keys_values(x)
-        if layer.attention.norms is None:
-            rope_(q, k, cos, sin, False)
-        else:
-            q_norm, k_norm = layer.attention.norms
-            offset = self.family.norm_offset
-            q, k = qk_norm_rope(q, k, q_norm.weight, k_norm.weight, cos, sin, epsilon(q_norm), offset)
-        store(layer.keys, slots, k)
-        store(layer.values, slots, v)
-        attend = self._over_cache if masks is None else self._over_prompt
-        mask: Any = None if masks is None else masks[layer.attention.window]
-        end = prompt_slots(int(slots) + 1, self.device) if masks is None and self.device.type == "cpu" else None
-        outs = [attend(layer, q[rows], k, v, slots, mask, rows, slice(begin, end)) for rows, begin in self.parts]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return layer.out(out.transpose(1, 2).flatten(2))[0]
-
-    def _over_cache(
-        self, layer: Layer, q: Tensor, _: Tensor, __: Tensor, last: Tensor, mask: None, rows: slice, own: slice
-    ) -> Tensor:
+    def _over_cache(self, number: int, layer: Layer, q: Tensor, rows: slice, own: slice) -> Tensor:
         """Some rows of one token, over their own slots of the cache."""
-        first = self.padding[rows]
+        first, last = self.padding[rows], self.slot
         if own.start:
             first, last = first - own.start, last - own.start
         scaling, window, softcap = layer.attention.scaling, layer.attention.window, layer.attention.softcap
-        cache = layer.keys[rows, :, own], layer.values[rows, :, own]
-        return decode_attention(q, *cache, first, last, scaling, window, softcap)
+        keys, values = (each[rows, :, own] for each in self.caches[number])
+        return decode_attention(q[rows], keys, values, first, last, scaling, window, softcap)
 
-    def _over_prompt(
-        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, _: Tensor, mask: Tensor, rows: slice, own: slice
-    ) -> Tensor:
-        """Some rows of a prompt, without the padding before their own slots."""
-        mask, k, v = mask[rows, :, own, own], k[rows, :, own], v[rows, :, own]
-        out = _prompt_attention(q[:, :, own], k, v, mask, layer.attention.scaling, layer.attention.softcap)
-        return F.pad(out, (0, 0, own.start, 0)) if own.start else out
+
+def _over_prompt(layer: Layer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rows: slice, begin: int) -> Tensor:
+    """Some rows of a prompt, without the padding before their own slots."""
+    own = slice(begin, None)
+    q, k, v, mask = q[rows, :, own], k[rows, :, own], v[rows, :, own], mask[rows, :, own, own]
+    out = prompt_attention(q, k, v, mask, layer.attention.scaling, layer.attention.softcap)
+    return F.pad(out, (0, 0, begin, 0)) if begin else out
 
 
 def _alike(values: Sequence[int]) -> list[tuple[slice, int]]:
     """Runs of equal values: where each is, and its value."""
     changes = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
     return [(slice(begin, end), values[begin]) for begin, end in pairwise([0, *changes, len(values)])]
-
-
-def _prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[B, Hq, T, D] of a whole prompt."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    scores = softcap * torch.tanh((q @ k.transpose(2, 3)).float() * scale / softcap)
-    return scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
-
-
-def _views(causal: Any) -> list[LayerView]:
-    """The decoder layers of a causal LM.
-
-    Raises:
-        Unknown: it is of no family, or computes something that this forward does not.
-    """
-    if sharded(causal) is not None:
-        raise Unknown("each process has a slice of its layers")
-    backbone = getattr(causal, "model", None)
-    found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
-    views = [view for view in found if isinstance(view, LayerView)]
-    if backbone is None or not views or len(views) < len(found):
-        raise Unknown(f"{type(causal).__name__} is of no family that halfbyte knows")
-    config = backbone.config
-    if getattr(config, "use_bidirectional_attention", False):
-        raise Unknown("its attention looks ahead")
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
-    if any(is_divided(view.attention_half.inner) for view in views):
-        raise Unknown("its products are divided over processes")
-    if any(hooked(module) for module in (causal.lm_head, backbone.embed_tokens, backbone.norm)):
-        raise Unknown("it has hooks")
-    return views
 
 
 class StockEngine:

@@ -11,7 +11,8 @@ import torch
 
 from ..errors import ModelError
 from ..notices import notice
-from .engine import FP8, Engine, StaticEngine, StockEngine, context_length
+from .decoder import context_length
+from .engine import FP8, Engine, StaticEngine, StockEngine
 from .linears import Unknown
 
 ROUND = 64  # the cache's size is a multiple of this

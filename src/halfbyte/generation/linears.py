@@ -38,15 +38,22 @@ class _Plain(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def of(cls, linear: nn.Linear, dtype: torch.dtype) -> _Plain:
+    def of(cls, linear: nn.Linear, dtype: torch.dtype, unpacked: bool) -> _Plain:
         weight: Any = linear.weight
-        weight = weight if isinstance(weight, QuantizedTensor) else weight.detach().to(dtype)
+        if not isinstance(weight, QuantizedTensor):
+            weight = weight.detach().to(dtype)
+        elif unpacked:
+            weight = weight.dequantize(dtype)
         return cls(weight, None if linear.bias is None else linear.bias.detach().to(dtype))
 
     def renew(self, linear: nn.Linear) -> None:
         """Take the values as they are now. That they changed cannot be seen: fused optimizers raise no version."""
         for own, source in ((self.weight, linear.weight), (self.bias, linear.bias)):
-            if own is not None and not isinstance(own, QuantizedTensor) and own.dtype is not source.dtype:
+            if own is None or isinstance(own, QuantizedTensor):
+                continue
+            if isinstance(source, QuantizedTensor):
+                own.copy_(source.dequantize(own.dtype))
+            elif own.dtype is not source.dtype:
                 own.copy_(source)
 
 
@@ -83,16 +90,20 @@ class Linears:
         modules: nn.Linear each, or PEFT's LoRA around one.
         adapters: the adapter of each row of the batch; None for none.
         dtype: of the products.
+        unpacked: whether quantized weights are decoded once, into `dtype`, the values that training multiplies by;
+            else each product decodes them.
 
     Raises:
         Unknown: a module computes something else.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], adapters: Sequence[str | None], dtype: torch.dtype):
+    def __init__(
+        self, modules: Sequence[nn.Module], adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool = False
+    ):
         self.modules, self.names = modules, sorted({name for name in adapters if name is not None})
         read = self._read()
         self.places = _places(read)
-        self.plain = [_Plain.of(base, dtype) for base, _ in read]
+        self.plain = [_Plain.of(base, dtype, unpacked) for base, _ in read]
         self.products = [_product(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
         self.weights = [_weight4(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
         owners: list[str | None] = []  # the adapter of each row of A

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelError
-from .engine import context_length, prompt_slots
+from .decoder import context_length
+from .engine import prompt_slots
 from .engine_cache import CACHES, engine_for
 from .linears import adapter_names
 from .sampling import Sampling
@@ -92,7 +93,7 @@ def stream(
         raise ConfigError(f"kv_cache is {kv_cache!r}", f"use one of {', '.join(CACHES)}")
     lengths = new_tokens(model, prompts, max_new_tokens)
     most = max(lengths)
-    adapters = _adapters(model, adapter, len(prompts))
+    adapters = chosen_adapters(model, adapter, len(prompts))
     ends = eos_tokens(model) if stops is None else set(stops)
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
@@ -167,7 +168,7 @@ def too_long(tokens: int, asked: int | None, limit: int, where: str = "a prompt"
     return ModelError(said, "shorten the prompt (/reset in chat), or lower max_new_tokens, or leave it out")
 
 
-def _adapters(model: Any, adapter: str | Sequence[str | None] | None, rows: int) -> list[str | None]:
+def chosen_adapters(model: Any, adapter: str | Sequence[str | None] | None, rows: int) -> list[str | None]:
     """The adapter of each row, by name."""
     wanted = [adapter] * rows if adapter is None or isinstance(adapter, str) else list(adapter)
     if len(wanted) != rows:

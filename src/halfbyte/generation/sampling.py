@@ -22,6 +22,8 @@ class Sampling:
         top_k: draw among so many of the likeliest tokens; 0 for all.
         top_p: draw among the likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019,
             arXiv:1904.09751, section 3.1), the one that reaches it included.
+        min_p: draw among the tokens at least this times as likely as the likeliest (Nguyen et al. 2024,
+            arXiv:2407.01082, section 3); 0 for all.
         seed: of the draws; None takes torch's global generator.
 
     Raises:
@@ -32,12 +34,14 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         for name, wrong, fix in (
             ("temperature", not 0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", self.top_k < 0, "0 or more"),
             ("top_p", not 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", not 0 <= self.min_p <= 1, "from 0 to 1"),
         ):
             if wrong:
                 raise ConfigError(f"{name} is {getattr(self, name)}", f"use a value {fix}")
@@ -55,16 +59,26 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """fp32 [B, V], zero for tokens that cannot be drawn."""
-        logits = logits.float()
-        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, LOWEST)
-        if 0 < self.top_k < logits.shape[-1]:
-            lowest = logits.topk(self.top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < lowest, -torch.inf)
-        probabilities = logits.softmax(-1)
+        scores, kept = self._scores(logits), self.kept(logits)
+        return (scores if kept is None else scores.masked_fill(~kept, -torch.inf)).softmax(-1)
+
+    def kept(self, logits: Tensor) -> Tensor | None:
+        """bool [B, V]: the tokens that can be drawn; None for all. Some of the likeliest always can."""
+        narrow = 0 < self.top_k < logits.shape[-1]
+        if self.temperature == 0 or not (narrow or self.top_p < 1 or self.min_p > 0):
+            return None
+        scores = self._scores(logits)
+        if narrow:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
+        probabilities = scores.softmax(-1)
+        kept = probabilities >= self.min_p * probabilities.amax(-1, keepdim=True)
         if self.top_p < 1:
             ordered, order = probabilities.sort(descending=True)
             beyond = ordered.cumsum(-1) - ordered >= self.top_p
-            dropped = torch.zeros_like(beyond).scatter(1, order, beyond)
-            probabilities = probabilities.masked_fill(dropped, 0)
-            probabilities /= probabilities.sum(-1, keepdim=True)
-        return probabilities
+            kept &= ~torch.zeros_like(beyond).scatter(1, order, beyond)
+        return kept if not narrow else kept & (scores > -torch.inf)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """fp32 [B, V]: logits over the temperature, the largest 0."""
+        logits = logits.float()
+        return (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, LOWEST)

@@ -4,7 +4,7 @@ All known families share one block: two halves around the residual stream, atten
 (`families`) says what is named or done differently. What is read holds as long as nobody replaces a module, so training
 reads a layer at every call.
 
-Training's forwards (`blocks`), `patch`, generation (`generation.engine`) and the plan take layers from here.
+Training's forwards (`blocks`), `patch`, generation (`generation.decoder`) and the plan take layers from here.
 """
 
 from __future__ import annotations

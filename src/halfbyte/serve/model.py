@@ -12,7 +12,7 @@ from ..chat import Conversation
 from ..data.chat import ChatTemplate
 from ..errors import CheckpointError, DataError, UsageError
 from ..generation import Sampling
-from ..generation.engine import context_length
+from ..generation.decoder import context_length
 from ..generation.text import Piece, continue_texts
 from ..notices import notice
 from ..reading import look, read_text

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import RunConfig
 from ..data.chat import prompt_text
 from ..generation import forget, generate
-from ..generation.engine import context_length
+from ..generation.decoder import context_length
 from ..hardware import free_cached_memory
 from ..models.sharding import sharded
 from ..ops import IGNORE_INDEX

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from halfbyte.adapters import adapter_weights, compute
 from halfbyte.errors import TrainingError
-from halfbyte.generation.engine import context_length
+from halfbyte.generation.decoder import context_length
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.patch import PatchReport, patch
 from halfbyte.models.recipes import configured_recipe

@@ -1,0 +1,209 @@
+"""A causal LM as generation runs it: layers read once by `models.layer`, adapters beside the weights, no autograd.
+
+Where keys and values are kept is the caller's: `engine.StaticEngine` has a static cache, `paged.PagedDecoder` pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..adapters import compute_dtype_of
+from ..families import scale_of
+from ..layers.plain import hooked
+from ..models.head import configured_head
+from ..models.layer import Half, LayerView, epsilon, layer_view
+from ..models.sharding import sharded
+from ..ops.decode_layers import DecoderLayer
+from ..ops.glu import glu
+from ..ops.norms import rms_norm
+from ..ops.rope import qk_norm_rope, rope_
+from ..parallel.tensor import is_divided
+from .linears import Linears, Unknown, adapter_names
+
+
+def context_length(model: Any) -> int | None:
+    """Positions that the model has; None where its config names no bound."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if positions is not None and positions > 0 else None
+
+
+class Layer:
+    """A decoder layer as generation runs it: its linears and numbers read once.
+
+    Args:
+        unpacked: see `Linears`.
+
+    Raises:
+        Unknown: no forward of ours computes it.
+    """
+
+    def __init__(self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
+        if view.mlp is None:
+            raise Unknown(f"{type(view.mlp_half.inner).__name__} has a forward of its own")
+        if view.mlp.obstacle:
+            raise Unknown(view.mlp.obstacle)
+        self.family, self.attention, self.mlp = view.family, view.attention, view.mlp
+        self.halves = view.attention_half, view.mlp_half
+        self.qkv = Linears(self.attention.inputs, adapters, dtype, unpacked)
+        self.out = Linears([self.attention.output], adapters, dtype, unpacked)
+        self.gate_up = Linears(self.mlp.inputs, adapters, dtype, unpacked)
+        self.down = Linears([self.mlp.output], adapters, dtype, unpacked)
+        self.linears = self.qkv, self.out, self.gate_up, self.down
+
+    def queries_keys_values(self, x: Tensor) -> list[Tensor]:
+        """[B, H, T, D] each of x [B, T, K]."""
+        size = self.attention.head_dim
+        return [part.unflatten(-1, (-1, size)).transpose(1, 2) for part in self.attention.split(self.qkv(x))]
+
+    def mix(self, x: Tensor) -> Tensor:
+        """The gated MLP of x [B, T, K]."""
+        gate, up = self.mlp.split(self.gate_up(x))
+        return self.down(glu(gate, up, self.mlp.activation))[0]
+
+    def one_launch(self, keys: Tensor, values: Tensor) -> DecoderLayer | None:
+        """As `ops.decode_layers` takes it, with its cache [B, Hk, S, D]; None unless it is of Llama's kind and its
+        weights are 4-bit."""
+        attention, family = self.attention, self.family
+        more = any(half.leave is not None or half.scale != 1 for half in self.halves) or attention.softcap is not None
+        if more or family.norm_offset or family.fused or self.mlp.activation != "silu":
+            return None
+        qkv, out, gate_up, down = (each.projections() for each in self.linears)
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        norm, post_norm = (half.norm.weight.detach() for half in self.halves)
+        q_norm, k_norm = (None, None) if attention.norms is None else (each.weight.detach() for each in attention.norms)
+        return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, keys, values, attention.window)
+
+
+Attend = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
+
+
+class Decoder:
+    """The forward of a family that `families` knows, but for its cache.
+
+    Args:
+        model: a causal LM, or a PeftModel around one.
+        adapters: the adapter of each row; None for the base; one for all rows, however many they are.
+        positions: that are asked for.
+        unpacked: see `Linears`.
+
+    Raises:
+        Unknown: the model, or a part of it, must run its own forward.
+    """
+
+    def __init__(self, model: Any, adapters: Sequence[str | None], positions: int, unpacked: bool = False):
+        causal = model.get_base_model() if adapter_names(model) else model
+        views, backbone = _views(causal), causal.model
+        self.embed, self.norm, self.family = backbone.embed_tokens, backbone.norm, views[0].family
+        self.embedding_scale = scale_of(self.family.embedding_scale, backbone.config)
+        self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
+        self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype, unpacked)
+        self.to_logits = configured_head(backbone.config)
+        self.layers = [Layer(view, adapters, self.dtype, unpacked) for view in views]
+        ropes = {layer.attention.rope for layer in self.layers}
+        self.ropes = {rope: self._rope(backbone.rotary_emb, rope, positions) for rope in ropes}
+
+    @torch.inference_mode()
+    def renew(self) -> bool:
+        """Take the adapters as they are now; False if the model must be read anew.
+
+        Raises:
+            Unknown: as above.
+        """
+        return all(each.renew() for each in [self.head, *(each for layer in self.layers for each in layer.linears)])
+
+    def _rope(self, rotary: Any, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [S, R] of every position."""
+        places = torch.arange(positions, device=self.device).unsqueeze(0)
+        x = torch.empty(0, dtype=self.dtype, device=self.device)
+        cos, sin = rotary(x, places) if kind is None else rotary(x, places, kind)
+        return cos[0], sin[0]
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        embedded = self.embed(tokens).to(self.dtype)
+        return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, V] of hidden states [B, 1, D]."""
+        return self.to_logits(self.head(hidden)[0][:, 0])
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [B, T, D] of tokens and their positions [B, T].
+
+        Args:
+            attend: keeps a layer's new keys and values, and attends: its number, itself, rotated q [B, Hq, T, D] and
+                k, v [B, Hk, T, D] → [B, Hq, T, D].
+        """
+        ropes = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.ropes.items()}
+        branch, residual = self.embedded(tokens), None
+        for number, layer in enumerate(self.layers):
+            first, second = layer.halves
+            x, residual = self.normed(first.norm, branch, residual)
+            q, k, v = self._rotated(layer, x, *ropes[layer.attention.rope])
+            out = attend(number, layer, q, k, v)
+            branch = self._leave(first, layer.out(out.transpose(1, 2).flatten(2))[0])
+            x, residual = self.normed(second.norm, branch, residual)
+            branch = self._leave(second, layer.mix(x))
+        return self.normed(self.norm, branch, residual)[0]
+
+    def normed(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        y, total, _ = rms_norm(x, residual, norm.weight, epsilon(norm), self.family.norm_offset)
+        return y.to(self.dtype), total
+
+    def _leave(self, half: Half, x: Tensor) -> Tensor:
+        """What joins the residual stream."""
+        x = x if half.leave is None else self.normed(half.leave, x)[0]
+        return x if half.scale == 1 else x * half.scale
+
+    def _rotated(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = layer.queries_keys_values(x)
+        if layer.attention.norms is None:
+            rope_(q, k, cos, sin, False)
+        else:
+            q_norm, k_norm = layer.attention.norms
+            offset = self.family.norm_offset
+            q, k = qk_norm_rope(q, k, q_norm.weight, k_norm.weight, cos, sin, epsilon(q_norm), offset)
+        return q, k, v
+
+
+def prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """[B, Hq, T, D] of a whole prompt."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    scores = softcap * torch.tanh((q @ k.transpose(2, 3)).float() * scale / softcap)
+    return scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
+
+
+def _views(causal: Any) -> list[LayerView]:
+    """The decoder layers of a causal LM.
+
+    Raises:
+        Unknown: it is of no family, or computes something that this forward does not.
+    """
+    if sharded(causal) is not None:
+        raise Unknown("each process has a slice of its layers")
+    backbone = getattr(causal, "model", None)
+    found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
+    views = [view for view in found if isinstance(view, LayerView)]
+    if backbone is None or not views or len(views) < len(found):
+        raise Unknown(f"{type(causal).__name__} is of no family that halfbyte knows")
+    config = backbone.config
+    if getattr(config, "use_bidirectional_attention", False):
+        raise Unknown("its attention looks ahead")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
+    if any(is_divided(view.attention_half.inner) for view in views):
+        raise Unknown("its products are divided over processes")
+    if any(hooked(module) for module in (causal.lm_head, backbone.embed_tokens, backbone.norm)):
+        raise Unknown("it has hooks")
+    return views

@@ -1,0 +1,136 @@
+"""The decoder over pages: prompts of any lengths side by side, then one token of every row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd.attention import varying
+from ..ops.paged_attention import PAGE, paged_attention, store_paged
+from .decoder import Decoder, Layer, prompt_attention
+
+LEAST_ROWS = (
+    4  # of a product on a CPU: below, MKL sums in another order, and a row's numbers would depend on the others
+)
+
+
+def page_bytes(layers: Sequence[Layer], dtype: torch.dtype) -> int:
+    """Bytes of a page in all layers."""
+    return sum(2 * PAGE * each.attention.key_heads * each.attention.head_dim * dtype.itemsize for each in layers)
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """A tensor of numbers, without waiting for what the device does."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class PagedDecoder(Decoder):
+    """As `Decoder`; every row has the same adapter.
+
+    Attributes:
+        caches: keys and values [P, Hk, PAGE, D] of each layer; None until `make_pages`.
+    """
+
+    def __init__(
+        self, model: Any, adapter: str | None, positions: int, cache_dtype: torch.dtype | None, unpacked: bool
+    ):
+        super().__init__(model, [adapter], positions, unpacked)
+        self.positions, self.unpacked, self.cache_dtype = positions, unpacked, cache_dtype or self.dtype
+        self.caches: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def page_bytes(self) -> int:
+        return page_bytes(self.layers, self.cache_dtype)
+
+    @property
+    def pages(self) -> int:
+        """Pages that there is memory for now, page 0 included."""
+        return len(self.caches[0][0]) if self.caches else 0
+
+    def make_pages(self, count: int) -> None:
+        self.caches = []  # their memory is free for the new ones
+        for layer in self.layers:
+            shape = count, layer.attention.key_heads, PAGE, layer.attention.head_dim
+            keys, values = (torch.zeros(shape, dtype=self.cache_dtype, device=self.device) for _ in range(2))
+            self.caches.append((keys, values))
+
+    def prefill(self, documents: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+        """Logits fp32 [documents, V] behind the last token of each document (tokens, pages)."""
+        lengths = [len(tokens) for tokens, _ in documents]
+        flat = [token for tokens, _ in documents for token in tokens]
+        positions = [at for length in lengths for at in range(length)]
+        pages = [page for (tokens, own) in documents for at in range(len(tokens)) for page in (own[at // PAGE],)]
+        if self.device.type == "cpu" and len(flat) < LEAST_ROWS:
+            beside = LEAST_ROWS - len(flat)
+            lengths, flat, pages = [*lengths, beside], flat + [0] * beside, pages + [0] * beside
+            positions += range(beside)
+        tokens, places, pages_of_tokens = to_device([flat, positions, pages], self.device).unbind(0)
+        slots, bounds = places % PAGE, [0, *accumulate(lengths)]
+        on_device = to_device(bounds, self.device)
+
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for cache, new in zip(self.caches[number], (k, v), strict=True):
+                store_paged(cache, pages_of_tokens, slots, new[0].transpose(0, 1))
+            return _over_documents(layer, q, k, v, bounds, on_device.int())
+
+        hidden = self.forward(tokens.unsqueeze(0), places.unsqueeze(0), attend)[0]
+        last = hidden[on_device[1 : len(documents) + 1] - 1]
+        return self.logits(self._enough(last).unsqueeze(1))[: len(documents)]
+
+    def _enough(self, rows: Tensor) -> Tensor:
+        """On a CPU rows of zeros beside a few; see `LEAST_ROWS`."""
+        short = LEAST_ROWS - len(rows) if self.device.type == "cpu" else 0
+        return rows if short <= 0 else torch.cat([rows, rows.new_zeros(short, rows.shape[1])])
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Of each pair (from, to), the first page's tokens into the second."""
+        source, target = to_device(pairs, self.device).unbind(1)
+        for cache in (each for pair in self.caches for each in pair):
+            as_bytes = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+            as_bytes[target] = as_bytes[source]
+
+    def step(self, tokens: Tensor, lengths: Tensor, tables: Tensor) -> Tensor:
+        """Logits fp32 [R, V] behind one more token of each row.
+
+        Args:
+            tokens: int64 [R].
+            lengths: int32 [R]: tokens of each row before it.
+            tables: int32 [R, M]: pages of each row.
+        """
+        places = lengths.long()
+        pages = tables.gather(1, (places // PAGE).unsqueeze(1)).squeeze(1).long()
+        slots, seen = places % PAGE, lengths + 1
+
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.caches[number]
+            store_paged(keys, pages, slots, k[:, :, 0])
+            store_paged(values, pages, slots, v[:, :, 0])
+            view = layer.attention
+            out = paged_attention(q[:, :, 0], keys, values, tables, seen, view.scaling, view.window, view.softcap)
+            return out.unsqueeze(2)
+
+        return self.logits(self.forward(tokens.unsqueeze(1), places.unsqueeze(1), attend))
+
+
+def _over_documents(layer: Layer, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], on_device: Tensor) -> Tensor:
+    """Causal attention [1, Hq, N, D] within documents; q [1, Hq, N, D], k and v [1, Hk, N, D]."""
+    view = layer.attention
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and view.softcap is None:
+        longest = max(end - begin for begin, end in pairwise(bounds))
+        query, key, value = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
+        out = varying(query, key, value, on_device, longest, view.scaling, view.window)
+        return out.transpose(0, 1).unsqueeze(0)
+    outs = []
+    for begin, end in pairwise(bounds):
+        at = torch.arange(end - begin, device=q.device)
+        seen = at <= at.unsqueeze(1)
+        if view.window is not None:
+            seen &= at > at.unsqueeze(1) - view.window
+        own_q, own_k, own_v = (each[:, :, begin:end] for each in (q, k, v))
+        outs.append(prompt_attention(own_q, own_k, own_v, seen, view.scaling, view.softcap))
+    return torch.cat(outs, dim=2)

@@ -1,0 +1,286 @@
+"""Completions by the thousand: many prompts, several completions of each, with the log-probabilities of their tokens.
+
+One batch that rows join and leave (`schedule`), over pages of which rows with one prompt share the full ones (`paged`).
+A prompt is read once for all of its completions. Adapters are applied as they are, never merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, ModelError
+from ..notices import notice
+from ..ops.paged_attention import PAGE
+from ..tensor import QuantizedTensor
+from .batch import Batch, Readback, draw
+from .engine import StockEngine
+from .engine_cache import CACHES
+from .linears import Unknown
+from .paged import PagedDecoder
+from .run import ACTIVE, chosen_adapters, new_tokens
+from .sampling import Sampling
+from .schedule import Group, Pages, Row, Schedule, pages_of
+from .stops import eos_tokens
+
+WEIGHTS = "auto", "packed", "unpacked"
+READ = {"cpu": 2048, "cuda": 8192}  # tokens of prompts that are read at once
+CODES_ROWS = 64  # rows up to which products read 4-bit codes faster than 16-bit weights, on a GPU
+ROUND = 1024  # positions are made in multiples of this
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated after a prompt.
+
+    Attributes:
+        ids: new tokens, a stop token included.
+        log_probs: fp32 [len(ids)] on the CPU: log softmax(logits / temperature) of each, over the whole vocabulary,
+            whatever top_k, top_p and min_p leave; at temperature 0 as at 1.
+        ended: whether the last token is a stop token; else there were as many tokens as it may have.
+    """
+
+    ids: list[int]
+    log_probs: Tensor
+    ended: bool
+
+
+class Rollouts:
+    """The engine of a model; it keeps its pages, and on a CUDA device its graphs, from one call to the next.
+
+    Args:
+        model: a causal LM, or a PeftModel around one; not changed.
+        rows: completions under way at once, at most.
+        memory_gib: that pages may take; None: what the rows of a call need, at most 80% of what is free on a GPU, or
+            half of it on a CPU.
+        kv_cache: "auto" (the model's dtype) or "fp8".
+        weights: "packed": each product decodes quantized weights; "unpacked": they are decoded once a call and kept in
+            the model's dtype, in which training multiplies by the same values; "auto": unpacked where that is faster
+            and takes no more than 40% of what is free.
+
+    Raises:
+        ConfigError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        rows: int = 256,
+        memory_gib: float | None = None,
+        kv_cache: str = "auto",
+        weights: str = "auto",
+    ):
+        for name, value, known in (("kv_cache", kv_cache, tuple(CACHES)), ("weights", weights, WEIGHTS)):
+            if value not in known:
+                raise ConfigError(f"{name} is {value!r}", f"use one of {', '.join(known)}")
+        if rows < 1:
+            raise ConfigError(f"rows is {rows}", "use 1 or more")
+        if memory_gib is not None and not memory_gib > 0:
+            raise ConfigError(f"memory_gib is {memory_gib}", "use a number above 0")
+        self.model, self.rows, self.memory_gib, self.weights = model, rows, memory_gib, weights
+        self.kv_cache = kv_cache
+        self._decoder: PagedDecoder | None = None
+        self._adapter: str | None = None
+        self._batch: Batch | None = None
+
+    def free(self) -> None:
+        """Give back pages, decoded weights and graphs; the next call makes them anew."""
+        self._batch = self._decoder = None
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int = 1,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stops: Sequence[int] | None = None,
+        adapter: str | None = ACTIVE,
+        keys: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """`n` completions of each prompt: those of the first prompt, then those of the second, and so on.
+
+        What is drawn depends on the seed, the prompt's key, the completion's number among the prompt's and the token's
+        position, and not on what else is generated.
+
+        Args:
+            prompts: token ids.
+            max_new_tokens: most tokens of a completion.
+            sampling: default: temperature 1. Without a seed, torch's global generator gives one.
+            stops: tokens that end a completion; default: the EOS tokens of the model's generation config.
+            adapter: "active", an adapter's name, or None for the base; its values are read anew in each call.
+            keys: a number for each prompt, of which the low 32 bits count; default: its place.
+
+        Raises:
+            ModelError: a prompt is empty, or too long for the model's positions with `max_new_tokens`; or the logits
+                are NaN; or memory is short of one row.
+            ConfigError: an argument out of range.
+        """
+        if n < 1:
+            raise ConfigError(f"n is {n}", "ask for 1 or more completions of each prompt")
+        keys = range(len(prompts)) if keys is None else keys
+        if len(keys) != len(prompts):
+            raise ConfigError(f"keys are {len(keys)} for {len(prompts)} prompts", "give one for each")
+        if not prompts:
+            return []
+        new_tokens(self.model, prompts, max_new_tokens)
+        name = chosen_adapters(self.model, adapter, 1)[0]
+        sampling = sampling or Sampling(temperature=1.0)
+        seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
+        groups = [Group(key, prompt, n) for key, prompt in zip(keys, prompts, strict=True)]
+        rows = [Row(group, number, max_new_tokens) for group in groups for number in range(n)]
+        ends = eos_tokens(self.model) if stops is None else set(stops)
+        run = _Run(rows, replace(sampling, seed=None), ends, seed)
+        try:
+            decoder, batch = self._ready(rows, name)
+        except Unknown as reason:
+            notice(f"rollouts: {reason}", f"completions run transformers' own forward, in batches: {reason}")
+            run.in_batches(self.model, name, self.rows)
+        else:
+            run.over_pages(decoder, batch, self.rows)
+        return [Completion(row.ids, torch.tensor(row.log_probs), row.ended) for row in rows]
+
+    def _ready(self, rows: Sequence[Row], adapter: str | None) -> tuple[PagedDecoder, Batch]:
+        """A decoder with the adapter's values, and pages for these rows, or as many as there is memory for.
+
+        Raises:
+            Unknown: the model must run its own forward.
+        """
+        longest = max(len(row.group.prompt) + row.most for row in rows)
+        decoder, unpacked = self._decoder, self._unpacks(min(len(rows), self.rows))
+        if decoder is not None and (
+            self._adapter != adapter or decoder.unpacked != unpacked or decoder.positions < longest + 1
+            or not decoder.renew()
+        ):  # fmt: skip
+            decoder = None
+            self.free()
+        if decoder is None:
+            positions = -(-(longest + 1) // ROUND) * ROUND
+            decoder = PagedDecoder(self.model, adapter, positions, CACHES[self.kv_cache], unpacked)
+        self._decoder, self._adapter = decoder, adapter
+        wanted, least = _pages(rows, self.rows) + 1, pages_of(longest) + 1
+        if decoder.pages < wanted:
+            most = max(self._memory(decoder) // decoder.page_bytes, decoder.pages)
+            if most < least:
+                need, there = (f"{count * decoder.page_bytes / 2**30:.2f} GiB" for count in (least, most))
+                raise ModelError(
+                    f"a row of {longest} tokens needs {need} of key-value cache, and there are {there}",
+                    "raise memory_gib, lower max_new_tokens, or use kv_cache: fp8",
+                )
+            if min(wanted, most) > decoder.pages:
+                self._batch = None  # its graphs hold addresses
+                decoder.make_pages(min(wanted, most))
+        if self._batch is None or self._batch.book.shape[1] < pages_of(longest + 1):
+            self._batch = Batch(decoder, self.rows, pages_of(decoder.positions))
+        return decoder, self._batch
+
+    def _memory(self, decoder: PagedDecoder) -> int:
+        """Bytes that pages may take."""
+        if self.memory_gib is not None:
+            return int(self.memory_gib * 2**30)
+        own = decoder.pages * decoder.page_bytes
+        return own + int(_free(decoder.device) * (0.8 if decoder.device.type == "cuda" else 0.5))
+
+    def _unpacks(self, rows: int) -> bool:
+        if self.weights != "auto":
+            return self.weights == "unpacked"
+        weights: Any = [each for each in self.model.parameters() if isinstance(each.data, QuantizedTensor)]
+        device = next(self.model.parameters()).device
+        if not weights or (device.type != "cpu" and rows <= CODES_ROWS):
+            return False
+        if self._decoder is not None and self._decoder.unpacked:  # they are there
+            return True
+        return sum(2 * each.numel() for each in weights) <= 0.4 * _free(device)
+
+
+def _free(device: torch.device) -> int:
+    """Bytes."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def _pages(rows: Sequence[Row], seats: int) -> int:
+    """Pages with which no row has to leave, if the longest prompts come together."""
+    own, shared = [], {}
+    for row in rows:
+        full = len(row.group.prompt) // PAGE
+        own.append(pages_of(len(row.group.prompt) + row.most) - full)
+        shared[row.group] = full + 1
+    groups = -(-seats // max(1, len(rows) // len(shared))) + 1
+    reserve = 1 + min(seats, len(rows)) // 8
+    return sum(sorted(own)[-seats:]) + sum(sorted(shared.values())[-groups:]) + reserve
+
+
+class _Run:
+    """One call: its rows until all are finished."""
+
+    def __init__(self, rows: Sequence[Row], sampling: Sampling, stops: set[int], seed: int):
+        self.all_rows, self.sampling, self.stops, self.seed = rows, sampling, stops, seed
+
+    def over_pages(self, decoder: PagedDecoder, batch: Batch, seats: int) -> None:
+        schedule = Schedule(self.all_rows, Pages(decoder.pages), seats)
+        readback, budget = Readback(decoder.device), READ.get(decoder.device.type, READ["cpu"])
+        batch.seed.fill_(self.seed)
+        use = partial(self._use, schedule.add)
+        while schedule.waiting or schedule.seated:
+            found = schedule.admit(budget)
+            if found.documents:
+                logits = decoder.prefill([(each.tokens, each.pages) for each in found.documents])
+                for document, own in zip(found.documents, logits, strict=True):
+                    document.logits = own
+            if found.copies:
+                decoder.copy_pages(found.copies)
+            if found.starts:
+                begun = [row for row, _ in found.starts]
+                behind = torch.stack([own for _, document in found.starts if (own := document.logits) is not None])
+                readback.add(batch.begin(begun, behind, self.sampling), partial(use, begun))
+            readback.settle(readback.late)
+            if not schedule.reserve(settled=not len(readback)):
+                readback.settle()
+                schedule.reserve(settled=True)
+            rows = schedule.advance()
+            if rows:
+                readback.add(batch.step(rows, self.sampling), partial(use, rows))
+            readback.settle(readback.late if rows else 0)
+
+    def _use(self, add: Callable, rows: Sequence[Row], tokens: list[int], log_probs: list[float]) -> None:
+        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
+            if log_prob != log_prob:
+                raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")
+            add(row, token, log_prob, self.stops)
+
+    def in_batches(self, model: Any, adapter: str | None, most: int) -> None:
+        """Rows by their prompts' lengths, each batch until its last row has finished."""
+        device = next(model.parameters()).device
+        ordered = sorted(self.all_rows, key=lambda row: len(row.group.prompt))
+        seed = torch.tensor([self.seed], device=device)
+        for rows in (ordered[at : at + most] for at in range(0, len(ordered), most)):
+            engine = StockEngine(model, [adapter] * len(rows))
+            longest = len(rows[-1].group.prompt)
+            padding = [longest - len(row.group.prompt) for row in rows]
+            tokens = [[0] * short + list(row.group.prompt) for short, row in zip(padding, rows, strict=True)]
+            logits = engine.prefill(torch.tensor(tokens, device=device), torch.tensor(padding, device=device))
+            keys = [[row.group.key, row.generation, len(row.group.prompt)] for row in rows]
+            places = torch.tensor(keys, device=device)
+            while True:
+                drawn, log_probs = draw(logits.contiguous(), places, seed, self.sampling)
+                self._use(partial(_add, stops=self.stops), rows, drawn.tolist(), log_probs.tolist())
+                if all(row.finished for row in rows):
+                    break
+                places[:, 2] += 1
+                logits = engine.step(drawn)
+
+
+def _add(row: Row, token: int, log_prob: float, stops: set[int]) -> None:
+    if not row.finished:
+        row.add(token, log_prob, stops)

@@ -1,0 +1,65 @@
+"""Attention of one new token a row over keys and values in pages: the specification.
+
+Pages hold the keys and values of `PAGE` tokens each (Kwon et al. 2023, arXiv:2309.06180, section 4.1), in no order of
+their own: a row's table names its pages, and rows with a common beginning name the same ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+
+PAGE = 64  # tokens of a page
+
+
+def store_paged(cache: Tensor, pages: Tensor, slots: Tensor, new: Tensor) -> None:
+    """new [N, H, D] into slots [N] of pages [N] (int64) of a cache [P, H, PAGE, D]; FP8 as `decode_attention.store`."""
+    if cache.dtype is torch.float8_e4m3fn:  # copied as bytes: no device indexes it
+        limit = torch.finfo(cache.dtype).max
+        cache, new = cache.view(torch.uint8), new.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
+    cache[pages, :, slots] = new.to(cache.dtype)
+
+
+@op("triton.paged_attention", "native.paged_attention")
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """softmax(cap(scale · q·Kᵀ))·V over a row's tokens.
+
+    Args:
+        q: [R, Hq, D]; fp32, fp16 or bf16.
+        keys, values: [P, Hk, PAGE, D] in q's dtype or float8_e4m3fn, Hk dividing Hq.
+        tables: int32 [R, M]: a row's pages in order; what lies behind its last is not read.
+        lengths: int32 [R]: tokens of a row, one or more, at most M · PAGE; the newest is q's.
+        scale: of the scores.
+        window: tokens that a token sees, its own among them; None for all.
+        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
+
+    Returns:
+        [R, Hq, D] in q's dtype.
+    """
+    rows, heads, size = q.shape
+    keys, values = (
+        each[tables.long()].to(q.dtype).transpose(1, 2).reshape(rows, -1, tables.shape[1] * PAGE, size)
+        for each in (keys, values)
+    )
+    slot, last = torch.arange(keys.shape[2], device=q.device), lengths.unsqueeze(1) - 1
+    seen = slot <= last
+    if window is not None:
+        seen &= slot > last - window
+    grouped = q.view(rows, keys.shape[1], -1, size)
+    scores = (grouped @ keys.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill_(~seen.view(rows, 1, 1, -1), -torch.inf).softmax(-1)
+    values = values.masked_fill(~seen.view(rows, 1, -1, 1), 0)  # what nobody wrote may be NaN
+    return (weights.to(q.dtype) @ values).view(rows, heads, size)
