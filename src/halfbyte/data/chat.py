@@ -68,7 +68,10 @@ class ChatTemplate:
         self._knows(found)
 
     def _answer(self, document: Document | None) -> Any:
-        """What the child process computes: the turns of a conversation; at first, what the template understands."""
+        """What the child process computes: the turns of a conversation, or the text of one that is open; at first, what
+        the template understands."""
+        if document is not None and document.get("open"):
+            return self.render(document["messages"], document.get("tools"), add_generation_prompt=True)
         if document is not None:
             return self.assistant_turns(document)
         found = self._probe()
@@ -157,6 +160,13 @@ class ChatTemplate:
 
     def turns_of(self, conversations: Sequence[Document]) -> list[tuple[str, list[Turn]] | HalfbyteError]:
         """`assistant_turns` of each, in a child process under limits of time and memory (see `reading.bounded`)."""
+        return self._asked(conversations)
+
+    def prompts_of(self, conversations: Sequence[Document]) -> list[str | HalfbyteError]:
+        """Each as text up to where an answer begins, in a child process like `turns_of`."""
+        return self._asked([{**conversation, "open": True} for conversation in conversations])
+
+    def _asked(self, conversations: Sequence[Document]) -> list[Any]:
         return [
             DataError(f"the chat template refuses the conversation: {found.said}", CHANGE)
             if isinstance(found, Failure)

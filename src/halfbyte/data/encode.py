@@ -8,6 +8,7 @@ the first token of a document, which nothing predicts.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -87,23 +88,22 @@ class Encoder:
         rows = [self._label(text, *found) for text, found in zip(texts, self._tokenize(texts), strict=True)]
         for row, document in zip(rows, documents, strict=True):
             row |= {name: [number] for name, number in document.get("numbers", {}).items()}
-            row["empty"] = not document.get("train_all") and not any(map(_says, _answers(document)))
+            row["empty"] = not document.get("train_all") and not says_anything(document)
         return {key: [row[key] for row in rows] for key in rows[0]}
 
     def _texts(self, documents: list[Document], places: list[str]) -> list[_Text]:
         """What each document is as text. Conversations are rendered together: their template has a child process."""
         talks = [index for index, document in enumerate(documents) if "messages" in document]
         rendered = self.template.turns_of([documents[index] for index in talks]) if self.template else []
+        check_rendered(rendered, [places[index] for index in talks])
         found = dict(zip(talks, rendered, strict=True))
-        for index, answer in found.items():
-            if isinstance(answer, HalfbyteError):
-                raise DataError(f"{places[index]}: {answer.message}", answer.fix) from answer
         return [self._text(document, found.get(index)) for index, document in enumerate(documents)]
 
     def _text(self, document: Document, rendered: Any) -> _Text:
         everything = document.get("train_all", False)
         if "text" in document:
-            return _Text(document["text"], None, bare=True)
+            text, begin = document["text"], document.get("answer_from")
+            return _Text(text, None if begin is None else [Turn(begin, len(text), len(text))], bare=True)
         if rendered is not None:
             text, turns = rendered
             return _Text(text, None if everything else turns, bare=False)
@@ -145,12 +145,8 @@ class Encoder:
 
     def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
         beyond = length - len(ids)  # tokens behind those that were made
-        trained, ends = self._mask(text, ids, offsets)
-        if text.bare and len(ids):
-            ids, trained = self._closed(ids, trained)
-            ends = [len(ids) - 1]
+        ids, trained, ends, _ = self._whole(text, ids, offsets)
         length = len(ids) + beyond
-        trained[:1] = False
         dropped = "" if trained.any() or (beyond and text.turns != []) else UNTRAINED
         if length > self.max_length and not dropped:
             ids, trained = ids[: self.max_length], trained[: self.max_length]
@@ -161,8 +157,25 @@ class Encoder:
             "labels": np.where(trained, ids, IGNORE_INDEX),
             "length": length,
             "dropped": dropped,
-            "ends": [int(ids[end]) if self.is_marker[ids[end]] else -1 for end in ends],
+            "ends": self._end_tokens(ids, ends),
         }
+
+    def _whole(
+        self, text: _Text, ids: np.ndarray, offsets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, list[int], int]:
+        """The ids of a text with BOS and EOS, which are trained (bool), the index of the last one of each trained turn,
+        and how many were added in front."""
+        trained, ends = self._mask(text, ids, offsets)
+        added = 0
+        if text.bare and len(ids):
+            ids, trained, added = self._closed(ids, trained)
+            ends = [len(ids) - 1]
+        trained[:1] = False
+        return ids, trained, ends, added
+
+    def _end_tokens(self, ids: np.ndarray, ends: list[int]) -> list[int]:
+        """The ids that end trained turns, -1 for a piece of text."""
+        return [int(ids[end]) if self.is_marker[ids[end]] else -1 for end in ends]
 
     def _mask(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Which tokens are trained (bool), and the index of the last one of each turn."""
@@ -173,8 +186,7 @@ class Encoder:
             return np.ones(len(ids), dtype=bool), [] if visible is None else [visible]
         trained, ends = np.zeros(len(ids), dtype=bool), []
         for turn in text.turns:
-            # A special token before the answer may own the white space it swallowed (Phi-3); it is no part of it.
-            answer = (stops > turn.start) & (starts < turn.end) & ~(marker & (starts < turn.start))
+            answer = self._from(turn.start, ids, offsets) & (starts < turn.end)
             closing = [
                 i
                 for i in np.flatnonzero(marker & (starts >= turn.end) & (starts < turn.limit))
@@ -186,19 +198,47 @@ class Encoder:
             ends += np.flatnonzero(answer)[-1:].tolist()
         return trained, ends
 
-    def _closed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Add the tokens that the tokenizer writes before a text, and EOS, where the text does not have them."""
+    def _from(self, character: int, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Which tokens (bool) hold anything of a text from `character` on."""
+        starts, stops = offsets[::2], offsets[1::2]
+        # A special token before an answer may own the white space it swallowed (Phi-3); it is no part of it.
+        return (stops > character) & ~(self.is_marker[ids] & (starts < character))
+
+    def _closed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """Add the tokens that the tokenizer writes before a text (and how many), and EOS, where it has none."""
         prefix = [] if self.prefix and ids[0] == self.prefix[0] else self.prefix
         suffix = [] if ids[-1] == self.tokenizer.eos_token_id else [self.tokenizer.eos_token_id]
         ids = np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(suffix, dtype=np.int64)])
         trained = np.concatenate([np.zeros(len(prefix), dtype=bool), trained, np.ones(len(suffix), dtype=bool)])
-        return ids, trained
+        return ids, trained, len(prefix)
+
+
+def check_rendered(rendered: Sequence[Any], places: Sequence[str]) -> None:
+    """Whether the chat template has written all conversations.
+
+    Raises:
+        DataError: it refuses one; its place is named.
+    """
+    for found, place in zip(rendered, places, strict=True):
+        if isinstance(found, HalfbyteError):
+            raise DataError(f"{place}: {found.message}", found.fix) from found
+
+
+def says_anything(document: Document) -> bool:
+    """Whether there is anything to learn from a document but where to stop."""
+    return any(map(_says, _answers(document)))
 
 
 def _answers(document: Document) -> list[dict[str, Any]]:
     """The messages that are trained on."""
     if "messages" not in document:
-        return [{"content": document.get("text", document.get("completion"))}]
+        return [
+            {
+                "content": document["text"][document.get("answer_from", 0) :]
+                if "text" in document
+                else document["completion"]
+            }
+        ]
     said = [message for message in document["messages"] if message["role"] == "assistant"]
     return said[document.get("given", 0) :]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,24 @@ PARTS = ("messages", "prompt", "completion", "instruction", "input", "output", "
 MESSAGE_KEYS = ("tool_calls", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
+PAIR_COLUMNS = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+# Kinds of rows, and the methods that take them.
+WORDS = {
+    "text": "examples to imitate",
+    "pairs": "preference pairs",
+    "unpaired": "answers with a label",
+    "prompts": "prompts",
+    "stepwise": "steps with labels",
+}
+METHODS_FOR = {
+    "text": "sft",
+    "pairs": "dpo, orpo, simpo, cpo or reward",
+    "unpaired": "kto",
+    "prompts": "grpo or rloo",
+    "stepwise": "prm, which halfbyte does not have",
+}
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the rows of one source are read: the format, the column that plays each part, and why it was chosen."""
@@ -84,27 +103,17 @@ def recognise(
     Raises:
         DataError: a mapped column does not exist, or the columns fit no format.
     """
-    present = list(dict.fromkeys(column for row in source.rows[:100] for column in row))
-    mapped = dict(mapping or {})
+    present, mapped = columns_of(source), dict(mapping or {})
     if text_field != "text":
         mapped.setdefault("text", text_field)
-    for part, column in mapped.items():
-        if part not in PARTS:
+    check_mapping(source, mapped, PARTS, mapping or {})
+    for pair in PAIR_COLUMNS if format == "auto" else ():
+        if set(pair) <= set(present):
             raise DataError(
-                f"column_mapping names an unknown part {brief(part)}{did_you_mean(part, PARTS)}",
-                f"its parts are: {', '.join(PARTS)}",
+                f"{source.path} holds {WORDS['pairs']} (columns {' and '.join(pair)}), not {WORDS['text']}",
+                f"set method: {METHODS_FOR['pairs']}; or name the columns to train on with column_mapping and"
+                " dataset_format",
             )
-        if column not in present:
-            key = "column_mapping" if part in (mapping or {}) else "dataset_text_field"
-            raise DataError(
-                f"{key}: {source.path} has no column {brief(column)} (for {part}){did_you_mean(column, present)}",
-                f"its columns are: {', '.join(present)}",
-            )
-    if format == "auto" and {"chosen", "rejected"} <= set(present):
-        raise DataError(
-            f"{source.path} holds preference pairs (columns chosen and rejected), not examples to imitate",
-            "name the columns to train on with column_mapping and dataset_format",
-        )
     # Columns that the user named come first; the others count where those alone decide nothing.
     names = {column: column for column in present}
     layout = _match(source, mapped, format) or _match(source, {**names, **mapped}, format)
@@ -119,6 +128,37 @@ def recognise(
         )
     optional = {part: mapped.get(part, part) for part in ("system", "tools") if mapped.get(part, part) in present}
     return Layout(layout.format, {**layout.columns, **optional}, source.note or layout.why)
+
+
+def check_mapping(source: Source, mapped: Mapping[str, str], parts: Sequence[str], given: Mapping[str, str]) -> None:
+    """Whether the columns that play parts are there.
+
+    Args:
+        mapped: part to column.
+        parts: those that there are.
+        given: what of `mapped` comes from column_mapping; the rest from dataset_text_field.
+
+    Raises:
+        DataError: there is no such part or column.
+    """
+    present = columns_of(source)
+    for part, column in mapped.items():
+        if part not in parts:
+            raise DataError(
+                f"column_mapping names an unknown part {brief(part)}{did_you_mean(part, parts)}",
+                f"its parts are: {', '.join(parts)}",
+            )
+        if column not in present:
+            key = "column_mapping" if part in given else "dataset_text_field"
+            raise DataError(
+                f"{key}: {source.path} has no column {brief(column)} (for {part}){did_you_mean(column, present)}",
+                f"its columns are: {', '.join(present)}",
+            )
+
+
+def columns_of(source: Source) -> list[str]:
+    """The columns of the first 100 rows."""
+    return list(dict.fromkeys(column for row in source.rows[:100] for column in row))
 
 
 def _match(source: Source, columns: Mapping[str, str], format: str) -> Layout | None:
@@ -180,31 +220,44 @@ def documents(source: Source, layout: Layout) -> Iterator[tuple[str, Document]]:
         yield where, convert[layout.format](row, layout.columns, where)
 
 
-def _string(row: Row, column: str, where: str) -> str:
+def text_in(row: Row, column: str, where: str) -> str:
     if column not in row:
-        raise DataError(f"{where}: the row has no column {column!r}{did_you_mean(column, list(row))}")
+        missing = f"{where}: the row has no column {column!r}{did_you_mean(column, list(row))}"
+        raise DataError(missing, "give it in every row, or name another with column_mapping")
     if not isinstance(row[column], str):
         raise DataError(
-            f"{where}: column {column!r} holds {_described(row[column])}, not text", "make it a string in every row"
+            f"{where}: column {column!r} holds {described(row[column])}, not text", "make it a string in every row"
         )
     return row[column]
 
 
-def _described(value: Any) -> str:
+def number_in(row: Row, column: str, where: str) -> float:
+    """The finite number in a column."""
+    value = row.get(column)
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise DataError(f"{where}: column {column!r} holds {brief(value)}, not a number", "give one in every row")
+    return number
+
+
+def described(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
 def _text(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    return {"text": _string(row, columns["text"], where)}
+    return {"text": text_in(row, columns["text"], where)}
 
 
 def _pair(row: Row, columns: Mapping[str, str], where: str) -> Document:
     names = [columns[part] for part in ("prompt", "completion")]
     if any(isinstance(row.get(name), list) for name in names):
         return _pair_of_turns(row, columns, where)
-    document = {part: _string(row, columns[part], where) for part in ("prompt", "completion")}
-    return {**document, **_system(row, columns, where)}
+    document = {part: text_in(row, columns[part], where) for part in ("prompt", "completion")}
+    return {**document, **system_of(row, columns, where)}
 
 
 def _pair_of_turns(row: Row, columns: Mapping[str, str], where: str) -> Document:
@@ -212,57 +265,57 @@ def _pair_of_turns(row: Row, columns: Mapping[str, str], where: str) -> Document
     names = [columns[part] for part in ("prompt", "completion")]
     for name, other in zip(names, reversed(names), strict=True):
         if not isinstance(row.get(name), list):
-            found = _described(row[name]) if name in row else "nothing"
+            found = described(row[name]) if name in row else "nothing"
             raise DataError(
                 f"{where}: column {name!r} holds {found}, not a list of turns, as column {other!r} does",
                 "make both columns lists of turns, or both texts",
             )
-    prompt, completion = (_turns(row, name, where, f"{name}, ") for name in names)
+    prompt, completion = (turns_in(row, name, where, f"{name}, ") for name in names)
     if not any(message["role"] == "assistant" for message in completion):
         raise DataError(f"{where}: column {names[1]!r} has no assistant turn", "put what is to be learnt there")
     given = sum(message["role"] == "assistant" for message in prompt)
-    return {**_conversation(prompt + completion, row, columns, where), "given": given}
+    return {**conversation(prompt + completion, row, columns, where), "given": given}
 
 
 def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    prompt = _string(row, columns["instruction"], where)
+    prompt = text_in(row, columns["instruction"], where)
     # The input is optional: absent, null or empty in rows whose instruction says everything.
     if row.get(columns.get("input", ""), None):
-        prompt += "\n\n" + _string(row, columns["input"], where)
-    completion = _string(row, columns["output"], where)
-    return {"prompt": prompt, "completion": completion, **_system(row, columns, where)}
+        prompt += "\n\n" + text_in(row, columns["input"], where)
+    completion = text_in(row, columns["output"], where)
+    return {"prompt": prompt, "completion": completion, **system_of(row, columns, where)}
 
 
-def _system(row: Row, columns: Mapping[str, str], where: str) -> dict[str, str]:
+def system_of(row: Row, columns: Mapping[str, str], where: str) -> dict[str, str]:
     column = columns.get("system")
-    return {"system": _string(row, column, where)} if column and row.get(column) else {}
+    return {"system": text_in(row, column, where)} if column and row.get(column) else {}
 
 
 def _chat(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    return _conversation(_turns(row, columns["messages"], where), row, columns, where)
+    return conversation(turns_in(row, columns["messages"], where), row, columns, where)
 
 
-def _turns(row: Row, column: str, where: str, said: str = "") -> list[Message]:
+def turns_in(row: Row, column: str, where: str, said: str = "") -> list[Message]:
     turns = row.get(column)
     if not isinstance(turns, list) or not turns:
-        found = _described(turns) if column in row else "nothing"
+        found = described(turns) if column in row else "nothing"
         raise DataError(f"{where}: column {column!r} holds {found}, not a list of turns")
-    return [_message(turn, f"{where}, {said}turn {number}") for number, turn in enumerate(turns, 1)]
+    return [message_of(turn, f"{where}, {said}turn {number}") for number, turn in enumerate(turns, 1)]
 
 
-def _conversation(messages: list[Message], row: Row, columns: Mapping[str, str], where: str) -> Document:
-    system = _system(row, columns, where)
+def conversation(messages: list[Message], row: Row, columns: Mapping[str, str], where: str) -> Document:
+    system = system_of(row, columns, where)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system["system"]})
     document: Document = {"messages": messages}
-    if tools := _tools(row.get(columns.get("tools", "")), where):
+    if tools := tools_in(row.get(columns.get("tools", "")), where):
         document["tools"] = tools
     return document
 
 
-def _message(turn: Any, where: str) -> Message:
+def message_of(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
-        raise DataError(f"{where}: the turn is {_described(turn)}, not an object with role and content")
+        raise DataError(f"{where}: the turn is {described(turn)}, not an object with role and content")
     name = turn.get("role", turn.get("from"))
     if not isinstance(name, str) or name not in ROLES:
         hint = did_you_mean(name, list(ROLES)) if isinstance(name, str) else ""
@@ -273,7 +326,7 @@ def _message(turn: Any, where: str) -> Message:
     if "tool_calls" in message:
         calls = message["tool_calls"]
         if not isinstance(calls, list):
-            raise DataError(f"{where}: tool_calls are {_described(calls)}, not a list", "write [] where there are none")
+            raise DataError(f"{where}: tool_calls are {described(calls)}, not a list", "write [] where there are none")
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     elif name == "function_call" and (calls := _parsed_calls(content)):
         # The text is kept for templates that know nothing of tool calls; see chat.ChatTemplate.adapt.
@@ -292,7 +345,7 @@ def _content(content: Any, where: str, *, optional: bool) -> str:
             raise DataError(f"{where}: content of type {', '.join(sorted(others))}; only text can be trained on")
         content = "".join(_content(part.get("text", part.get("value")), where, optional=False) for part in content)
     if not isinstance(content, str):
-        raise DataError(f"{where}: the content is {_described(content)}, not text")
+        raise DataError(f"{where}: the content is {described(content)}, not text")
     return content
 
 
@@ -300,7 +353,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """One call in the form templates expect: arguments as an object, where OpenAI's API has them as JSON text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: a tool call without a function name: {_described(call)}")
+        raise DataError(f"{where}: a tool call without a function name: {described(call)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_json(arguments or "{}", f"{where}, arguments of {function['name']}", DataError)
@@ -320,12 +373,12 @@ def _parsed_calls(text: str) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls]
 
 
-def _tools(value: Any, where: str) -> list[dict[str, Any]]:
+def tools_in(value: Any, where: str) -> list[dict[str, Any]]:
     """The list of tools, each wrapped as `{"type": "function", "function": {...}}`, from a list or its JSON text."""
     if isinstance(value, str) and value.strip():
         value = parse_json(value, f"{where}, column of tools", DataError)
     if not value:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{where}: tools are {_described(value)}, not a list of objects")
+        raise DataError(f"{where}: tools are {described(value)}, not a list of objects")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -21,10 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from ..config import RunConfig
 from ..errors import ConfigError, DataError
 from ..notices import notice
-from ..words import brief
 from .chat import ChatTemplate
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
-from .formats import Document, documents, recognise
+from .formats import Document, documents, number_in, recognise
 from .pack import pack
 from .report import endings, held_out, ragged, samples, split_report
 from .sources import read_sources
@@ -64,7 +62,7 @@ class PreparedData:
 
 
 @dataclass
-class _Documents:
+class Documents:
     """Documents as JSON text (Arrow would merge the keys of all rows), their places, and how they were read."""
 
     texts: list[str] = field(default_factory=list)
@@ -73,9 +71,9 @@ class _Documents:
     masks: dict[str, None] = field(default_factory=dict)
     columns: Sequence[str] = ()
 
-    def select(self, indices: np.ndarray) -> _Documents:
+    def select(self, indices: np.ndarray) -> Documents:
         texts, places = [self.texts[i] for i in indices], [self.places[i] for i in indices]
-        return _Documents(texts, places, self.sources, self.masks, self.columns)
+        return Documents(texts, places, self.sources, self.masks, self.columns)
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
         ModelError: the tokenizer has no character offsets or no EOS token.
         ConfigError: eval_split_size leaves nothing to train on.
     """
-    template = _template(config, tokenizer)
+    template = template_of(config, tokenizer)
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
     training, evaluated = _read(config, config.dataset, template, columns), None
     sources = training.sources
@@ -112,7 +110,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
         evaluated = _read(config, config.eval_dataset, template, columns)
         sources = sources + evaluated.sources
     elif config.eval_split_size:
-        training, evaluated = _split(training, config.eval_split_size, config.seed)
+        training, evaluated = split_off(training, config.eval_split_size, config.seed)
     train = _finish(training, encoder, config, "training")
     evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
     report = {
@@ -128,7 +126,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
     return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
 
 
-def _template(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+def template_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     """The tokenizer's chat template; errors name where it comes from."""
     path = config.chat_template_path
     if not tokenizer.chat_template:
@@ -147,8 +145,8 @@ def _template(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemp
 
 def _read(
     config: RunConfig, names: str | list[str], template: ChatTemplate | None, columns: Sequence[str]
-) -> _Documents:
-    found = _Documents(columns=columns)
+) -> Documents:
+    found = Documents(columns=columns)
     for source in read_sources(names, config.dataset_split):
         layout = recognise(
             source,
@@ -159,21 +157,21 @@ def _read(
         pairs = layout.format in ("prompt-completion", "alpaca")
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
         for (where, document), row in zip(documents(source, layout), source.rows, strict=True):
-            ready = _for_template(document, template, where) | {"train_all": everything}
+            ready = for_template(document, template, where) | {"train_all": everything}
             if columns:
-                ready["numbers"] = {name: _number(row, name, where) for name in columns}
+                ready["numbers"] = {name: number_in(row, name, where) for name in columns}
             text = json.dumps(ready, ensure_ascii=False, default=str)
             if not text.isascii():
-                _check_unicode(text, where)
+                check_unicode(text, where)
             found.texts.append(text)
             found.places.append(where)
-        found.masks[_mask(layout.format, everything, template)] = None
+        found.masks[mask_of(layout.format, everything, template)] = None
         summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
         found.sources.append(summary)
     return found
 
 
-def _for_template(document: Document, template: ChatTemplate | None, where: str) -> Document:
+def for_template(document: Document, template: ChatTemplate | None, where: str) -> Document:
     """Make what the template can render of a document: pairs become a conversation where there is a template."""
     if "prompt" in document:
         if template is None:
@@ -192,25 +190,14 @@ def _for_template(document: Document, template: ChatTemplate | None, where: str)
     return template.adapt(document)
 
 
-def _number(row: Mapping[str, Any], column: str, where: str) -> float:
-    value = row.get(column)
-    try:
-        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise DataError(f"{where}: column {column!r} holds {brief(value)}, not a number", "give one in every row")
-    return number
-
-
-def _check_unicode(text: str, where: str) -> None:
+def check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: half a surrogate pair ({error.object[error.start]!r}) is no character") from error
 
 
-def _mask(format: str, everything: bool, template: ChatTemplate | None) -> str:
+def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str:
     if format == "text" or everything:
         return "every token"
     if template is None:
@@ -224,7 +211,7 @@ def _mask(format: str, everything: bool, template: ChatTemplate | None) -> str:
     return f"assistant turns, by {template.mask}"
 
 
-def _split(found: _Documents, size: float, seed: int) -> tuple[_Documents, _Documents]:
+def split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Documents]:
     """Hold out a share (below 1) or a count of documents: the same ones for the same data and seed."""
     total = len(found.texts)
     count = int(size) if size >= 1 else max(1, round(size * total))
@@ -237,8 +224,8 @@ def _split(found: _Documents, size: float, seed: int) -> tuple[_Documents, _Docu
     return found.select(np.sort(order[count:])), found.select(np.sort(order[:count]))
 
 
-def _finish(found: _Documents, encoder: Encoder, config: RunConfig, name: str) -> _Split:
-    encoded = _encode(found, encoder, config)
+def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) -> _Split:
+    encoded = encode(found, encoder, config, {**ENCODED, **{name: NUMBERS for name in found.columns}})
     reasons = np.array(list(encoded["dropped"]))
     dropped = Counter(reason for reason in reasons.tolist() if reason)
     kept = encoded.select(np.flatnonzero(reasons == ""))
@@ -269,7 +256,8 @@ def _finish(found: _Documents, encoder: Encoder, config: RunConfig, name: str) -
     return _Split(kept, rows, split_report(encoded, kept, rows, truncated, empty, capacity))
 
 
-def _encode(found: _Documents, encoder: Encoder, config: RunConfig) -> Dataset:
+def encode(found: Documents, encoder: Encoder, config: RunConfig, features: Mapping[str, Any]) -> Dataset:
+    """The columns that `encoder` makes of documents, in as many processes as are worth their start."""
     rows = len(found.texts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(config.dataset_num_proc or max(1, rows // ROWS_PER_PROCESS), cores)
@@ -280,7 +268,7 @@ def _encode(found: _Documents, encoder: Encoder, config: RunConfig) -> Dataset:
             batch_size=256,
             num_proc=min(processes, rows) if processes > 1 else None,
             remove_columns=["document", "where"],
-            features=Features({**ENCODED, **{name: NUMBERS for name in found.columns}}),
+            features=Features(features),
             keep_in_memory=True,
             load_from_cache_file=False,
             new_fingerprint="tokenized",  # nothing is cached, so there is no need to hash the tokenizer

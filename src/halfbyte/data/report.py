@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,42 @@ def split_report(
         "packing_efficiency": tokens / (len(rows) * row_capacity) if row_capacity else None,
         "length_histogram": _histogram(np.array(list(encoded["length"]))),
     }
+
+
+def answers_report(encoded: Dataset, kept: Dataset, names: Sequence[str], truncated: int) -> dict[str, Any]:
+    """The report's part on one split of rows with prompts and answers.
+
+    Args:
+        encoded: every row, with the length in tokens of its prompt with its longest answer, before cutting, and the
+            reason it was dropped, if any.
+        kept: the rows that are trained on.
+        names: of their answers: `NAME_ids` and `NAME_mask` are columns.
+        truncated: how many of them have answers that were cut.
+    """
+    prompts = ragged(kept, "prompt_ids")[1]
+    lengths = {name: ragged(kept, f"{name}_ids")[1] for name in names}
+    trained = sum(int(ragged(kept, f"{name}_mask")[0].sum()) for name in names)
+    tokens = {"prompt": prompts, **lengths}
+    if "label" in kept.column_names:
+        good = np.array(kept["label"])
+        tokens |= {"desirable": lengths["completion"][good], "undesirable": lengths["completion"][~good]}
+    report = {
+        "documents": len(kept),
+        "rows": len(kept),
+        "tokens": int(prompts.sum()) + sum(int(each.sum()) for each in lengths.values()),
+        "trained_tokens": trained,
+        "dropped": dict(Counter(reason for reason in encoded["dropped"] if reason)),
+        "truncated": truncated,
+        "empty_answers": sum(kept["empty"]),
+        "packing_efficiency": None,
+        "length_histogram": _histogram(np.array(list(encoded["length"]))),
+        "mean_tokens": {name: float(each.mean()) for name, each in tokens.items() if len(each)},
+    }
+    if "chosen" in lengths:
+        report["chosen_longer"] = float((lengths["chosen"] > lengths["rejected"]).mean())
+    if "label" in kept.column_names:
+        report["desirable"] = int(good.sum())
+    return report
 
 
 def ragged(dataset: Dataset, column: str) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..ops import IGNORE_INDEX
 
@@ -72,13 +72,17 @@ class Numbers:
 
 
 class Method(ABC):
-    """A method whose rows are texts: `input_ids`, `labels` and the number columns that it asks for.
+    """A method of training.
 
     Attributes:
+        rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
+            unpaired or prompts (see `data.prepare_answers`).
         numbers: what its records hold.
-        columns: columns of the data with a number in each row; a prepared row has them as lists, a number a document.
+        columns: of text, the columns of the data with a number in each row; a prepared row has them as lists, a number
+            a document.
     """
 
+    rows: Literal["text", "pairs", "unpaired", "prompts"] = "text"
     numbers = Numbers()
     columns: tuple[str, ...] = ()
 
@@ -88,6 +92,10 @@ class Method(ABC):
 
     def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
         """The rows of a run, and what became of its data."""
+        if self.rows != "text":
+            from ..data.prepare_answers import prepare_answers
+
+            return prepare_answers(config, tokenizer, self.rows)
         from ..data.prepare import prepare
 
         return prepare(config, tokenizer, self.columns)

@@ -1,0 +1,149 @@
+"""From rows of `data.answers` to token ids of prompts and answers, and masks of what is trained.
+
+A prompt and an answer are tokenized whole, as supervised fine-tuning does it, and cut where the answer begins. A token
+that holds the end of the prompt and the beginning of an answer is the answer's. What the answers of a row do not share
+is theirs, too, without being trained.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder, check_rendered, says_anything
+from .formats import Document
+from .preference import Kind
+
+ALIKE = "with two answers that are the same"
+NO_PROMPT = "without a token that is the prompt's alone"
+NO_ROOM = "with a prompt that leaves no room for an answer"
+NAMES: dict[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "unpaired": ("completion",), "prompts": ()}
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A prompt with one answer: its ids, which are trained (bool), the ids that end its trained turns with their
+    places, where the answer begins, and the tokens behind those that were made."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    ends: list[tuple[int, int]]
+    begin: int
+    beyond: int
+
+
+class AnswerEncoder(Encoder):
+    """Turns a batch of rows (JSON text, see `data.answers`) into columns of ids and masks.
+
+    Args:
+        tokenizer, template, max_length, overlong: as of `Encoder`; `max_length` is of a prompt with one answer.
+        kind: of the rows.
+        everything: whether all tokens of an answer are trained, turns of others in it, too.
+    """
+
+    def __init__(self, *args: Any, kind: Kind, everything: bool = False, **options: Any):
+        super().__init__(*args, **options)
+        self.kind, self.everything = kind, everything
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """`document` and `where` to prompt_ids; of each answer (see `NAMES`) `_ids` and `_mask`; and the row's own
+        columns. Beside them `length` (of the longest, before cutting), `dropped`, `ends` and `empty` as of `Encoder`.
+        """
+        rows = [json.loads(row) for row in batch["document"]]
+        if self.kind == "prompts":
+            found = self._prompts(rows, batch["where"])
+        else:
+            found = self._answers(rows, batch["where"])
+        return {key: [each[key] for each in found] for key in found[0]}
+
+    def _answers(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
+        documents = [document for row in rows for document in row["answers"]]
+        each = len(NAMES[self.kind])
+        texts = self._texts(documents, [place for place in places for _ in range(each)])
+        wholes = [
+            self._answer(document, text, *found)
+            for document, text, found in zip(documents, texts, self._tokenize(texts), strict=True)
+        ]
+        found = []
+        for index, row in enumerate(rows):
+            own = slice(index * each, (index + 1) * each)
+            empty = not all(map(says_anything, documents[own]))
+            further = {key: value for key, value in row.items() if key in ("margin", "label")}
+            found.append({**self._row(wholes[own]), **further, "empty": empty})
+        return found
+
+    def _answer(self, document: Document, text: Any, ids: np.ndarray, offsets: np.ndarray, length: int) -> _Whole:
+        beyond, begin = length - len(ids), len(ids)
+        if text.turns:
+            answer = np.flatnonzero(self._from(text.turns[0].start, ids, offsets))
+            begin = int(answer[0]) if len(answer) else begin
+        ids, trained, ends, added = self._whole(text, ids, offsets)
+        begin += added if begin or added else 0
+        if self.everything:
+            trained[begin:] = True
+        return _Whole(ids, trained, list(zip(ends, self._end_tokens(ids, ends), strict=True)), begin, beyond)
+
+    def _row(self, answers: list[_Whole]) -> dict[str, Any]:
+        """A row of answers to one prompt, each cut to max_length together with it."""
+        first = answers[0].ids
+        begin = min(answer.begin for answer in answers)
+        for answer in answers[1:]:
+            differs = np.flatnonzero(first[:begin] != answer.ids[:begin])
+            begin = int(differs[0]) if len(differs) else begin
+        limit = self.max_length
+        length = max(len(answer.ids) + answer.beyond for answer in answers)
+        row: dict[str, Any] = {"prompt_ids": first[:begin], "length": length, "ends": []}
+        for name, answer in zip(NAMES[self.kind], answers, strict=True):
+            row[f"{name}_ids"] = answer.ids[begin:limit]
+            row[f"{name}_mask"] = answer.trained[begin:limit].astype(np.int8)
+            row["ends"] += [token for place, token in answer.ends if place < limit]
+        row["dropped"] = self._why_dropped(row, answers)
+        return row
+
+    def _why_dropped(self, row: dict[str, Any], answers: list[_Whole]) -> str:
+        names = NAMES[self.kind]
+        if not all(answer.trained.any() or answer.beyond for answer in answers):
+            return UNTRAINED
+        if not len(row["prompt_ids"]):
+            return NO_PROMPT
+        if row["length"] > self.max_length and self.overlong == "drop":
+            return TOO_LONG
+        if not all(row[f"{name}_mask"].any() for name in names):
+            return CUT_AWAY
+        alike = len(names) > 1 and np.array_equal(*(row[f"{name}_ids"] for name in names))
+        return ALIKE if alike else ""
+
+    def _prompts(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
+        documents = [row["prompt"] for row in rows]
+        if self.template is not None:
+            texts = self.template.prompts_of(documents)
+            check_rendered(texts, places)
+        else:
+            texts = [_instruction(document) for document in documents]
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        found = []
+        for row, ids in zip(rows, encoded, strict=True):
+            if self.template is None and self.prefix and ids[:1] != self.prefix[:1]:
+                ids = [*self.prefix, *ids]
+            full = len(ids) >= self.max_length
+            found.append(
+                {
+                    "prompt_ids": ids[: self.max_length],
+                    "prompt": json.dumps(row["asked"]),
+                    "columns": json.dumps(row["columns"]),
+                    "length": len(ids),
+                    "dropped": NO_ROOM if full else "",
+                    "ends": [],
+                    "empty": False,
+                }
+            )
+        return found
+
+
+def _instruction(document: Document) -> str:
+    """A prompt where there is no chat template."""
+    system = f"{document['system']}\n\n" if "system" in document else ""
+    return system + INSTRUCTION.format(prompt=document["prompt"])

@@ -1,0 +1,265 @@
+"""From a run's configuration to tokenized rows of preference or RL training, and a report of what became of each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset, Features, Value
+from transformers import PreTrainedTokenizerBase
+
+from ..config import RunConfig
+from ..errors import DataError
+from ..notices import notice
+from ..ops import IGNORE_INDEX
+from .answers import rows_in
+from .chat import ChatTemplate
+from .encode import Encoder
+from .encode_answers import ALIKE, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
+from .formats import Document
+from .preference import Kind, recognise_rows
+from .prepare import (
+    ENCODED,
+    IDS,
+    REMEDY,
+    Documents,
+    PreparedData,
+    check_unicode,
+    encode,
+    for_template,
+    mask_of,
+    split_off,
+    template_of,
+)
+from .report import answers_report, endings, held_out, samples
+from .sources import read_sources
+
+MOST_SHOWN = 1_000  # rows that samples, and what `merge` compares losses on, are of
+MASK = datasets.List(Value("int8"))
+REMEDIES = {
+    **REMEDY,
+    ALIKE: "give another answer as the rejected one: equal ones say nothing (check column_mapping)",
+    NO_PROMPT: "give a prompt that ends with white space or a turn, or in a column of its own",
+    NO_ROOM: "raise max_length",
+}
+
+
+def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> PreparedData:
+    """Read, recognise, split, mask and tokenize rows of `kind`.
+
+    The rows have, as lists of ints where nothing else is said,
+
+    - pairs: prompt_ids, chosen_ids, rejected_ids, chosen_mask, rejected_mask (1 where a token is trained), and where
+      the data has one, margin (float);
+    - unpaired: prompt_ids, completion_ids, completion_mask, label (bool: desirable);
+    - prompts: prompt_ids, prompt (turns or text, as in the data), columns (the further columns, as in the data).
+
+    A prompt with an answer is the ids that supervised fine-tuning makes of that conversation, and the trained tokens
+    are those it would train; with `assistant_only_loss: false` all of an answer is. What is longer than `max_length` is
+    cut at its end, or dropped (`overlong`); a row stays where all its answers keep trained tokens.
+
+    Args:
+        config, tokenizer: as of `prepare`.
+
+    Raises:
+        DataError, ModelError, ConfigError: as of `prepare`; and rows that are another method's, or have a label other
+            than true and false, or all the same one.
+    """
+    template = template_of(config, tokenizer)
+    encoder = AnswerEncoder(
+        tokenizer,
+        template,
+        max_length=config.max_length,
+        overlong=config.overlong,
+        kind=kind,
+        everything=not config.assistant_only_loss,
+    )
+    training, evaluated = _read(config, config.dataset, template, kind), None
+    sources = training.sources
+    if config.eval_dataset is not None:
+        evaluated = _read(config, config.eval_dataset, template, kind)
+        sources = sources + evaluated.sources
+    elif config.eval_split_size:
+        training, evaluated = split_off(training, config.eval_split_size, config.seed)
+    train, said = _finish(training, encoder, config, "training")
+    held, also_said = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
+    texts = _as_texts(train, kind)
+    report = {
+        "kind": kind,
+        "sources": sources,
+        "template": tokenizer.chat_template,
+        "mask": "; ".join(training.masks),
+        "train": said,
+        "eval": also_said,
+        **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer)),
+        "samples": samples(texts, tokenizer),
+        "held_out": held_out(_as_texts(held, kind)) if held is not None and kind != "prompts" else [],
+    }
+    return PreparedData(_rows(train, kind), _rows(held, kind) if held is not None else None, report)
+
+
+def _rows(kept: Dataset, kind: Kind) -> Dataset:
+    """What training sees of the rows that are kept."""
+    rows = kept.select_columns([name for name in _features(kind, kept.column_names) if name not in ENCODED])
+    return rows.with_transform(_as_read) if kind == "prompts" else rows
+
+
+def _features(kind: Kind, columns: Any) -> dict[str, Any]:
+    """The columns of encoded rows, of which `columns` says whether there is a margin."""
+    beside = {name: ENCODED[name] for name in ("length", "dropped", "ends", "empty")}
+    ids = {f"{name}_ids": IDS for name in ("prompt", *NAMES[kind])}
+    masks = {f"{name}_mask": MASK for name in NAMES[kind]}
+    further: dict[str, Any] = {
+        "pairs": {"margin": Value("float64")} if "margin" in columns else {},
+        "unpaired": {"label": Value("bool")},
+        "prompts": {"prompt": Value("string"), "columns": Value("string")},
+    }[kind]
+    return {**ids, **masks, **further, **beside}
+
+
+def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | None, kind: Kind) -> Documents:
+    found = Documents()
+    for source in read_sources(names, config.dataset_split):
+        layout = recognise_rows(source, kind, config.column_mapping)
+        before = len(found.texts)
+        for where, row in rows_in(source, layout, templated=template is not None):
+            found.texts.append(_text(_for_template(row, template, where), where))
+            found.places.append(where)
+        everything = not config.assistant_only_loss
+        found.masks["every token of an answer" if everything else mask_of("answers", False, template)] = None
+        rows = len(found.texts) - before
+        found.sources.append({"path": source.path, "format": kind, "why": layout.why, "rows": rows})
+        found.columns = [name for name in ("margin",) if name in layout.columns]
+    return found
+
+
+def _for_template(row: dict[str, Any], template: ChatTemplate | None, where: str) -> dict[str, Any]:
+    """The row with its documents in a form that the template shows."""
+    if "answers" in row:
+        return {**row, "answers": [for_template(document, template, where) for document in row["answers"]]}
+    prompt: Document = row["prompt"]
+    if template is None:
+        return {**row, "prompt": for_template(prompt, None, where)}
+    messages = prompt.get("messages")
+    if messages is None:
+        system = [{"role": "system", "content": prompt["system"]}] if "system" in prompt else []
+        messages = [*system, {"role": "user", "content": prompt["prompt"]}]
+    messages, tools = template.understood(messages, prompt.get("tools"))
+    return {**row, "prompt": {"messages": messages, "tools": tools}}
+
+
+def _text(row: dict[str, Any], where: str) -> str:
+    try:
+        text = json.dumps(row, ensure_ascii=False)
+    except (TypeError, ValueError) as error:  # dates and bytes of a Parquet file
+        raise DataError(f"{where}: the row holds what is neither text nor a number: {error}", "make it text") from error
+    if not text.isascii():
+        check_unicode(text, where)
+    return text
+
+
+def _finish(found: Documents, encoder: AnswerEncoder, config: RunConfig, name: str) -> tuple[Dataset, dict[str, Any]]:
+    """The rows of a split that are kept, with all their columns, and its part of the report."""
+    kind, total = encoder.kind, len(found.texts)
+    encoded = encode(found, encoder, config, _features(kind, found.columns))
+    reasons = np.array(list(encoded["dropped"]))
+    dropped = Counter(reason for reason in reasons.tolist() if reason)
+    kept = encoded.select(np.flatnonzero(reasons == ""))
+    if not len(kept):
+        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise DataError(
+            f"all {total} {name} rows are dropped ({counts}; max_length={config.max_length})",
+            REMEDIES[dropped.most_common(1)[0][0]],
+        )
+    for reason, count in dropped.items():
+        notice(f"dropped:{name}:{reason}", f"{count} of {total} {name} rows dropped: {reason}")
+    truncated = sum(length > config.max_length for length in kept["length"])
+    if truncated:
+        notice(
+            f"truncated:{name}",
+            f"{truncated} of {total} {name} rows have answers cut to max_length {config.max_length}",
+        )
+    _check_answers(kept, kind, name)
+    contradicting = _contradicting(found.texts, kind)
+    if contradicting:
+        notice(f"contradicting:{name}", f"{contradicting} {name} rows say the opposite of another one")
+    report = answers_report(encoded, kept, NAMES[kind], truncated)
+    return kept, {**report, "contradicting": contradicting}
+
+
+def _check_answers(kept: Dataset, kind: Kind, name: str) -> None:
+    """Whether the answers of a split say anything, and of those with a label, not all the same."""
+    empty, total = sum(kept["empty"]), len(kept)
+    if empty == total and kind != "prompts" and name == "training":
+        raise DataError(
+            f"all {total} {name} rows have an empty answer", "check the rows and columns of the data (column_mapping)"
+        )
+    if empty:
+        notice(f"empty:{name}", f"{empty} of {total} {name} rows have an empty answer")
+    if kind == "unpaired" and name == "training" and len(set(kept["label"])) == 1:
+        label = json.dumps(kept["label"][0])
+        raise DataError(
+            f"all {total} {name} rows have the label {label}: there is nothing to tell apart",
+            "add answers of the other label, or set method: sft to imitate desirable ones",
+        )
+
+
+def _contradicting(texts: list[str], kind: Kind) -> int:
+    """How many rows say the opposite of an earlier one: the same answers the other way round, or with another label."""
+    if kind == "prompts":
+        return 0
+    seen: set[tuple[int, int]] = set()
+    count = 0
+    for row in map(json.loads, texts):
+        answers = [hash(json.dumps(document)) for document in row["answers"]]
+        says = (answers[0], answers[1] if len(answers) > 1 else row["label"])
+        opposite = (says[1], says[0]) if len(answers) > 1 else (says[0], not row["label"])
+        count += opposite in seen
+        seen.add(says)
+    return count
+
+
+def _as_texts(rows: Dataset, kind: Kind) -> Dataset:
+    """The first rows as texts with labels, each prompt with its first answer."""
+    first = rows.select(range(min(len(rows), MOST_SHOWN)))
+    name = next(iter(NAMES[kind]), "")
+    ids, labels = [], []
+    for row in first:
+        answer, mask = (row[f"{name}_ids"], row[f"{name}_mask"]) if name else ([], [])
+        ids.append([*row["prompt_ids"], *answer])
+        given = [IGNORE_INDEX] * len(row["prompt_ids"])
+        labels.append(
+            [*given, *(token if trained else IGNORE_INDEX for token, trained in zip(answer, mask, strict=True))]
+        )
+    return Dataset.from_dict({"input_ids": ids, "labels": labels}, features=Features({"input_ids": IDS, "labels": IDS}))
+
+
+def _stops(encoder: AnswerEncoder) -> dict[str, Any]:
+    """How answers will end: with the token that the chat template writes behind them, or with EOS.
+
+    Raises:
+        DataError: the template writes none, so an answer would never end.
+    """
+    tokenizer = encoder.tokenizer
+    if encoder.template is None:
+        return {"eos_trained": True, "stop_tokens": [tokenizer.eos_token]}
+    said = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    plain = Encoder(tokenizer, encoder.template, max_length=2**20)
+    ends = plain({"document": [json.dumps(said)], "where": [""]})["ends"][0]
+    if not ends or ends[-1] < 0:
+        raise DataError(
+            "the chat template writes no special token behind an answer, so a model's answers would never end",
+            "give a template with an end-of-turn token with chat_template_path",
+        )
+    return {"eos_trained": True, "stop_tokens": [str(tokenizer.convert_ids_to_tokens(ends[-1]))]}
+
+
+def _as_read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Prompts and further columns out of the JSON in which they are stored: Arrow would merge the keys of all rows."""
+    return {
+        name: list(map(json.loads, values)) if name in ("prompt", "columns") else values
+        for name, values in batch.items()
+    }

@@ -1,0 +1,316 @@
+"""Rows of preference and RL training: what they are read as, the ids and masks made of them, and what is refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from halfbyte import notices
+from halfbyte.data.prepare import prepare
+from halfbyte.data.prepare_answers import prepare_answers
+from halfbyte.errors import DataError
+
+QUESTION = {"role": "user", "content": "What is 1 + 1?"}
+GOOD, BAD = {"role": "assistant", "content": "It is 2."}, {"role": "assistant", "content": "Hm, 3!"}
+TURNS = [QUESTION, GOOD]
+PAIR = {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}
+ALL_PAIRS = {
+    "explicit": PAIR,
+    "implicit": {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "with its prompt in the answers": {**PAIR, "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "a text and whole conversations": {"prompt": "1 + 1", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "a text and turns": {"prompt": QUESTION["content"], "chosen": [GOOD], "rejected": [BAD]},
+    "texts": {"prompt": QUESTION["content"], "chosen": GOOD["content"], "rejected": BAD["content"]},
+    "alpaca": {"instruction": QUESTION["content"], "input": "", "chosen": GOOD["content"], "rejected": BAD["content"]},
+    "ranking": {
+        "conversations": [{"from": "human", "value": QUESTION["content"]}],
+        "chosen": {"from": "gpt", "value": GOOD["content"]},
+        "rejected": {"from": "gpt", "value": BAD["content"]},
+    },
+    "v1": {
+        f"{name}_messages": [
+            {"role": turn["role"], "content": [{"type": "text", "value": turn["content"]}]}
+            for turn in (QUESTION, answer)
+        ]
+        for name, answer in (("chosen", GOOD), ("rejected", BAD))
+    },
+    "dialogues": {
+        name: f"\n\nHuman: {QUESTION['content']}\n\nAssistant: {answer['content']}"
+        for name, answer in (("chosen", GOOD), ("rejected", BAD))
+    },
+    "dialogues with a prompt": {
+        "prompt": f"\n\nHuman: {QUESTION['content']}\n\nAssistant:", "chosen": " It is 2.", "rejected": " Hm, 3!"
+    },
+}  # fmt: skip
+ALL_LABELLED = {
+    "turns": {"prompt": [QUESTION], "completion": [GOOD], "label": True},
+    "texts": {"prompt": QUESTION["content"], "completion": GOOD["content"], "label": True},
+    "kto_tag": {"messages": TURNS, "kto_tag": True},
+    "whole conversation": {"completion": TURNS, "label": True},
+    "alpaca": {"instruction": QUESTION["content"], "input": "", "output": GOOD["content"], "label": True},
+}
+
+
+def whole(row, name="chosen"):
+    return row["prompt_ids"] + row[f"{name}_ids"]
+
+
+def labels(row, name="chosen"):
+    trained = zip(row[f"{name}_ids"], row[f"{name}_mask"], strict=True)
+    return [-100] * len(row["prompt_ids"]) + [token if mask else -100 for token, mask in trained]
+
+
+def supervised(config, write, tokenizer, rows, **keys):
+    return list(prepare(config(write(rows, "sft.jsonl"), **keys), tokenizer).train)
+
+
+@pytest.mark.parametrize("name", ALL_PAIRS)
+@pytest.mark.parametrize("template", ["plain", "marked"])
+def test_a_pair_is_what_supervised_fine_tuning_makes_of_both(name, template, config, write, make_tokenizer):
+    tokenizer = make_tokenizer(template)
+    [row] = prepare_answers(config(write([ALL_PAIRS[name]])), tokenizer, "pairs").train
+    as_texts = supervised(config, write, tokenizer, [{"messages": [QUESTION, each]} for each in (GOOD, BAD)])
+    for side, expected in zip(("chosen", "rejected"), as_texts, strict=True):
+        assert whole(row, side) == expected["input_ids"]
+        assert labels(row, side) == expected["labels"]
+    assert tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("name", ALL_LABELLED)
+def test_a_labelled_answer_is_what_supervised_fine_tuning_makes_of_it(name, config, write, make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    other = {"label": False, "kto_tag": False}
+    wrong = ALL_LABELLED[name] | {key: value for key, value in other.items() if key in ALL_LABELLED[name]}
+    good, bad = prepare_answers(config(write([ALL_LABELLED[name], wrong])), tokenizer, "unpaired").train
+    [expected] = supervised(config, write, tokenizer, [{"messages": TURNS}])
+    assert (whole(good, "completion"), labels(good, "completion")) == (expected["input_ids"], expected["labels"])
+    assert good["label"] is True
+    assert bad == {**good, "label": False}
+
+
+def test_an_answer_of_several_turns_trains_the_assistants_alone(config, write, make_tokenizer):
+    tokenizer, more = (
+        make_tokenizer("plain"),
+        [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}],
+    )
+    path = write([{"prompt": [QUESTION], "chosen": [GOOD, *more], "rejected": [BAD]}])
+    [row] = prepare_answers(config(path), tokenizer, "pairs").train
+    [expected] = supervised(config, write, tokenizer, [{"messages": [QUESTION, GOOD, *more]}])
+    assert labels(row) == expected["labels"]
+    [all_of_it] = prepare_answers(config(path, assistant_only_loss=False), tokenizer, "pairs").train
+    assert all_of_it["chosen_ids"] == row["chosen_ids"]
+    assert all(all_of_it["chosen_mask"])
+    assert not all(row["chosen_mask"])
+
+
+def test_an_implicit_prompt_ends_where_messages_begin_to_differ(config, write, make_tokenizer):
+    history = [QUESTION, GOOD, {"role": "user", "content": "And 2 + 2?"}]
+    answers = [{"role": "assistant", "content": f"It is {number}."} for number in (4, 5)]
+    [row] = prepare_answers(
+        config(write([dict(zip(("chosen", "rejected"), ([*history, each] for each in answers), strict=True))])),
+        (tokenizer := make_tokenizer("plain")),
+        "pairs",
+    ).train
+    assert tokenizer.decode(row["prompt_ids"]).endswith("And 2 + 2?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(row["rejected_ids"]) == "It is 5.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("The sky is blue.", "The sky is blown away.", "The sky is"),  # not "The sky is bl"
+        ("One two\n\nthree", "One two\n\nfour", "One two"),
+        ("One two", "One two three", "One"),  # an answer is left to both
+        ("Human: one\n\nAssistant: two", "Human: one\n\nAssistant: twelve", "Human: one\n\nAssistant:"),
+    ],
+)
+def test_an_implicit_prompt_of_text_ends_at_white_space_or_a_turn(
+    chosen, rejected, prompt, config, write, make_tokenizer
+):
+    tokenizer = make_tokenizer(None)
+    [row] = prepare_answers(config(write([{"chosen": chosen, "rejected": rejected}])), tokenizer, "pairs").train
+    assert tokenizer.decode(row["prompt_ids"]) == prompt
+    for side, text in (("chosen", chosen), ("rejected", rejected)):
+        assert tokenizer.decode(whole(row, side)) == f"{text}<|im_end|>"
+        assert all(row[f"{side}_mask"])
+
+
+@pytest.mark.parametrize("template", ["llama-40m", "qwen2.5", "qwen3", "phi-3"])
+def test_real_templates_give_pairs_the_ids_of_supervised_fine_tuning(template, config, write, real_tokenizer):
+    tokenizer = real_tokenizer(template)
+    history = [
+        QUESTION,
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nNo."},
+        {"role": "user", "content": "Do!"},
+    ]
+    [row] = prepare_answers(
+        config(write([{"prompt": history, "chosen": [GOOD], "rejected": [BAD]}])), tokenizer, "pairs"
+    ).train
+    for side, answer in (("chosen", GOOD), ("rejected", BAD)):
+        [expected] = supervised(config, write, tokenizer, [{"prompt": history, "completion": [answer]}])
+        assert whole(row, side) == expected["input_ids"]
+        assert labels(row, side) == expected["labels"]
+    assert row["chosen_mask"][0] == row["rejected_mask"][0] == 1
+
+
+def test_tools_of_a_row_are_in_its_prompt(config, write, real_tokenizer):
+    tokenizer = real_tokenizer("qwen2.5")
+    tool = {"type": "function", "function": {"name": "add_up", "description": "adds", "parameters": {}}}
+    [row] = prepare_answers(config(write([{**PAIR, "tools": [tool]}])), tokenizer, "pairs").train
+    assert "add_up" in tokenizer.decode(row["prompt_ids"])
+
+
+def test_a_token_across_the_border_is_the_answers(config, write, real_tokenizer):
+    tokenizer = real_tokenizer("llama-40m")
+    tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
+    texts = {"chosen": "Say it: unbelievable", "rejected": "Say it: un"}
+    [row] = prepare_answers(config(write([texts])), tokenizer, "pairs").train
+    assert tokenizer.decode(row["chosen_ids"]).strip().startswith("unbelievable")
+    assert row["chosen_mask"][0] == row["rejected_mask"][0] == 1
+
+
+def test_margins_are_numbers_of_each_row(config, write, make_tokenizer):
+    path = write([{**PAIR, "margin": 1}, {**PAIR, "chosen": [BAD], "rejected": [GOOD], "margin": 0.5}])
+    rows = prepare_answers(config(path), make_tokenizer("plain"), "pairs")
+    assert rows.train["margin"][:] == [1.0, 0.5]
+    assert rows.report["train"]["contradicting"] == 1
+
+
+def test_pairs_are_taken_apart_for_labels(config, write, make_tokenizer):
+    rows = prepare_answers(config(write([PAIR])), make_tokenizer("plain"), "unpaired").train
+    [pair] = prepare_answers(config(write([PAIR])), make_tokenizer("plain"), "pairs").train
+    assert [(row["label"], row["completion_ids"]) for row in rows] == [
+        (True, pair["chosen_ids"]),
+        (False, pair["rejected_ids"]),
+    ]
+    assert any("taken apart" in said for said in notices.said().values())
+
+
+def test_prompts_keep_what_else_their_rows_hold(config, write, make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    further = [{"answer": "2", "test": {"a": [1, None]}}, {"answer": 3, "test": "5"}]
+    path = write([{"prompt": "1 + 1", **further[0]}, {"prompt": [QUESTION], **further[1]}])
+    rows = prepare_answers(config(path), tokenizer, "prompts").train
+    assert [row["columns"] for row in rows] == further
+    assert [row["prompt"] for row in rows] == ["1 + 1", [QUESTION]]
+    assert tokenizer.decode(rows[1]["prompt_ids"]) == (
+        f"<|im_start|>user\n{QUESTION['content']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_prompts_without_template_are_in_the_format_of_instructions(config, write, make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    [row] = prepare_answers(config(write([{"question": "1 + 1"}])), tokenizer, "prompts").train
+    assert tokenizer.decode(row["prompt_ids"]) == "### Instruction:\n1 + 1\n\n### Response:\n"
+
+
+def test_a_pair_stays_where_both_keep_trained_tokens(config, write, make_tokenizer):
+    tokenizer, long = make_tokenizer("plain"), {"role": "assistant", "content": "x" * 50}
+    rows = [
+        {**PAIR, "chosen": [long]},
+        {"prompt": [{"role": "user", "content": "y" * 90}], "chosen": [GOOD], "rejected": [BAD]},
+    ]
+    prepared = prepare_answers(config(write(rows), max_length=80), tokenizer, "pairs")
+    [row] = prepared.train
+    assert len(whole(row)) == 80 > len(whole(row, "rejected"))
+    report = prepared.report["train"]
+    assert (report["rows"], report["truncated"], report["dropped"]) == (
+        1,
+        1,
+        {"no trained tokens left after truncation": 1},
+    )
+    prompt = len(row["prompt_ids"])
+    assert report["mean_tokens"] == {"prompt": prompt, "chosen": 80 - prompt, "rejected": len(row["rejected_ids"])}
+    assert report["trained_tokens"] == sum(row["chosen_mask"]) + sum(row["rejected_mask"])
+    dropping = prepare_answers(config(write([PAIR, *rows]), max_length=80, overlong="drop"), tokenizer, "pairs")
+    assert dropping.report["train"]["dropped"] == {"longer than max_length": 2}
+
+
+REFUSED = {
+    "equal answers": ([{**PAIR, "rejected": [GOOD]}], "pairs", "with two answers that are the same"),
+    "roles swapped": (
+        [{"prompt": [QUESTION], "chosen": [QUESTION], "rejected": [GOOD]}], "pairs",
+        "data.jsonl:1: column 'chosen' ends with the prompt, so it is no answer",
+    ),
+    "another prompt": (
+        [{"prompt": [QUESTION], "chosen": [{"role": "user", "content": "?"}, GOOD], "rejected": [BAD]}], "pairs",
+        "data.jsonl:1: column 'chosen' begins with a turn of role user",
+    ),
+    "no common turn": (
+        [{"chosen": [QUESTION, GOOD], "rejected": [{"role": "user", "content": "?"}, BAD]}], "pairs",
+        "data.jsonl:1: columns 'chosen' and 'rejected' differ from their first turn on",
+    ),
+    "no common word": ([{"chosen": "Yes it", "rejected": "No"}], "pairs", "data.jsonl:1: the answers share no prompt"),
+    "a prompt that was answered": (
+        [{**PAIR, "prompt": TURNS}], "pairs", "data.jsonl:1: the prompt ends with an assistant turn"
+    ),
+    "empty answers": (
+        [{"prompt": "a", "chosen": " ", "rejected": "no"}], "pairs", "all 1 training rows have an empty answer"
+    ),
+    "labels as text": (
+        [{**ALL_LABELLED["texts"], "label": "true"}], "unpaired",
+        "data.jsonl:1: column 'label' holds str \"true\", not true or false",
+    ),
+    "one label": ([ALL_LABELLED["texts"]], "unpaired", "all 1 training rows have the label true"),
+    "no label": ([{"prompt": "a", "completion": "b"}], "unpaired", "holds examples to imitate, not answers with a"),
+    "examples": ([{"messages": TURNS}], "pairs", "holds examples to imitate, not preference pairs"),
+    "labelled": ([ALL_LABELLED["turns"]], "pairs", "set method: kto"),
+    "steps": ([{"prompt": "a", "completions": ["b"], "labels": [True]}], "pairs", "holds steps with labels"),
+    "a typing error": ([{"prompt": "a", "chosn": "b", "rejected": "c"}], "pairs", "did you mean 'chosen' by 'chosn'?"),
+    "an answered prompt": ([{"messages": TURNS}], "prompts", "data.jsonl:1: the prompt ends with an assistant turn"),
+    "pairs for rollouts": ([PAIR], "prompts", "set method: dpo, orpo"),
+    "no prompt": ([{"text": "abc"}], "prompts", "holds examples to imitate, not prompts"),
+    "a missing answer": ([PAIR, {"prompt": [QUESTION], "chosen": [GOOD]}], "pairs", "data.jsonl:2: the row has no"),
+    "a margin that is none": ([{**PAIR, "margin": "2"}], "pairs", "data.jsonl:1: column 'margin' holds '2', not a"),
+    "a prompt as long as rows": ([{"prompt": "y" * 300}], "prompts", "with a prompt that leaves no room for an answer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_named(name, config, write, make_tokenizer):
+    rows, kind, said = REFUSED[name]
+    with pytest.raises(DataError, match=re.escape(said)) as caught:
+        prepare_answers(config(write(rows), max_length=200), make_tokenizer("plain"), kind)
+    assert caught.value.fix
+
+
+def test_pairs_for_imitation_name_the_methods_that_take_them(config, write, make_tokenizer):
+    for name in ("explicit", "v1"):
+        with pytest.raises(DataError, match="holds preference pairs") as caught:
+            prepare(config(write([ALL_PAIRS[name]])), make_tokenizer("plain"))
+        assert "method: dpo" in caught.value.fix
+
+
+def test_a_template_that_ends_no_answer_is_refused_for_rollouts(config, write, make_tokenizer):
+    endless = "{%- for m in messages %}{{- m['role'] + ': ' + m['content'] + '\\n' }}{%- endfor %}"
+    with pytest.raises(DataError, match="would never end"):
+        prepare_answers(config(write([{"prompt": "a"}])), make_tokenizer(endless), "prompts")
+
+
+def test_held_out_rows_are_split_off(config, write, make_tokenizer):
+    rows = [{**PAIR, "chosen": [{"role": "assistant", "content": str(number)}]} for number in range(10)]
+    prepared = prepare_answers(config(write(rows), eval_split_size=3), make_tokenizer("plain"), "pairs")
+    assert (len(prepared.train), len(prepared.eval)) == (7, 3)
+    assert len(prepared.report["held_out"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "rows"),
+    [("dpo_en_demo.json", "pairs", 300), ("v1_dpo_demo.jsonl", "pairs", 10), ("kto_en_demo.json", "unpaired", 300)],
+)
+def test_real_data_loses_no_row(file, kind, rows, shared, config, real_tokenizer):
+    """Of LLaMA-Factory's; with ids that are supervised fine-tuning's (checked for a few)."""
+    tokenizer = real_tokenizer("llama-40m")
+    path = shared / "data" / "datasets" / "llamafactory" / file
+    prepared = prepare_answers(config(str(path), max_length=8192), tokenizer, kind)
+    assert prepared.report["train"]["dropped"] == {}
+    assert len(prepared.train) == rows
+    assert prepared.report["stop_tokens"] == ["<|im_end|>"]
+    read = json.loads(path.read_text()) if path.suffix == ".json" else [json.loads(line) for line in path.open()]
+    first = read[0]
+    answer = tokenizer.decode(prepared.train[0]["chosen_ids" if kind == "pairs" else "completion_ids"])
+    said = first["chosen"]["value"] if "chosen" in first else None
+    assert said is None or answer == f"{said}<|im_end|>\n"
+    if kind == "unpaired":
+        assert prepared.report["train"]["desirable"] == np.sum([row["label"] for row in read])
