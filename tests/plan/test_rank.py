@@ -56,15 +56,15 @@ def plan_of(shapes, layout, gib=139.0, card=H200, **keys):
 
 
 def test_70b_on_two_small_cards_part_by_part(shapes_70b):
-    """16.44 GiB of blocks, 0.82 of two of them, 1.96 of embedding and head; adapters 0.77, half of their gradients'
-    0.77 and of the optimizer's 1.54; scratch 0.44, recomputation 0.58, adapters in 16 bits 0.39."""
+    """16.44 GiB of blocks, 0.82 of two of them, 1.96 of embedding and head; adapters 0.39 in 16 bits, half of their own
+    0.77, of their gradients' 0.77 and of the optimizer's 1.54; scratch 0.44, recomputation 0.58."""
     plan = plan_of(shapes_70b, Parallel(shard=2), gib=23.3, card=RTX_4090, activation_checkpointing="offload")
     assert plan.weights / GIB == pytest.approx(16.44 + 1.96, abs=0.05)
     assert plan.gathered / GIB == pytest.approx(0.82, abs=0.01)
-    assert plan.adapters == plan.optimizer
+    assert plan.adapters / GIB == pytest.approx(0.39 + 0.77 / 2, abs=0.01)
     assert plan.gradients / GIB == pytest.approx(0.77 / 2 + 1 / 16, abs=0.01)
     assert plan.optimizer / GIB == pytest.approx(1.54 / 2, abs=0.01)
-    assert (plan.activations + plan.logits) / GIB == pytest.approx(0.44 + 0.58 + 0.39, abs=0.35)
+    assert (plan.activations + plan.logits) / GIB == pytest.approx(0.44 + 0.58, abs=0.35)
     assert plan.total / GIB < 24 - 0.9  # with CUDA and NCCL beside it
     assert plan.stays == ()
     staged = plan_of(

@@ -208,6 +208,7 @@ class _Planner:
         row = OPTIMIZERS[self.config.optim]
         self.optimizer = row.state_bytes(shapes.model)
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
+        self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)
         self.stages = self.line.stages
@@ -316,8 +317,8 @@ class _Planner:
         return MemoryPlan(
             weights=self._share(stage),
             gathered=gathered_bytes(self._block(stage), stage, choice.stays),
-            adapters=trained.bytes,
-            gradients=trained.bytes // self.slices + 2 * TOGETHER if self._at_once else trained.bytes,
+            adapters=self._kept(stage),
+            gradients=trained.bytes // self._parts + 2 * TOGETHER * self._at_once,
             optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
             activations=moving - logits,
             logits=logits,
@@ -345,10 +346,20 @@ class _Planner:
         bytes_ = sum(self.gradients[index] for index in stage.layers[: len(self.gradients)]) + beside
         return Trainable(self.trained.numel * bytes_ // max(self.trained.bytes, 1), bytes_)
 
+    def _kept(self, stage: Stage) -> int:
+        """Bytes of what a process of this stage trains, beside gradients and the optimizer's state."""
+        own, read = self.factors
+        return self._trained(stage).bytes - own + own // self.slices + read
+
     @functools.cached_property
     def _at_once(self) -> bool:
         """Whether gradients are reduced in each backward as they come, which leaves slices of them."""
         return self.slices > 1 and self.trained.bytes >= AT_ONCE and trains_alike(self.shapes.model)
+
+    @property
+    def _parts(self) -> int:
+        """Of how many parts of all gradients a process keeps one."""
+        return self.slices if self._at_once else 1
 
     @property
     def _others(self) -> int:
@@ -380,8 +391,9 @@ class _Planner:
             on_their_way = max(map(cost.on_host, each))  # as much as one layer saves
         layers = tuple(layers[index] for index in stage.layers) if layers else ()
         trained = self._trained(stage)
-        gradients = [self.gradients[index] for index in stage.layers[: len(layers)]]
-        before = step.before - self.shapes.copied(self.trained.bytes - self._others - sum(gradients))
+        gradients = [self.gradients[index] // self._parts for index in stage.layers[: len(layers)]]
+        here = 0 if any(self.factors) else sum(self.gradients[index] for index in stage.layers[: len(layers)])
+        before = step.before - self.shapes.copied(self.trained.bytes - self._others - here)
         hidden = batch.tokens * self.shapes.text_config.hidden_size * self.shapes.dtype.itemsize
         head = step.head + 2 * (self.layout.shard - 1) * hidden  # of the others' rows, and their gradient
         highest = peak(
@@ -389,11 +401,11 @@ class _Planner:
             before=before,
             head=head if stage.ends else 2 * hidden,  # what is sent, and its gradient
             gradients=gradients,
-            others=trained.bytes - sum(gradients),
+            others=trained.bytes // self._parts - sum(gradients),
             accumulated=choice.graphs or self.config.gradient_accumulation_steps > 1,  # graphs add to what stays
         )
         waiting = int((stage.in_flight - 1) * (sum(layer.saved for layer in layers) + hidden))
-        return max(highest + on_their_way + waiting - trained.bytes, 0)
+        return max(highest + on_their_way + waiting - trained.bytes // self._parts, 0)
 
     # --- time --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ In these, `shard`, `tensor`, `pipeline` and `context` are the ways of that axis;
     embedding, head     rows of the vocabulary ÷ (shard · tensor); tied ones once, or on the first and the last stage
     gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share; in forward one more, the
                         buffer that the next is gathered into
-    trained             of the process's layers: masters and gradients whole, optimizer state ÷ `trained.slices`
+    trained             of the process's layers; ÷ `trained.slices`: the optimizer's state, the digits of what products
+                        alone read, which is whole as they read it, and gradients that are reduced as they come
     activations         of micro-batches of 1/context of the tokens. A stage keeps those of the micro-batches that wait
                         for their backward: as many as its schedule says (`parallel.schedules`)
     head                hidden states of all processes that share a vocabulary with other rows, and their gradients

@@ -28,6 +28,7 @@ from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
 from ..models.attention import Implementation, implementation
 from ..models.choice import stored_formats
+from ..models.copies import in_their_place
 from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
 from ..models.patch import PatchReport, patch, unpatch
@@ -209,6 +210,11 @@ class ModelShapes:
             return None
         packed = self.config.packing or self.config.padding_free
         return implementation(self.text_config, self.device, self.dtype, packed=packed)
+
+    def factors(self) -> tuple[int, int]:
+        """Bytes of what is trained and read by products alone: in its own dtype, and in theirs."""
+        pairs = in_their_place(self.model, self.dtype)
+        return sum(factor.nbytes for factor, _ in pairs), sum(held.nbytes for _, held in pairs)
 
     def copied(self, trained: int) -> int:
         """Bytes of the copies in the compute dtype of so many bytes that are trained."""
