@@ -64,7 +64,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
 
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
     method = method_of(config)
-    rows = method.prepare(config, saved.tokenizer).train
+    rows = method.ready(config, saved.tokenizer).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     isolate_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
     return measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)

@@ -129,10 +129,10 @@ def _prepared(base: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunC
     from ..methods import method_of
 
     try:
-        return base, method_of(base).prepare(base, tokenizer)
+        return base, method_of(base).ready(base, tokenizer)
     except ConfigError:
         base = base.model_copy(update={"eval_split_size": 0.0})
-        return base, method_of(base).prepare(base, tokenizer)
+        return base, method_of(base).ready(base, tokenizer)
 
 
 def _lengths(model_config: PretrainedConfig) -> list[int]:

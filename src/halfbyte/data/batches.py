@@ -19,17 +19,32 @@ SAMPLES = 64  # batches that the usual one is the mean of
 def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> Batches:
     """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
     or packed ones, which are taken to be full."""
-    train, held_out = (_lengths_for(config, rows) for rows in (data.train, data.eval))
+    train, held_out = (_lengths_for(config, rows, data.answers) for rows in (data.train, data.eval))
+    if data.answers > 1:
+        config = _of_documents(config, data.answers)
     return batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
 
 
 def widths_of(config: RunConfig, data: PreparedData) -> set[int]:
     """The widths that rounded batches of unpacked training rows can have."""
-    return {width_of(int(length), config.max_length) for length in np.unique(_row_lengths(data.train))}
+    lengths = _row_lengths(data.train) if data.answers == 1 else _document_lengths(data.train)
+    return {width_of(int(length), config.max_length) for length in np.unique(lengths)}
 
 
-def _lengths_for(config: RunConfig, rows: Dataset | None) -> np.ndarray:
-    """Tokens of each row under `config`."""
+def _of_documents(config: RunConfig, answers: int) -> RunConfig:
+    """`config` as batches of rows with several documents have it: wider rows, or more of them."""
+    if config.packing or config.padding_free:
+        return config.model_copy(update={"max_length": answers * config.max_length})
+    rows = {"per_device_train_batch_size": answers * config.per_device_train_batch_size}
+    if config.per_device_eval_batch_size:
+        rows["per_device_eval_batch_size"] = answers * config.per_device_eval_batch_size
+    return config.model_copy(update=rows)
+
+
+def _lengths_for(config: RunConfig, rows: Dataset | None, answers: int = 1) -> np.ndarray:
+    """Tokens of each row under `config`; padded, each of several documents is a row of its own."""
+    if answers > 1 and not (config.packing or config.padding_free):
+        return _document_lengths(rows)
     lengths = _row_lengths(rows)
     if not config.packing or rows is None or "seq_lengths" in rows.column_names:
         return lengths
@@ -44,14 +59,22 @@ def _row_lengths(rows: Dataset | None) -> np.ndarray:
     return np.asarray(compute.list_value_length(_ids(rows)).to_numpy(), dtype=np.int64)
 
 
+def _document_lengths(rows: Dataset | None) -> np.ndarray:
+    """Tokens of each document."""
+    if rows is None or not len(rows):
+        return np.zeros(0, dtype=np.int64)
+    lengths = rows.with_format("arrow")[:]["seq_lengths"]
+    return np.concatenate([chunk.flatten().to_numpy() for chunk in lengths.chunks]).astype(np.int64)
+
+
 def _ids(rows: Dataset) -> ChunkedArray:
     """The token ids of the rows that there are; the table under them may have more."""
     return rows.with_format("arrow")[:]["input_ids"]
 
 
-def longest_row(rows: Dataset) -> int:
-    """Tokens of the longest of `rows`."""
-    return int(_row_lengths(rows).max(initial=0))
+def longest_row(rows: Dataset, answers: int = 1) -> int:
+    """Tokens of the longest of `rows`, or of their documents where they have several."""
+    return int((_row_lengths(rows) if answers == 1 else _document_lengths(rows)).max(initial=0))
 
 
 def largest_id(rows: Dataset) -> int:

@@ -6,9 +6,20 @@ To add one, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of 
 from ..config import RunConfig
 from ..errors import ConfigError
 from .base import Method, Metric, Numbers
+from .preference import (
+    ContrastivePreferenceOptimization,
+    DirectPreferenceOptimization,
+    OddsRatioPreferenceOptimization,
+)
 from .sft import SupervisedFineTuning
 
-METHODS: dict[str, Method] = {"sft": SupervisedFineTuning()}
+METHODS: dict[str, Method] = {
+    "sft": SupervisedFineTuning(),
+    "dpo": DirectPreferenceOptimization(),
+    "orpo": OddsRatioPreferenceOptimization(),
+    "simpo": ContrastivePreferenceOptimization(),
+    "cpo": ContrastivePreferenceOptimization(),
+}
 
 
 def method_of(config: RunConfig) -> Method:

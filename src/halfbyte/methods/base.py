@@ -78,12 +78,14 @@ class Method(ABC):
         rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
             unpaired or prompts (see `data.prepare_answers`).
         numbers: what its records hold.
+        reference: whether its losses compare the model with what it was before training.
         columns: of text, the columns of the data with a number in each row; a prepared row has them as lists, a number
             a document.
     """
 
     rows: Literal["text", "pairs", "unpaired", "prompts"] = "text"
     numbers = Numbers()
+    reference = False
     columns: tuple[str, ...] = ()
 
     def of(self, config: RunConfig) -> Method:
@@ -99,6 +101,14 @@ class Method(ABC):
         from ..data.prepare import prepare
 
         return prepare(config, tokenizer, self.columns)
+
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        """Prepared rows as a run sees them: documents, one or several in a row, with `input_ids` and `labels`."""
+        return data
+
+    def ready(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+        """`prepare`, and `documents` of what it gives."""
+        return self.documents(config, self.prepare(config, tokenizer))
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
@@ -123,6 +133,13 @@ class Method(ABC):
     def blank(self, batch: Batch) -> dict[str, Any]:
         """The batch with nothing left to train on: for a process that has no rows where others have."""
         return {**batch, "labels": batch["labels"].new_full(batch["labels"].shape, IGNORE_INDEX)}
+
+    def shared(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Numbers that each micro-batch of a step gets, by their keys in the batch, from the counts of all the step.
+
+        So a loss can weigh means over different counts: accumulated they equal the large batch. Evaluations have none.
+        """
+        return {}
 
     @abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -209,20 +209,49 @@ def log_probs_at(
     Raises:
         ModelError: the head is divided among processes.
     """
-    if causal_lm_of(model) in _divided:
-        raise ModelError("no gradient goes through a head divided among processes", "use parallel: {data: N}")
-    inputs = backbone_inputs(model, inputs)
-    head, causal_lm = _head_of(model, inputs), causal_lm_of(model)
     entropy = entropy or entropy_grad
-    if isinstance(head, str):
-        notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
-        logits = model(**inputs, use_cache=False).logits.flatten(0, -2)[at].float() / temperature
+    hidden, head = _rows_at(model, inputs, at)
+    if head is None:
+        logits = hidden.float() / temperature
         log_probs = -F.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORE_INDEX)
         return log_probs, _entropies(logits, entropy_grad) if entropy else None
-    hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, -2)[at]
-    weight = causal_lm.get_output_embeddings().weight
     how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "entropy_grad": entropy_grad}
+    weight = causal_lm_of(model).get_output_embeddings().weight
     return linear_log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale, **how)
+
+
+def aligned_log_probs_at(
+    model: nn.Module, inputs: Mapping[str, Any], at: Tensor, wanted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`log_probs_at`, and how each compares with a token drawn from the model: log p − log Σ p², without a gradient.
+
+    With logits z that is log softmax(2z) − log softmax(z) of the token, so it takes the head twice.
+    """
+    hidden, head = _rows_at(model, inputs, at)
+    if head is None:
+        found = [
+            -F.cross_entropy(hidden.float() * t, wanted, reduction="none", ignore_index=IGNORE_INDEX) for t in (1, 2)
+        ]
+        return found[0], (found[1] - found[0]).detach()
+    weight = causal_lm_of(model).get_output_embeddings().weight
+    how: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale}
+    log_probs, _ = linear_log_probs(hidden, weight, wanted, **how)
+    with torch.no_grad():
+        doubled, _ = linear_log_probs(hidden.detach(), weight, wanted, temperature=0.5, **how)
+    return log_probs, doubled - log_probs.detach()
+
+
+def _rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
+    """Hidden states [N, H] at these positions and the head that turns them into logits; or logits [N, V] and None."""
+    causal_lm = causal_lm_of(model)
+    if causal_lm in _divided:
+        raise ModelError("no gradient goes through a head divided among processes", "use parallel: {data: N}")
+    inputs = backbone_inputs(model, inputs)
+    head = _head_of(model, inputs)
+    if isinstance(head, str):
+        notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
+        return model(**inputs, use_cache=False).logits.flatten(0, -2)[at], None
+    return causal_lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, -2)[at], head
 
 
 def _entropies(logits: Tensor, differentiable: bool) -> Tensor:

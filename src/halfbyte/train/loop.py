@@ -301,6 +301,8 @@ class TrainingLoop:
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
+        shared = {name: torch.full((), value, device=self.device) for name, value in self.method.shared(counts).items()}
+        taken = [{**batch, **shared} for batch in taken]
         before = random_states() if len(taken) > 1 else None
         began = Mark(self.device) if self.mesh.size > 1 else None
         sums = self.stepper(self._unless_late(taken, before), count)

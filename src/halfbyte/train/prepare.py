@@ -140,7 +140,7 @@ def prepare_run(
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(sections.parallel or mesh.layout, config, shapes)  # `check` is one process
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = mesh.first(lambda: method.prepare(config, tokenizer))
+    data = mesh.first(lambda: method.ready(config, tokenizer))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
     if not mesh.equal(size_of(data)):
@@ -219,7 +219,7 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
     """Whether the model has embeddings for all tokens of the data, and positions for its longest row."""
     splits = [rows for rows in (data.train, data.eval) if rows is not None]
     check_token_ids(shapes.causal_lm, max(map(largest_id, splits)), tokenizer.pad_token_id)
-    longest = max(map(longest_row, splits))
+    longest = max(longest_row(rows, data.answers) for rows in splits)
     check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
 
 

@@ -54,6 +54,7 @@ from .loop import TrainingLoop
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
+from .reference import use_reference
 from .reproducible import repeatable, verdict
 from .setup import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .snapshot import save_weights
@@ -171,6 +172,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     ids = torch.tensor([run.data.train[0]["input_ids"][: checks.TOKENS]], device=device)
     with no_input_casts(model, run.machine.compute_dtype):
         results, report = _make_ready(run, model, loop, ids, console)
+        if run.method.reference:
+            results["reference"] = use_reference(run, loop, console)
         before = _answers(run, loop)
         with divided(model, run.mesh):
             _train(job, loop, console)

@@ -1,0 +1,195 @@
+"""Rows with several answers to a prompt as documents, and batches of them.
+
+A row becomes as many documents as it has answers, each the prompt and one answer with the labels of supervised
+fine-tuning. So whatever looks at rows (the plan, isolation, samples) sees what it knows: `input_ids`, `labels` and
+`seq_lengths`. What the losses need of a batch beside the model's inputs is worked out on the host, from the labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from datasets import Dataset, Features, Value
+from transformers import PreTrainedTokenizerBase
+
+from ..config import RunConfig
+from ..ops import IGNORE_INDEX
+from .collate import Batch, PackedCollator, PaddedCollator, make_collator, rounds_widths
+from .pack import pack
+from .prepare import PreparedData
+
+ANSWERS = 2  # of a row: chosen and rejected, or for KTO the answer and another prompt's
+PAIRS = 16  # pairs of a packed batch on a GPU are filled up to multiples of this
+NUMBERS_OF_ROWS = ("margin", "label")  # columns that go with the documents
+SHARES = 4  # trained tokens of a batch on a GPU are filled up to multiples of its tokens over this
+IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
+
+Row = dict[str, Any]
+Answer = tuple[str, str]  # columns of its ids and of its mask
+
+
+def as_documents(rows: Dataset, answers: Sequence[Answer], numbers: Sequence[str] = ()) -> Dataset:
+    """Each prompt with each of its answers: columns input_ids, labels, seq_lengths, and `numbers` as lists of one.
+
+    Args:
+        rows: prompt_ids, and ids and mask (1 where trained) of each answer.
+        answers: the columns of each answer, in the order in which the documents come.
+        numbers: further columns with a number in each row.
+    """
+    features = {"input_ids": IDS, "labels": IDS, "seq_lengths": IDS} | {name: NUMBERS for name in numbers}
+
+    def documents(row: Row) -> Row:
+        ids: list[int] = []
+        labels: list[int] = []
+        lengths: list[int] = []
+        for answer, mask in answers:
+            ids += [*row["prompt_ids"], *row[answer]]
+            trained = (token if kept else IGNORE_INDEX for token, kept in zip(row[answer], row[mask], strict=True))
+            labels += [*[IGNORE_INDEX] * len(row["prompt_ids"]), *trained]
+            lengths.append(len(row["prompt_ids"]) + len(row[answer]))
+        made = {"input_ids": ids, "labels": labels, "seq_lengths": lengths}
+        return made | {name: [float(row[name])] for name in numbers}
+
+    made = [documents(row) for row in rows]
+    return Dataset.from_dict({name: [row[name] for row in made] for name in features}, features=Features(features))
+
+
+def documents_in(config: RunConfig, data: PreparedData, answers: Sequence[Answer]) -> PreparedData:
+    """Prepared rows with these answers as documents, several rows in one where `config` packs.
+
+    A row that packs holds as many tokens as a pair may have, `ANSWERS` times max_length.
+    """
+
+    def made(rows: Dataset) -> Dataset:
+        found = as_documents(rows, answers, [name for name in NUMBERS_OF_ROWS if name in rows.column_names])
+        return packed(found, ANSWERS * config.max_length) if config.packing else found
+
+    held_out = None if data.eval is None else made(data.eval)
+    return replace(data, train=made(data.train), eval=held_out, answers=len(answers))
+
+
+def packed(rows: Dataset, most: int) -> Dataset:
+    """Several rows of documents in one, of at most `most` tokens."""
+    columns = {name: rows[name][:] for name in rows.column_names}
+    together = pack([len(ids) for ids in columns["input_ids"]], most)
+    joined = {
+        name: [[item for index in indices for item in values[index]] for indices in together]
+        for name, values in columns.items()
+    }
+    return Dataset.from_dict(joined, features=rows.features)
+
+
+@dataclass(frozen=True)
+class AnswerCollator:
+    """Batches of rows with documents: padded with a document a row, or flat with the rows as they are.
+
+    Gives what the collator of documents does but for labels, and what `methods.answers` says of them; where rows have
+    them, `reference` [M] and further `numbers` [N/2], fp32.
+
+    Args:
+        collate: of documents.
+        rounded: fill up to few shapes, since each costs a CUDA graph.
+        prompts: list the tokens of the chosen documents' prompts, too, with an answer of -1.
+        numbers: columns with a number a pair.
+    """
+
+    collate: PaddedCollator | PackedCollator
+    rounded: bool = False
+    prompts: bool = False
+    numbers: tuple[str, ...] = ()
+
+    def __call__(self, rows: list[Row]) -> Batch:
+        flat = isinstance(self.collate, PackedCollator)
+        split = [document for row in rows for document in documents_of(row)]
+        batch = self.collate(rows if flat else split)
+        shape = batch.pop("labels").shape
+        begins = _flat_begins(rows, shape) if flat else [shape[1] * number for number in range(len(split))]
+        pairs = len(split) // ANSWERS
+        batch |= self._trained(split, begins, shape.numel())
+        batch["real"] = _filled([1.0] * pairs, self._pairs(pairs))
+        if "reference" in rows[0]:
+            found = [number for row in rows for number in row["reference"]]
+            batch["reference"] = _filled(found, len(batch["at"]))
+        for name in self.numbers:
+            batch[name] = _filled([number for row in rows for number in row[name]], len(batch["real"]))
+        return batch
+
+    def _trained(self, documents: list[Row], begins: Iterable[int], tokens: int) -> Batch:
+        """at, wanted, answer and place of documents that begin at `begins` of the flat batch of so many tokens."""
+        at, wanted, answer, place = [], [], [], []
+        for number, (document, begin) in enumerate(zip(documents, begins, strict=True)):
+            behind = np.asarray(document["labels"][1:], dtype=np.int64)
+            trained = behind != IGNORE_INDEX
+            asked = np.arange(len(behind)) if self.prompts and number % ANSWERS == 0 else np.flatnonzero(trained)
+            at.append(asked + begin)
+            wanted.append(np.asarray(document["input_ids"][1:], dtype=np.int64)[asked])
+            answer.append(np.where(trained[asked], number, -1))
+            place.append(np.cumsum(trained)[asked] - 1)
+        size = sum(map(len, at))
+        if self.rounded:
+            step = max(tokens // SHARES, 1)
+            size = -(-size // step) * step
+        fills = {"at": (at, 0), "wanted": (wanted, IGNORE_INDEX), "answer": (answer, -1), "place": (place, 0)}
+        return {name: _joined(parts, size, fill) for name, (parts, fill) in fills.items()}
+
+    def _pairs(self, pairs: int) -> int:
+        several = isinstance(self.collate, PackedCollator) and not self.collate.one_row
+        return -(-pairs // PAIRS) * PAIRS if self.rounded and several else pairs
+
+
+def answer_collator(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device | None = None,
+    *,
+    prompts: bool = False,
+    numbers: tuple[str, ...] = (),
+) -> AnswerCollator:
+    """The collator that `config` asks for; a flat row holds `ANSWERS` answers of up to max_length tokens."""
+    if config.packing or config.padding_free:
+        config = config.model_copy(update={"max_length": ANSWERS * config.max_length})
+    rounded = device is not None and rounds_widths(device)
+    return AnswerCollator(make_collator(config, tokenizer, device), rounded, prompts, numbers)
+
+
+def documents_of(row: Row) -> list[Row]:
+    """The documents of a row, each with input_ids and labels."""
+    found, begin = [], 0
+    for length in row["seq_lengths"]:
+        part = slice(begin, begin + length)
+        found.append({"input_ids": row["input_ids"][part], "labels": row["labels"][part]})
+        begin += length
+    return found
+
+
+def trained_tokens(row: Row) -> int:
+    """Those of all documents of a row, for which `AnswerCollator` gives a log-probability."""
+    labels = (document["labels"][1:] for document in documents_of(row))
+    return sum(int(np.count_nonzero(np.asarray(label) != IGNORE_INDEX)) for label in labels)
+
+
+def _flat_begins(rows: list[Row], shape: torch.Size) -> list[int]:
+    """Where each document begins in a flat batch: one after the other in each row, or in the only one."""
+    begins, at = [], 0
+    for number, row in enumerate(rows):
+        at = number * shape[1] if shape[0] > 1 else at
+        for length in row["seq_lengths"]:
+            begins.append(at)
+            at += length
+    return begins
+
+
+def _filled(values: list[float], size: int) -> torch.Tensor:
+    """fp32 [size], with zeros behind."""
+    return torch.tensor([*values, *[0.0] * (size - len(values))], dtype=torch.float32)
+
+
+def _joined(parts: list[np.ndarray], size: int, fill: int) -> torch.Tensor:
+    """int64 [size], with `fill` behind."""
+    joined = np.concatenate(parts)
+    return torch.from_numpy(np.pad(joined, (0, size - len(joined)), constant_values=fill).astype(np.int64))

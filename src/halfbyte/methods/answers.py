@@ -1,0 +1,82 @@
+"""Log-probabilities of the answers in a batch, of the policy and of its reference.
+
+A batch that `data.paired` makes holds the model's inputs and, for M trained tokens of N answers known on the host:
+`at`, `wanted` and `answer` [M] (the position before each, the token, and whose answer it is in), `place` [M] (its
+number in that answer, from 0) and `real` [N/2] (1 for pairs, 0 for what fills up). What fills up M is answer -1's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..models.head import aligned_log_probs_at, log_probs_at
+from .base import Batch
+
+OWN = frozenset({"at", "wanted", "answer", "place", "real", "reference", "margin", "desirable"})
+REFERENCE = "reference"  # PEFT's name of a frozen adapter; in a batch: its log-probs [M], fp32
+
+
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """What of `batch` the model's forward takes."""
+    return {key: value for key, value in batch.items() if key not in OWN}
+
+
+def log_probs(model: nn.Module, batch: Batch) -> Tensor:
+    """Log-probabilities fp32 [M] of the trained tokens, differentiable; 0 of what fills up."""
+    return log_probs_at(model, model_inputs(batch), batch["at"], batch["wanted"])[0]
+
+
+def aligned_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same, and log p − log Σ p² of each, without a gradient."""
+    return aligned_log_probs_at(model, model_inputs(batch), batch["at"], batch["wanted"])
+
+
+def reference_log_probs(model: nn.Module, batch: Batch) -> Tensor:
+    """The same of the reference: those that the batch brings, else from a forward of their own."""
+    if REFERENCE in batch:
+        return batch[REFERENCE]
+    with torch.no_grad(), as_reference(model):
+        return log_probs(model, batch)
+
+
+@contextlib.contextmanager
+def as_reference(model: nn.Module) -> Iterator[None]:
+    """Around forwards of the reference: the adapter of that name if the model has one, else no adapter.
+
+    Raises:
+        ModelError: `model` has no adapter to take off.
+    """
+    if not isinstance(model, PeftModel):
+        raise ModelError(
+            "the reference is the model without its adapter, and this model has none",
+            "name a run or an adapter; in full fine-tuning set precompute_ref_log_probs: true",
+        )
+    if REFERENCE not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    policy = model.active_adapter
+    model.set_adapter(REFERENCE)
+    try:
+        yield
+    finally:
+        model.set_adapter(policy)
+
+
+def per_answer(values: Tensor, answer: Tensor, answers: int) -> Tensor:
+    """Sums [answers] of `values` [M], which are of `answer` [M]; always added in one order, so with equal bytes."""
+    own = answer == torch.arange(answers, device=answer.device).unsqueeze(1)
+    return torch.where(own, values, 0).sum(-1)
+
+
+def shared_lengths(counts: Tensor, answer: Tensor) -> Tensor:
+    """[M]: tokens of the shorter answer of the pair that each token is in, from the `counts` [N] of all answers."""
+    shorter = counts.view(-1, 2).amin(-1)
+    return shorter[answer.clamp(min=0) // 2]
