@@ -73,7 +73,9 @@ class PreferenceSection(Section):
     """Preference training"""
 
     beta: Weight | None = of(
-        (*PAIRED, "kto", "grpo", "rloo"), None, "how closely the reference is kept, or the reward's scale; default: by method"
+        (*PAIRED, "kto", "grpo", "rloo"),
+        None,
+        "how closely the reference is kept, or the reward's scale; default: by method",
     )
     loss_type: str | list[str] | None = of(
         tuple(LOSS_TYPES),

@@ -6,15 +6,14 @@ What is sampled is the loop's business (`train.rollouts`); here is what a row of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..config.policy import POLICY, answers_a_generation, micro_batches_a_generation
+from ..config.policy import answers_a_generation, micro_batches_a_generation
 from ..errors import DataError
 from ..notices import notice
 from ..ops import IGNORE_INDEX
 from .base import Batch, Collate, Method, Metric, Numbers
-from .policy_losses import Answers, Policy, divisor, policy_loss
+from .policy import Policy
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +54,7 @@ class PolicyOptimization(Method):
         keys = {name: getattr(config, name) for name in names}
         keys["beta"] = 0.0 if own == "rloo" else config.beta  # RLOO's is part of the reward
         self.policy = Policy(loss_type=own, **keys)
-        self.temperature, self.longest = config.temperature, config.max_completion_length
+        self.config, self.temperature, self.longest = config, config.temperature, config.max_completion_length
         self.numbers = self._numbers()
 
     def of(self, config: RunConfig) -> Method:
@@ -80,14 +79,12 @@ class PolicyOptimization(Method):
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
-    def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-        """The prompts, each beside a text as long as it may become with an answer: what memory is planned for."""
-        from ..data.prepare import PreparedData
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        """Each prompt beside a text as long as it may become with an answer: what memory is planned for."""
+        from dataclasses import replace
 
-        data = super().prepare(config, tokenizer)
-        filler = tokenizer.eos_token_id
-        train, held_out = (rows if rows is None else _with_room(rows, config, filler) for rows in (data.train, data.eval))
-        assert train is not None
+        train = _with_room(data.train, config)
+        held_out = None if data.eval is None else _with_room(data.eval, config)
         needed = answers_a_generation(config) // (config.num_generations or 1)
         if len(train) < needed:
             raise DataError(
@@ -97,12 +94,34 @@ class PolicyOptimization(Method):
         longest = config.max_completion_length * len(train)
         sizes = {"rows": len(train), "tokens": sum(map(len, train["input_ids"])), "trained_tokens": longest}
         report = {**data.report, "train": {**data.report["train"], **sizes}}
-        return PreparedData(train, held_out, report)
+        return replace(data, train=train, eval=held_out, report=report)
 
     def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
         """Of an epoch: each generation's, as often as it is trained on; prompts that fill none are left out."""
         prompts = answers_a_generation(config) // (config.num_generations or 1)
         return rows // prompts * micro_batches_a_generation(config) * config.num_iterations
+
+    def advantages(self, rewards: Tensor, divergence: Tensor | None) -> Tensor:
+        """Advantages [N] of the answers of a generation, from their rewards [N, F].
+
+        Args:
+            divergence: [N], log π/π_ref of whole answers: RLOO's part of the reward; None where `beta` is 0.
+        """
+        import torch
+
+        from .advantages import combined, group_relative, leave_one_out
+
+        config = self.config
+        weights, group = torch.tensor(config.reward_weights or [1.0] * rewards.shape[1]), config.num_generations or 2
+        if config.method == "grpo":
+            how = config.scale_rewards, config.multi_objective_aggregation
+            return group_relative(rewards, weights, group, *how)
+        total = combined(rewards, weights)
+        if config.reward_clip_range is not None:
+            total = total.clamp(*config.reward_clip_range)
+        if divergence is not None:
+            total = total - (config.beta or 0.0) * divergence
+        return leave_one_out(total, group, config.normalize_advantages)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
@@ -146,7 +165,7 @@ class PolicyOptimization(Method):
             share: the trained tokens of its generation over the answers of it.
         """
         of = {"generated": share, "tokens": float(tokens), "answers": 1.0, "longest": float(self.longest)}
-        return of[divisor(self.policy)]
+        return of[self.policy.divisor]
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 
@@ -162,6 +181,8 @@ class PolicyOptimization(Method):
         return log_probs, entropy
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        from .policy_losses import Answers, policy_loss
+
         log_probs, entropy = self.log_probs(model, batch, train=True)
         names = ("answer", "advantages", "old", "sampled", "reference")
         answers = Answers(*(batch.get(name) for name in names))  # type: ignore[arg-type]
@@ -189,7 +210,7 @@ def _mismatch(apart: Tensor) -> dict[str, Tensor]:
     return {f"{name}/mean": size.sum(), f"{name}/max": largest, "sampling/outside": outside.to(size).sum()}
 
 
-def _with_room(rows: Dataset, config: RunConfig, filler: int) -> Dataset:
+def _with_room(rows: Dataset, config: RunConfig) -> Dataset:
     """`rows` whose prompts leave room for an answer, each with `input_ids` and `labels` of that length."""
     new = config.max_completion_length
     lengths = [len(ids) for ids in rows["prompt_ids"]]
@@ -203,11 +224,6 @@ def _with_room(rows: Dataset, config: RunConfig, filler: int) -> Dataset:
         left = len(rows) - len(kept)
         notice("long-prompts", f"{left} of {len(rows)} prompts left out: with an answer they may pass max_length")
         rows = rows.select(kept)
-    ids = [[*prompt, *[filler] * new] for prompt in rows["prompt_ids"]]
-    labels = [[IGNORE_INDEX] * (len(each) - new) + [filler] * new for each in ids]
-    return rows.add_column("input_ids", ids).add_column("labels", labels)  # type: ignore[call-arg]
-
-
-def policy_methods() -> Mapping[str, Method]:
-    """The rows of `METHODS`."""
-    return {name: PolicyOptimization() for name in POLICY}
+    ids = [[*prompt, *prompt[-1:] * new] for prompt in rows["prompt_ids"]]
+    labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
+    return rows.add_column("input_ids", ids).add_column("labels", labels)

@@ -14,8 +14,8 @@ equation 7) and A the advantage of its answer, a token's loss is
 - vespo: −sg(φ(w))·A·log π, with φ(w) = e^λ·w^k·e^(−λw) of an answer's whole ratio w (arXiv:2602.10693);
 - rloo: as grpo, of the ratio of whole answers (arXiv:2402.14740).
 
-Each is then summed over tokens, or averaged over each answer's first (`PER_ANSWER`), and divided by what `divisor`
-says.
+Each is then summed over tokens, or averaged over each answer's first (`PER_ANSWER`), and divided by what
+`Policy.divisor` says.
 """
 
 from __future__ import annotations
@@ -26,42 +26,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .answers import per_answer
+from .policy import Policy
+
 CLIPPED = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo")
-LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 PER_ANSWER = ("grpo", "sapo")  # an answer's tokens are averaged before answers are
 LOWEST, HIGHEST = math.log(1e-8), 20.0  # bounds of VESPO's log ratios
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Options of the loss, by their names in TRL's GRPOConfig; see there and in `config`."""
-
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
-    use_bias_correction_kl: bool = True
-    top_entropy_quantile: float = 1.0
-    entropy_coef: float = 0.0
-    off_policy_mask_threshold: float | None = None
-    sapo_temperature_neg: float = 1.05
-    sapo_temperature_pos: float = 1.0
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-
-    @property
-    def high(self) -> float:
-        """ε_high, which is ε where nothing else is said."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @property
-    def by_answers(self) -> bool:
-        """Whether a ratio is of a whole answer."""
-        return self.importance_sampling_level == "sequence" or self.loss_type == "rloo"
 
 
 @dataclass(frozen=True)
@@ -84,7 +54,7 @@ class Answers:
 
     def total(self, x: Tensor) -> Tensor:
         """Sums [R] of x [N] over each answer."""
-        return x.new_zeros(len(self.advantages)).index_add(0, self.answer, x)
+        return per_answer(x, self.answer, len(self.advantages))
 
     def lengths(self) -> Tensor:
         """Tokens [R] of each answer, at least 1."""
@@ -132,17 +102,6 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, answers: Answers, policy: Po
         "high": clipped[1],
         "bonus": (entropy * uncertain).sum() / uncertain.sum().clamp(min=1),
     }
-
-
-def divisor(policy: Policy) -> str:
-    """What the summed loss is divided by.
-
-    Returns:
-        "generated": tokens of all answers of the window, as a share for each of its micro-batches; "tokens": those of
-        the step; "answers": answers of the step; "longest": those times the most tokens that an answer may have.
-    """
-    named = {"bnpo": "tokens", "dr_grpo": "longest", "grpo": "answers", "sapo": "answers", "luspo": "answers"}
-    return named.get(policy.loss_type, "answers" if policy.loss_type == "rloo" else "generated")
 
 
 def _log_ratio_of_answers(log_ratio: Tensor, answers: Answers, policy: Policy) -> Tensor:

@@ -1,6 +1,7 @@
 """The process that a reward function runs in, so that nothing it does ends the run.
 
-`python -m halfbyte.rewards.worker` reads requests from a connection and answers each, until that is closed. The first one says which function.
+`python -m halfbyte.rewards.worker` reads requests from a connection and answers each, until that is closed. The first
+one says which function.
 """
 
 from __future__ import annotations

@@ -18,10 +18,9 @@ optimizer moves, and the step's numbers are read and recorded when the next one 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,7 +35,6 @@ from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
-from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
@@ -55,7 +53,9 @@ from . import checkpoint as checkpoints
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered
-from .metrics import TOKENS, MetricsFile, Window
+from .generations import Generations
+from .held_out import held_out_numbers
+from .metrics import MetricsFile, Window
 from .pipelined import PipelinedStepper
 from .readback import Mark, StepNumbers, guard
 from .records import Records
@@ -122,6 +122,7 @@ class TrainingLoop:
         self.stepper = Stepper(self._sums, self.scaler)
         self.scaling: DelayedScaling | None = None
         self.gathered: Gathered | None = None
+        self.generations: Generations | None = None
         self.callbacks = Callbacks(args, model, reports=mesh.is_main)
         self.request = Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
@@ -153,6 +154,11 @@ class TrainingLoop:
         how = pipeline, stages, self.scaler
         self.stepper = PipelinedStepper(self._sums, names, self.method.blank, around, *how)
         self.gathered = Gathered(self.mesh, stages)
+
+    def use_generations(self, generations: Generations) -> None:
+        """From now on the rows of steps are answers to prompts, sampled as the run goes."""
+        self.generations, self.records.beside = generations, generations.taken
+        self.stops.may_learn_nothing = True
 
     def _settled(self) -> bool:
         """A graph captured before the recipe's scales are there would look for them in every replay; before the first
@@ -197,6 +203,8 @@ class TrainingLoop:
             if self.scaling is not None:
                 checkpoints.load_scaling(checkpoint, self.scaling)
             state = checkpoints.read_state(checkpoint)
+            if self.generations is not None:
+                self.generations.load(checkpoint)
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
@@ -255,7 +263,10 @@ class TrainingLoop:
         config = self.config
         size, skip = config.per_device_train_batch_size, done * self._micro_batches
         order, pinned = config.seed + epoch, self.device.type != "cpu"
-        share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
+        if self.generations is not None:
+            share: Any = self.generations.share(self.collate, epoch, skip, self.callbacks)
+        else:
+            share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
         micro_batches, seen = skip + share.total, skip
         iterator = iter(share)
         while taken := self._take(iterator):
@@ -282,9 +293,9 @@ class TrainingLoop:
     def _take(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
         self.records.begin()
-        return [self._on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
+        return [self.on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
 
-    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What this process computes of `batch`, without waiting for the copy."""
         batch = {
             key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
@@ -305,7 +316,7 @@ class TrainingLoop:
         taken = [{**batch, **shared} for batch in taken]
         before = random_states() if len(taken) > 1 else None
         began = Mark(self.device) if self.mesh.size > 1 else None
-        sums = self.stepper(self._unless_late(taken, before), count)
+        sums = self.stepper(self.unless_late(taken, before), count)
         own = None if began is None else (began, Mark(self.device))
         sums = self.units.reduce(sums)
         norm = self._clip()
@@ -379,20 +390,12 @@ class TrainingLoop:
         """
         assert self.held_out is not None
         self.records.read()
-        began, found, random = time.time(), Window.of(self.method.numbers.trained), random_states()
-        self.model.eval()
-        size = self.args.per_device_eval_batch_size
-        share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
-        with self._beside_graphs(), torch.no_grad():
-            late = iter(self._unless_late(share, random, evaluates=True))
-            while together := list(islice(late, self.stepper.together)):
-                counted = [counts_of([batch]) for batch in together]
-                for own, sums in zip(counted, self._held_out_sums(list(map(self._on_device, together))), strict=True):
-                    found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
-        found = found.over(self.mesh)
-        counts = {name: count for name, count in found.counts.items() if name != TOKENS}
-        self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
-        numbers = self.method.evaluation(found.means(self.method.numbers.trained), counts)
+        began, size = time.time(), self.args.per_device_eval_batch_size
+        numbers = (
+            held_out_numbers(self)
+            if self.generations is None
+            else self.generations.evaluate(self.held_out, self.callbacks)
+        )
         numbers["seconds"] = time.time() - began
         self.records.write("eval", numbers)
         named = {f"eval_{name}": value for name, value in numbers.items()}
@@ -400,28 +403,6 @@ class TrainingLoop:
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
         return numbers
-
-    @contextlib.contextmanager
-    def _beside_graphs(self) -> Iterator[None]:
-        """Around what is launched while graphs are held: what the allocator caches is of one stream, theirs or the
-        current one, and no use to the other."""
-        if self.stepper.holds_graphs:
-            free_cached_memory(self.device)
-        try:
-            yield
-        finally:
-            if self.stepper.holds_graphs:
-                free_cached_memory(self.device)
-
-    def _held_out_sums(self, together: list[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """The sums of each batch; where there is no room beside CUDA graphs, the graphs go."""
-        try:
-            return self.stepper.evaluate(together)
-        except RuntimeError as error:
-            if not self.stepper.holds_graphs or not is_out_of_memory(error):
-                raise
-        self.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
-        return self._held_out_sums(together)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.
@@ -456,6 +437,8 @@ class TrainingLoop:
                 save_random(aside, random)
                 if self.scaling is not None:
                     save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
+                if self.generations is not None:
+                    self.generations.save(aside)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
                 checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation, self.ways)
                 write_manifest(aside, self.state.global_step)
@@ -475,7 +458,7 @@ class TrainingLoop:
             self.request.number = number  # which may have reached another process alone
             self._leave()
 
-    def _unless_late(
+    def unless_late(
         self, parts: Iterable[Part], random: dict[str, Any] | None, evaluates: bool = False
     ) -> Iterator[Part]:
         """The `parts` of a step, or of an evaluation; once the process has been asked to leave for `PATIENCE`, it does.

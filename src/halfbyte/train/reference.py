@@ -31,7 +31,6 @@ from halfbyte.parallel import ROWS
 
 from ..reading.tensors import read_tensors
 from ..words import one_line
-from .arguments import total_steps
 from .loop import TrainingLoop
 from .prepare import PreparedRun
 

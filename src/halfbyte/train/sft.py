@@ -56,6 +56,7 @@ from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reference import use_reference
 from .reproducible import repeatable, verdict
+from .rewarding import answering
 from .setup import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .snapshot import save_weights
 
@@ -175,7 +176,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         if run.method.reference:
             results["reference"] = use_reference(run, loop, console)
         before = _answers(run, loop)
-        with divided(model, run.mesh):
+        with divided(model, run.mesh), answering(job, loop):
             _train(job, loop, console)
         after = _answers(run, loop)
         measured |= _peaks(device, loop, measured["base_bytes"])
@@ -228,7 +229,7 @@ def _make_ready(
         with divided(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
-    if run.plan.use_graphs and by_positions and not run.mesh.computes_together:
+    if run.plan.use_graphs and by_positions and run.method.rows != "prompts" and not run.mesh.computes_together:
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
