@@ -213,6 +213,16 @@ def test_page_is_balanced_and_self_contained(html):
     assert html.count("<svg") == 6
 
 
+def test_pairs_have_facts_of_their_own(tmp_path):
+    run = make_run(tmp_path)
+    said = json.loads((run / "data_report.json").read_text())
+    said["train"] |= {"mean_tokens": {"prompt": 280.61, "chosen": 281.13}, "chosen_longer": 0.39, "contradicting": 4}
+    (run / "data_report.json").write_text(json.dumps(said))
+    page = write_report(run).read_text()
+    for fact in ("mean tokens: chosen", "281.1", "chosen is longer", "39.0%", "contradicting"):
+        assert fact in page
+
+
 def test_page_contains_the_numbers(html, run_dir):
     records = [train_record(step) for step in range(1, 121)]
     final = sum(record["loss"] for record in records[-12:]) / 12  # equal trained tokens: a plain mean

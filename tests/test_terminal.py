@@ -165,6 +165,18 @@ def test_data_line(trained, words):
     assert "held out" not in line
 
 
+def test_data_line_of_pairs_and_answers_says_what_they_are():
+    console, means = plain(200), {"prompt": 280.6, "chosen": 281.1, "rejected": 294.3}
+    answers = {"rows": 270, "desirable": 135, "mean_tokens": {"prompt": 249.3, "completion": 274.3}}
+    terminal.print_data(
+        console, {"train": {**DATA, "rows": 251, "mean_tokens": means, "contradicting": 3}, "eval": {**DATA, **answers}}
+    )
+    pairs, labelled = shown(console).splitlines()[-2:]
+    assert "251 pairs · mean tokens: prompt 281, chosen 281, rejected 294 · 3 contradicting · " in pairs
+    assert "270 answers · 135 desirable · mean tokens: prompt 249, completion 274 · " in labelled
+    assert "documents" not in shown(console)
+
+
 def test_live_metrics_print_plain_lines_at_a_sensible_rate():
     console = plain(200)
     evaluation = {"kind": "eval", "step": 0, "loss": 3.0, "perplexity": 20.1, "seconds": 2.0}

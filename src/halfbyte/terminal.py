@@ -298,8 +298,8 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
     """The facts of one split of data_report.json."""
     tokens, trained = split["tokens"], split["trained_tokens"]
     dropped = {reason: count for reason, count in split["dropped"].items() if count}
-    words = [f"{split['documents']:,} documents in {split['rows']:,} rows", f"{tokens:,} tokens"]
-    words.append(f"{trained / tokens:.1%} trained" if tokens else "none trained")
+    words = [*_rows(split), f"{tokens:,} tokens"]
+    words.append(f"{trained / tokens:.1%} trained" if tokens and trained else "none trained")
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     words.append(f"{sum(dropped.values()):,} dropped ({reasons})" if dropped else "none dropped")
     words.append(f"{split['truncated']:,} truncated" if split["truncated"] else "none truncated")
@@ -311,6 +311,21 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
     if eos_trained is not None:
         line.append(" · ").append("EOS trained ✓" if eos_trained else "EOS NOT trained ✗", _verdict_style(eos_trained))
     return line
+
+
+def _rows(split: Mapping[str, Any]) -> list[str]:
+    """How many rows a split has, and of those with answers, which and how long."""
+    means = split.get("mean_tokens")
+    if means is None:
+        return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
+    kind = "pairs" if "chosen" in means else "answers" if "completion" in means else "prompts"
+    words = [f"{split['rows']:,} {kind}"]
+    if "desirable" in split:
+        words.append(f"{split['desirable']:,} desirable")
+    words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
+    if split.get("contradicting"):
+        words.append(f"{split['contradicting']:,} contradicting")
+    return words
 
 
 def _verdict_style(good: bool) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.cli.preview import documents, legend, render
+from halfbyte.cli.preview import documents, legend, render, render_answers
 from halfbyte.ops import IGNORE_INDEX
 
 
@@ -47,8 +47,52 @@ def test_in_colour_trained_tokens_are_green_and_the_rest_dim():
     ]
 
 
+PAIR = {
+    "prompt_ids": [1, 2], "chosen_ids": [3, 0], "chosen_mask": [1, 1], "rejected_ids": [4, 5, 0],
+    "rejected_mask": [1, 0, 1], "margin": 1.5,
+}  # fmt: skip
+
+
+def test_a_prompt_is_shown_once_and_both_answers_in_their_colours():
+    lines = list(render_answers(PAIR, Letters(), {0}, 1, marks=True))
+    assert [line.plain.strip().rstrip("─ ") for line in lines] == [
+        "── row 2, prompt: 2 tokens",
+        "ab",
+        "── row 2, chosen: 2 tokens, 2 trained",
+        "⟦c⟧⟦.⏎⟧",
+        "── row 2, rejected: 3 tokens, 2 trained",
+        "⟦d⟧e⟦.⏎⟧",
+        "margin: 1.5",
+    ]
+    coloured = list(render_answers(PAIR, Letters(), {0}, 1))
+    assert [[span.style for span in coloured[index].spans] for index in (1, 3, 5)] == [
+        ["dim"],
+        ["green", "green reverse"],
+        ["red", "dim", "red reverse"],
+    ]
+
+
+@pytest.mark.parametrize(("label", "style", "said"), [(True, "green", "desirable"), (False, "red", "undesirable")])
+def test_an_answer_with_a_label_is_shown_by_it(label, style, said):
+    row = {"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1], "label": label}
+    _, _, heading, answer = render_answers(row, Letters(), {0}, 0)
+    assert f"completion ({said}): 1 tokens" in heading.plain
+    assert answer.spans[0].style == style
+
+
+def test_a_prompt_alone_is_shown_with_its_further_columns():
+    row = {"prompt_ids": [1, 2], "prompt": "ab", "columns": {"answer": "x" * 500, "level": 3}}
+    _, prompt, further = render_answers(row, Letters(), {0}, 0, marks=True)
+    assert prompt.plain == "ab"
+    answer, level = further.plain.splitlines()
+    assert answer.startswith("answer: 'xxx")
+    assert len(answer) < 200
+    assert level == "level: 3"
+
+
 def test_the_legend_uses_the_same_styles():
     assert {span.style for span in legend(marks=False).spans} == {"green", "dim", "reverse"}
+    assert {span.style for span in legend(marks=False, answers=True).spans} == {"green", "red", "dim", "reverse"}
     assert "⟦trained⟧" in legend(marks=True).plain
 
 

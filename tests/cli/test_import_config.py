@@ -134,9 +134,9 @@ def test_what_cannot_be_had_is_refused_until_somebody_decides(write, line, said)
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("line", ["rl: dpo", "stage: dpo", "stage: [a]", "reward_model: true"])
+@pytest.mark.parametrize("line", ["rl: ppo", "stage: ppo", "stage: [a]", "process_reward_model: true"])
 def test_another_method_is_not_imported(write, line):
-    """A file that asks for DPO does not become one that trains something else (64)."""
+    """A file that asks for PPO does not become one that trains something else (64)."""
     with pytest.raises(ConfigError, match=rf"theirs.yaml:2: {line.split(':')[0]}: .* asks for another method"):
         convert(write(f"base_model: m\n{line}\n"))
 

@@ -144,9 +144,11 @@ def test_real_templates_give_pairs_the_ids_of_supervised_fine_tuning(template, c
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\nNo."},
         {"role": "user", "content": "Do!"},
     ]
-    [row] = prepare_answers(
+    prepared = prepare_answers(
         config(write([{"prompt": history, "chosen": [GOOD], "rejected": [BAD]}])), tokenizer, "pairs"
-    ).train
+    )
+    [row] = prepared.train
+    assert prepared.report["train"]["prompts_otherwise_alone"] == 0
     for side, answer in (("chosen", GOOD), ("rejected", BAD)):
         [expected] = supervised(config, write, tokenizer, [{"prompt": history, "completion": [answer]}])
         assert whole(row, side) == expected["input_ids"]
@@ -286,6 +288,20 @@ def test_a_template_that_ends_no_answer_is_refused_for_rollouts(config, write, m
     endless = "{%- for m in messages %}{{- m['role'] + ': ' + m['content'] + '\\n' }}{%- endfor %}"
     with pytest.raises(DataError, match="would never end"):
         prepare_answers(config(write([{"prompt": "a"}])), make_tokenizer(endless), "prompts")
+
+
+def test_a_template_that_writes_the_prompt_otherwise_alone_is_said(config, write, make_tokenizer):
+    last = "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + ' of ' + messages|length|string + m['content'] "
+    template = last + "+ '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}"
+    prepared = prepare_answers(config(write([PAIR])), make_tokenizer(template), "pairs")
+    assert prepared.report["train"]["prompts_otherwise_alone"] == 1
+    assert "generation sees another one" in notices.said()["otherwise:training"]
+    assert (
+        prepare_answers(config(write([PAIR])), make_tokenizer("plain"), "pairs").report["train"][
+            "prompts_otherwise_alone"
+        ]
+        == 0
+    )
 
 
 def test_held_out_rows_are_split_off(config, write, make_tokenizer):

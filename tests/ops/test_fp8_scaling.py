@@ -1,14 +1,10 @@
-"""Delayed scaling against a ten-line reference in plain Python, and over two ranks."""
+"""Delayed scaling against a ten-line reference in plain Python; over ranks, tests/parallel/test_fp8.py."""
 
 import math
-import os
 import random
-import socket
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 
 from halfbyte.errors import ConfigError
 from halfbyte.ops.float8 import E4M3, E5M2
@@ -106,35 +102,6 @@ def test_state_is_saved_and_stays_in_fp32():
 def test_wrong_options_are_named(options, key):
     with pytest.raises(ConfigError, match=key):
         ScalingOptions(**options)
-
-
-def rank_main(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        together, apart = (DelayedScaling([E4M3, E4M3], ScalingOptions(reduce_amax=on)) for on in (True, False))
-        for amax in ((1.0, 2.0), (math.nan, 1.0), (5.0, math.inf), (8.0, 4.0)):
-            for state in (together, apart):
-                state.observe(0, torch.tensor(amax[rank]))
-                state.observe(1, torch.tensor(3.0))
-                state.roll()
-            if amax[0] == 1.0:
-                assert together.scale.tolist() == pytest.approx([448 / 2, 448 / 3])
-                assert apart.scale[0].item() == 448 / amax[rank]
-            elif amax[0] != 8.0:  # not finite on one rank: kept on both
-                assert together.scale[0].item() == 448 / 2
-        assert together.scale[0].item() == 448 / 8
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.dist
-def test_two_ranks_scale_alike():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.multiprocessing.start_processes(rank_main, (port,), nprocs=2, start_method="spawn")
 
 
 @pytest.mark.gpu

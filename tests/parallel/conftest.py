@@ -43,6 +43,7 @@ LONG = (
     "test_pipeline.py::test_resume_with_and_without_stages",
     "test_pipeline.py::test_a_run_in_stages[interleaved]",
     "test_pipeline.py::test_four_processes",
+    "test_fp8.py::test_stages_leave_the_scales",
 )
 
 

@@ -1,11 +1,16 @@
 """What the plan says of one process, against what processes hold and exchange."""
 
+import contextlib
+import io
+import re
+
 import pytest
 import torch
 from patch_models import batch, quantize, tiny
 from torch.distributed.tensor import DTensor
 from whole import configured, write_place
 
+from halfbyte.cli.check import check_run
 from halfbyte.config import Parallel
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.layer import causal_lm_of, decoder_layers
@@ -114,3 +119,30 @@ def test_auto_divides_as_the_plan_says(two, tmp_path):
     assert plan.layout == layout
     assert plan.fits
     assert plan.total < needed - 10 * 2**20
+
+
+def case_checks(mesh, place, output, keys):
+    """What `halfbyte check` says in processes that a launcher has started."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        check_run(configured(place, output, **keys))
+    return " ".join(said.getvalue().split())
+
+
+def test_check_plans_for_the_processes_that_train(two, tmp_path, capsys, caplog):
+    """Those of a launcher, which say it once, or those that `halfbyte train` would start: the same plan."""
+    place, keys = write_place(tmp_path), {"parallel": {"shard": 2}}
+    first, second = two.run(case_checks, place, tmp_path / "out", keys)
+    assert second == ""
+    check_run(configured(place, tmp_path / "out", **keys))
+    here = " ".join(capsys.readouterr().out.split())
+    for said in (first, here):
+        assert "2, as parallel: {shard: 2}" in said
+        assert "ready: `halfbyte train` can start" in said
+    weights = [re.search(r"weights ([\d.]+ \w+)", said).group(1) for said in (first, here)]
+    assert weights[0] == weights[1]
+    check_run(configured(place, tmp_path / "out", optim="adafactor", **keys))
+    assert "optim: adafactor steps no slices of a parameter, so the optimizer's state is whole on each" in caplog.text
+    capsys.readouterr()
+    check_run(configured(place, tmp_path / "out"))
+    assert f"weights {weights[0]}" not in " ".join(capsys.readouterr().out.split())

@@ -10,10 +10,13 @@ from test_policy import SHORT
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.config.combinations import layouts, obstacle
 from halfbyte.memory.batches import Batches
+from halfbyte.models.products import divide_products
+from halfbyte.parallel import Mesh
 from halfbyte.plan.cards import H200, card_named, card_of_memory
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.meshes import Device, Meshes
 from halfbyte.plan.policy import LATENCY, Choice, Gathers, choose, cost, staying
+from halfbyte.plan.rank import rank_config
 from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = transformers.LlamaConfig(
@@ -87,6 +90,16 @@ def test_8b_steps_take_what_was_measured():
         config = run_of(per_device_train_batch_size=4, activation_checkpointing="auto", memory_limit_gib=limit)
         plan = estimate(config, LLAMA_8B, device="cuda", capacity_bytes=139 * GIB)
         assert plan.seconds == pytest.approx(measured, rel=0.1)
+
+
+def test_divided_products_are_stored_as_they_are_split(shapes_8b):
+    """Scales of columns are not nested: 4.5 bits a weight instead of 4.127 of o and down."""
+    layout = Parallel(tensor=2)
+    whole = ModelShapes(run_of(), LLAMA_8B, torch.device("cuda"))
+    divide_products(whole.model, Mesh(layout=layout, groups={("tensor",): None}))
+    planned = ModelShapes(run_of(), rank_config(LLAMA_8B, layout), torch.device("cuda"), 2)
+    assert planned.frozen().block(0) == whole.frozen().block(0)
+    assert 1.02 < planned.frozen().block(0) / (shapes_8b.frozen().block(0) / 2) < 1.04
 
 
 def tight(shapes, layout, blocks=0.0, **keys):

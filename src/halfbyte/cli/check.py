@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from rich.text import Text
 
-from ..config import RunConfig
+from ..config import RunConfig, resolve
 from ..console import Console
 from ..train.look_over import look_over_run
 from .imports import quick_imports
 
 
 def check_run(config: RunConfig) -> None:
-    """Print what a run would use and do.
+    """Print what a run would use and do: in the processes of a launcher those, else as many as `halfbyte train` starts.
 
     Raises:
         HalfbyteError: what `halfbyte train` would raise before its first step.
     """
     look_over_run(config)
     with quick_imports():
+        from ..hardware import chosen_device
+        from ..notices import silent
+        from ..parallel import check_agreement, present_mesh
         from ..parallel.launch import layout_wanted
+        from ..parallel.ranks import is_rank
         from ..train.prepare import prepare_run
 
-    console = Console()
-    layout_wanted(config)
-    prepare_run(config, console=console)
+    layout = layout_wanted(config)
+    asked = resolve(config).parallel if is_rank() else None
+    with present_mesh(asked, chosen_device(config.device).type) as mesh:
+        console = Console(quiet=not mesh.is_main)
+        with contextlib.nullcontext() if mesh.is_main else silent():
+            check_agreement(mesh, config)
+            prepare_run(config, console=console, mesh=mesh, layout=layout if mesh.size == 1 else None)
     console.print(Text.assemble(("ready:", "green"), " `halfbyte train` can start"))

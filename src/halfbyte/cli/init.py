@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
+from ..config.methods import DEFAULTS
 from ..config.yaml import dump_value
 from ..errors import ConfigError
+from ..methods import method_of
 from ..runs.inputs import look_over_inputs
 from .imports import quick_imports
 
@@ -27,13 +29,18 @@ SHOWN = (
 )  # fmt: skip
 
 
-def starting_config(model: str, dataset: str) -> str:
+def starting_config(model: str, dataset: str, method: str = "sft") -> str:
     """YAML with the keys most runs set; row length and batch are the largest that the memory plan holds.
 
+    Args:
+        method: what is trained for.
+
     Raises:
-        HalfbyteError: there is no such model or dataset, or the data cannot be used.
+        HalfbyteError: there is no such model, dataset or method, or the data cannot be used.
     """
-    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, "eval_split_size": 0.05})
+    asked = {} if method == "sft" else {"method": method}
+    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, "eval_split_size": 0.05, **asked})
+    rows = method_of(base).rows
     look_over_inputs(base)
     with quick_imports():
         from ..models.find import find_model
@@ -44,7 +51,7 @@ def starting_config(model: str, dataset: str) -> str:
     lengths = _lengths(files.config)
     base = base.model_copy(update={"max_length": lengths[0]})
     base, data = _prepared(base, load_tokenizer(files.place))
-    base, packing = _packed(base, files.config)
+    base, packing = _packed(base, files.config) if rows == "text" else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])
     chosen, plan = _largest(base, files.config, data, lengths)
     config = base.model_copy(update=chosen)
@@ -55,8 +62,10 @@ def starting_config(model: str, dataset: str) -> str:
         *packing,
         *divided,
     ]
+    others = {"parallel"} if divided else set()
+    others |= {"method", *DEFAULTS[method]} if method in DEFAULTS else set()
     for section in SECTIONS:
-        shown = [key for key in section.model_fields if key in SHOWN or (key == "parallel" and divided)]
+        shown = [key for key in section.model_fields if key in SHOWN or key in others]
         lines += [
             f"{dump_value(key, getattr(config, key)):<38} # {section.model_fields[key].description}" for key in shown
         ]
@@ -126,8 +135,6 @@ def _devices() -> list[torch.device]:
 
 def _prepared(base: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, PreparedData]:
     """The data, of which a part is held out where there is more than a document."""
-    from ..methods import method_of
-
     try:
         return base, method_of(base).ready(base, tokenizer)
     except ConfigError:

@@ -12,40 +12,54 @@ from ..config import RunConfig, resolve
 from ..console import Console, coloured
 from ..ops import IGNORE_INDEX
 from ..runs.inputs import look_over_inputs
+from ..words import brief
 from .imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAINED, MASKED, EOS = "green", "dim", "reverse"
+REJECTED = "red"  # trained tokens of an answer that is not wanted
 
 
 def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
     look_over_inputs(config)
     with quick_imports():
+        from ..data.prepare_answers import prepare_answers
         from ..methods import method_of
         from ..models.load import load_tokenizer
 
     tokenizer = load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
     method = method_of(config)
-    prepared = method.prepare(config, tokenizer)
-    collate = method.collator(config, tokenizer)
+    kind = method.rows
+    prepared = method.prepare(config, tokenizer) if kind == "text" else prepare_answers(config, tokenizer, kind)
+    collate = method.collator(config, tokenizer) if kind == "text" else None
     stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]
     ends = {tokenizer.eos_token_id, *stops}
     console = Console(soft_wrap=True)
     marks = not coloured(console)
-    console.print(legend(marks))
-    for row in range(min(count, len(prepared.train))):
-        for document in render(collate([prepared.train[row]]), tokenizer, ends, row, marks):
+    console.print(legend(marks, answers=collate is None))
+    for number in range(min(count, len(prepared.train))):
+        row = prepared.train[number]
+        if collate is not None:
+            shown = render(collate([row]), tokenizer, ends, number, marks)
+        else:
+            shown = render_answers(row, tokenizer, ends, number, marks)
+        for document in shown:
             console.print(document)
 
 
-def legend(marks: bool) -> Text:
-    """What the colours mean, or the brackets where the output has no colours."""
+def legend(marks: bool, *, answers: bool = False) -> Text:
+    """What the colours mean, or the brackets where the output has no colours.
+
+    Args:
+        answers: whether there may be answers that are not wanted.
+    """
     if marks:
         return Text("⟦trained⟧ masked ⏎=EOS")
-    return Text.assemble(("trained", TRAINED), "  ", ("masked", MASKED), "  ", ("EOS", EOS))
+    others = [(" rejected", REJECTED)] if answers else []
+    return Text.assemble(("trained", TRAINED), *others, "  ", ("masked", MASKED), "  ", ("EOS", EOS))
 
 
 def render(
@@ -63,9 +77,37 @@ def render(
     spans = documents(batch)
     for index, (start, end) in enumerate(spans):
         trained = sum(label != IGNORE_INDEX for label in labels[start:end])
-        heading = f"── row {row + 1}, document {index + 1} of {len(spans)}: {end - start} tokens, {trained} trained "
-        yield Text(f"\n{heading:─<100}", style="cyan")
+        yield _heading(f"row {row + 1}, document {index + 1} of {len(spans)}: {end - start} tokens, {trained} trained")
         yield _coloured(tokens[start:end], labels[start:end], tokenizer, ends, marks)
+
+
+def render_answers(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ends: set[int], number: int, marks: bool = False
+) -> Iterator[Text]:
+    """A heading and a text for a prompt, which is shown once, and for each of its answers; then its further columns.
+
+    Args:
+        row: as `data.prepare_answers` makes it.
+        ends, marks: as of `render`.
+        number: of the row, from 0.
+    """
+    prompt = row["prompt_ids"]
+    yield _heading(f"row {number + 1}, prompt: {len(prompt)} tokens")
+    yield _coloured(prompt, [IGNORE_INDEX] * len(prompt), tokenizer, ends, marks)
+    for name in (name.removesuffix("_mask") for name in row if name.endswith("_mask")):
+        ids, mask = row[f"{name}_ids"], row[f"{name}_mask"]
+        wanted = row.get("label", name != "rejected")
+        said = f"{name} ({'desirable' if wanted else 'undesirable'})" if "label" in row else name
+        yield _heading(f"row {number + 1}, {said}: {len(ids)} tokens, {sum(mask)} trained")
+        labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
+        yield _coloured(ids, labels, tokenizer, ends, marks, TRAINED if wanted else REJECTED)
+    further = {name: row[name] for name in ("margin",) if name in row} | row.get("columns", {})
+    if further:
+        yield Text("\n".join(f"{name}: {brief(value)}" for name, value in further.items()), style="cyan")
+
+
+def _heading(said: str) -> Text:
+    return Text(f"\n{f'── {said} ':─<100}", style="cyan")
 
 
 def documents(batch: dict[str, Any]) -> list[tuple[int, int]]:
@@ -79,7 +121,12 @@ def documents(batch: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _coloured(
-    tokens: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase, ends: set[int], marks: bool
+    tokens: list[int],
+    labels: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: set[int],
+    marks: bool,
+    colour: str = TRAINED,
 ) -> Text:
     """Tokens of one kind are decoded together: a character may take several."""
     text = Text()
@@ -92,6 +139,6 @@ def _coloured(
         if marks:
             piece += "⏎" if is_eos else ""
             piece = f"⟦{piece}⟧" if trained else piece
-        style = TRAINED if trained else MASKED
+        style = colour if trained else MASKED
         text.append(piece, f"{style} {EOS}" if is_eos else style)
     return text

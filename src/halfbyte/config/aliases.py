@@ -31,7 +31,16 @@ RENAMED = {
     "optimizer": "optim",
     "noisy_embedding_alpha": "neftune_noise_alpha",
     "auto_resume_from_checkpoints": "resume_from_checkpoint",
+    "rl_beta": "beta",
+    "orpo_alpha": "beta",
+    "dpo_label_smoothing": "label_smoothing",
+    "dpo_use_weighting": "use_weighting",
+    "kto_desirable_weight": "desirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
     # LLaMA-Factory
+    "pref_beta": "beta",
+    "kto_chosen_weight": "desirable_weight",
+    "kto_rejected_weight": "undesirable_weight",
     "lora_rank": "r",
     "adapter_name_or_path": "adapter_path",
     "quantization_type": "bnb_4bit_quant_type",
@@ -122,9 +131,9 @@ HARMLESS = {
 
 NOT_BUILT = {
     "use_ray": "remove it, and start the run with `halfbyte train`, or torchrun on each host",
-    "rl": "remove it; supervised fine-tuning works now",
-    "pref_beta": "remove it; supervised fine-tuning works now",
-    "reward_model": "remove it; supervised fine-tuning works now",
+    "process_reward_model": "remove it; method: reward trains a model of whole answers",
+    "sync_ref_model": "remove it; the reference stays what the run began with",
+    "dpo_norm_loss": "set loss_type: sigmoid_norm, which takes the mean log-prob of an answer's tokens",
     "target_parameters": "remove it; target_modules adapts every linear layer",
     "lora_target_parameters": "remove it; target_modules adapts every linear layer",
     "loftq_config": "remove it; init_lora_weights: true or gaussian works now",
@@ -151,6 +160,10 @@ NOT_BUILT = {
 }
 
 NO_EQUIVALENT = {
+    "max_prompt_length": "remove it; max_length is of a prompt with its answer",
+    "rpo_alpha": "set loss_type: [sigmoid, sft] and loss_weights: [1, rpo_alpha]",
+    "ref_model": "remove it; the reference is the model without its adapter, or with that of adapter_path",
+    "pref_bco_weight": "set loss_type: [sigmoid, bco_pair] and loss_weights: [1, pref_bco_weight]",
     "deepspeed": "remove it; parallel: auto, or {shard: N} in place of ZeRO-3",
     "default_system_message": "put a system message into the data",
     "default_system": "put a system message into the data",
@@ -184,8 +197,8 @@ NO_EQUIVALENT = {
     "lora_layers_to_transform": "name the layers in target_modules, one regular expression",
 }
 
-# Of those refused, the ones that ask for another method than supervised fine-tuning: such a file is not imported.
-OTHER_METHODS = frozenset({"rl", "stage", "reward_model", "pref_beta"})
+# Of those refused, the ones that ask for a method that halfbyte does not have: such a file is not imported.
+OTHER_METHODS = frozenset({"rl", "stage", "reward_model", "process_reward_model"})
 # Of those refused, the ones that have no say in what is trained: `import-config` leaves them out, and says so.
 BESIDE_THE_RESULT = frozenset(
     {

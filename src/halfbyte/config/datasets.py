@@ -11,6 +11,8 @@ from ..reading import look, read_json
 _FORMATS = {
     "alpaca": "alpaca",
     "chat_template": "auto",
+    "chat_template.default": "auto",
+    "chat_template.argilla": "auto",
     "sharegpt": "sharegpt",
     "completion": "text",
     "pretrain": "text",
@@ -19,7 +21,10 @@ _FORMATS = {
 _EXPRESSIBLE = {
     "path", "type", "split", "ds_type", "data_files", "field", "field_messages", "message_field_role",
     "message_field_content", "message_property_mappings", "roles", "roles_to_train", "train_on_eos", "chat_template",
+    "field_chosen", "field_rejected",
 }  # fmt: skip
+# Axolotl's fields of columns, and what those are called that are recognised.
+_COLUMNS = {"messages": ("messages", "conversations"), "chosen": ("chosen",), "rejected": ("rejected",)}
 _ROLE_FIELDS, _CONTENT_FIELDS = {"role", "from"}, {"content", "value"}
 
 
@@ -34,15 +39,14 @@ def axolotl_datasets(entries: Any) -> tuple[dict[str, Any], str]:
     formats = {_FORMATS[entry["type"]] for entry in entries if entry.get("type")}
     splits = {entry["split"] for entry in entries if entry.get("split")}
     fields = {entry["field"] for entry in entries if entry.get("field")}
-    columns = {entry["field_messages"] for entry in entries if entry.get("field_messages")}
-    if max(map(len, (splits, fields, columns))) > 1:
+    columns = {part: {entry[f"field_{part}"] for entry in entries if entry.get(f"field_{part}")} for part in _COLUMNS}
+    if max(map(len, (splits, fields, *columns.values()))) > 1:
         return {}, "datasets with different split, field or field_messages cannot share one file"
     keys["dataset_format"] = formats.pop() if len(formats) == 1 else "auto"
     keys |= {"dataset_split": splits.pop()} if splits else {}
     keys |= {"dataset_text_field": fields.pop()} if fields else {}
-    if columns - {"messages", "conversations"}:
-        keys["column_mapping"] = {"messages": columns.pop()}
-    return keys, ""
+    named = {part: names.pop() for part, names in columns.items() if names - set(_COLUMNS[part])}
+    return keys | ({"column_mapping": named} if named else {}), ""
 
 
 def axolotl_test_datasets(entries: Any) -> tuple[dict[str, Any], str]:

@@ -14,6 +14,8 @@ from ..words import brief
 from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, RENAMED
 from .datasets import axolotl_datasets, axolotl_test_datasets
 from .divided import SEVERAL, WAYS, divided
+from .foreign_methods import CHOOSING, method_keys
+from .methods import DEFAULTS as METHODS
 
 
 @dataclass(frozen=True)
@@ -315,6 +317,21 @@ def _stored(format_: str) -> Callable[[Any, Values], Outcome]:
     return lambda value, _: Mapped({"quantization": format_}) if value else Ignored("")
 
 
+def _method(key: str) -> Callable[[Any, Values], Outcome]:
+    """Keys that choose a method of training, or its loss."""
+
+    def convert(value: Any, values: Values) -> Outcome:
+        if _is_off(value):
+            return Ignored("")
+        found = method_keys(key, values)
+        if found is None:
+            fix = "set loss_type and loss_weights" if key.startswith("pref_") else f"set method: {', '.join(METHODS)}"
+            return Refused(f"{key}: {brief(value)} is not built yet", fix)
+        return Mapped(found) if found else Ignored("")
+
+    return convert
+
+
 def _qlora_bnb(value: Any, values: Values) -> Outcome:
     return Mapped({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) if value else Ignored("")
 
@@ -359,7 +376,7 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "load_in_8bit": _load_in_8bit,
     "gptq": _gptq,
     "qat": _qat,
-    "stage": _one_of(("sft",), "stage is not built yet", "set stage: sft"),
+    **{key: _method(key) for key in CHOOSING},
     "bnb_config_kwargs": _bnb_config,
     "qlora_fp8": _stored("fp8"),
     "qlora_fp4": _stored("nvfp4"),

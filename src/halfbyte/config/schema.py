@@ -107,7 +107,7 @@ class RecipeSection(Section):
     margin: Annotated[int, Field(ge=0, le=16)] = Field(0, description="fp8-hybrid: powers of two of headroom")
     amax_history_len: PositiveInt = Field(1024, description="fp8-hybrid: optimizer steps whose magnitudes set scales")
     amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="fp8-hybrid: which of those steps")
-    reduce_amax: bool = Field(True, description="fp8-hybrid: take magnitudes over all data-parallel ranks")
+    reduce_amax: bool = Field(True, description="fp8-hybrid: take magnitudes over all ranks with other tokens")
     disable_rht: bool = Field(False, description="nvfp4: no random Hadamard transform")
     disable_stochastic_rounding: bool = Field(False, description="nvfp4: round gradients to nearest")
     disable_2d_quantization: bool = Field(False, description="nvfp4: weight scales per 16 values, not per 16×16")

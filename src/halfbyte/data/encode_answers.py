@@ -50,7 +50,8 @@ class AnswerEncoder(Encoder):
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """`document` and `where` to prompt_ids; of each answer (see `NAMES`) `_ids` and `_mask`; and the row's own
-        columns. Beside them `length` (of the longest, before cutting), `dropped`, `ends` and `empty` as of `Encoder`.
+        columns. Beside them `length` (of the longest, before cutting), `dropped`, `ends` and `empty` as of `Encoder`,
+        and `otherwise`: whether the chat template writes the prompt otherwise where no answer follows.
         """
         rows = [json.loads(row) for row in batch["document"]]
         if self.kind == "prompts":
@@ -67,13 +68,26 @@ class AnswerEncoder(Encoder):
             self._answer(document, text, *found)
             for document, text, found in zip(documents, texts, self._tokenize(texts), strict=True)
         ]
+        otherwise = self._otherwise(documents[::each], [text.text for text in texts[::each]])
         found = []
         for index, row in enumerate(rows):
             own = slice(index * each, (index + 1) * each)
             empty = not all(map(says_anything, documents[own]))
             further = {key: value for key, value in row.items() if key in ("margin", "label")}
-            found.append({**self._row(wholes[own]), **further, "empty": empty})
+            found.append({**self._row(wholes[own]), **further, "empty": empty, "otherwise": otherwise[index]})
         return found
+
+    def _otherwise(self, documents: list[Document], texts: list[str]) -> list[bool]:
+        """Whether the chat template writes the prompt of each otherwise where no answer follows, as for generation."""
+        talks = [index for index, document in enumerate(documents) if document.get("messages")]
+        prompts = [_prompt_of(documents[index]) for index in talks]
+        alone = self.template.prompts_of(prompts) if self.template else []
+        differ = {
+            index
+            for index, prompt in zip(talks, alone, strict=True)
+            if not (isinstance(prompt, str) and texts[index].startswith(prompt))
+        }
+        return [index in differ for index in range(len(documents))]
 
     def _answer(self, document: Document, text: Any, ids: np.ndarray, offsets: np.ndarray, length: int) -> _Whole:
         beyond, begin = length - len(ids), len(ids)
@@ -138,9 +152,16 @@ class AnswerEncoder(Encoder):
                     "dropped": NO_ROOM if full else "",
                     "ends": [],
                     "empty": False,
+                    "otherwise": False,
                 }
             )
         return found
+
+
+def _prompt_of(document: Document) -> Document:
+    """A conversation up to its answer."""
+    said = [index for index, message in enumerate(document["messages"]) if message["role"] == "assistant"]
+    return {**document, "messages": document["messages"][: said[document.get("given", 0)]]}
 
 
 def _instruction(document: Document) -> str:

@@ -103,13 +103,15 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
 
 def _rows(kept: Dataset, kind: Kind) -> Dataset:
     """What training sees of the rows that are kept."""
-    rows = kept.select_columns([name for name in _features(kind, kept.column_names) if name not in ENCODED])
+    rows = kept.select_columns(
+        [name for name in _features(kind, kept.column_names) if name not in (*ENCODED, "otherwise")]
+    )
     return rows.with_transform(_as_read) if kind == "prompts" else rows
 
 
 def _features(kind: Kind, columns: Any) -> dict[str, Any]:
     """The columns of encoded rows, of which `columns` says whether there is a margin."""
-    beside = {name: ENCODED[name] for name in ("length", "dropped", "ends", "empty")}
+    beside = {**{name: ENCODED[name] for name in ("length", "dropped", "ends", "empty")}, "otherwise": Value("bool")}
     ids = {f"{name}_ids": IDS for name in ("prompt", *NAMES[kind])}
     masks = {f"{name}_mask": MASK for name in NAMES[kind]}
     further: dict[str, Any] = {
@@ -182,12 +184,15 @@ def _finish(found: Documents, encoder: AnswerEncoder, config: RunConfig, name: s
             f"truncated:{name}",
             f"{truncated} of {total} {name} rows have answers cut to max_length {config.max_length}",
         )
+    if otherwise := sum(kept["otherwise"]):
+        wrong = "the chat template writes the prompt otherwise where no answer follows, so generation sees another one"
+        notice(f"otherwise:{name}", f"{otherwise} of {total} {name} rows: {wrong}")
     _check_answers(kept, kind, name)
     contradicting = _contradicting(found.texts, kind)
     if contradicting:
         notice(f"contradicting:{name}", f"{contradicting} {name} rows say the opposite of another one")
     report = answers_report(encoded, kept, NAMES[kind], truncated)
-    return kept, {**report, "contradicting": contradicting}
+    return kept, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise}
 
 
 def _check_answers(kept: Dataset, kind: Kind, name: str) -> None:

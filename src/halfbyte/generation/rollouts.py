@@ -94,7 +94,6 @@ class Rollouts:
         """Give back pages, decoded weights and graphs; the next call makes them anew."""
         self._batch = self._decoder = None
 
-    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -148,6 +147,7 @@ class Rollouts:
             run.over_pages(decoder, batch, self.rows)
         return [Completion(row.ids, torch.tensor(row.log_probs), row.ended) for row in rows]
 
+    @torch.inference_mode()
     def _ready(self, rows: Sequence[Row], adapter: str | None) -> tuple[PagedDecoder, Batch]:
         """A decoder with the adapter's values, and pages for these rows, or as many as there is memory for.
 
@@ -227,6 +227,7 @@ class _Run:
     def __init__(self, rows: Sequence[Row], sampling: Sampling, stops: set[int], seed: int):
         self.all_rows, self.sampling, self.stops, self.seed = rows, sampling, stops, seed
 
+    @torch.inference_mode()
     def over_pages(self, decoder: PagedDecoder, batch: Batch, seats: int) -> None:
         schedule = Schedule(self.all_rows, Pages(decoder.pages), seats)
         readback, budget = Readback(decoder.device), READ.get(decoder.device.type, READ["cpu"])
@@ -253,11 +254,13 @@ class _Run:
                 readback.add(batch.step(rows, self.sampling), partial(use, rows))
             readback.settle(readback.late if rows else 0)
 
-    def _use(self, add: Callable, rows: Sequence[Row], tokens: list[int], log_probs: list[float]) -> None:
+    def _use(self, add: Callable[..., None], rows: Sequence[Row], tokens: list[int], log_probs: list[float]) -> None:
+        """Hand tokens that the host has read to `add`."""
         for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
             if log_prob != log_prob:
                 raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")
-            add(row, token, log_prob, self.stops)
+            if not row.finished:  # it may be a step ahead, or wait for others of its batch
+                add(row, token, log_prob, self.stops)
 
     def in_batches(self, model: Any, adapter: str | None, most: int) -> None:
         """Rows by their prompts' lengths, each batch until its last row has finished."""
@@ -274,13 +277,7 @@ class _Run:
             places = torch.tensor(keys, device=device)
             while True:
                 drawn, log_probs = draw(logits.contiguous(), places, seed, self.sampling)
-                self._use(partial(_add, stops=self.stops), rows, drawn.tolist(), log_probs.tolist())
+                self._use(Row.add, rows, drawn.tolist(), log_probs.tolist())
                 if all(row.finished for row in rows):
                     break
-                places[:, 2] += 1
-                logits = engine.step(drawn)
-
-
-def _add(row: Row, token: int, log_prob: float, stops: set[int]) -> None:
-    if not row.finished:
-        row.add(token, log_prob, stops)
+                logits, places = engine.step(drawn), places + places.new_tensor([0, 0, 1])

@@ -252,8 +252,6 @@ class Schedule:
 
     def add(self, row: Row, token: int, log_prob: float, stops: set[int]) -> None:
         """A token that the host has read; a row that is finished by it leaves."""
-        if row.finished:  # a GPU was a step ahead
-            return
         row.add(token, log_prob, stops)
         if row.finished:
             self.seated.remove(row)

@@ -11,7 +11,7 @@ histories, and once for evaluation, which leaves no traces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -87,6 +87,13 @@ def set_recipe(modules: Sequence[nn.Module], recipe: Recipe, device: torch.devic
             slots = [Slot(scaling, index, training) for index in range(4 * at, 4 * at + 4)]
             record(module).products[training] = Fp8Products(*slots[:2]), Fp8Products(*slots[2:])
     return scaling
+
+
+def scaled_rows(modules: Iterable[nn.Module]) -> list[int]:
+    """Which tensors of the state that `set_recipe` gave are those of `modules`, in their order."""
+    products = [found.products[True] for module in modules if (found := patched(module)) and found.products]
+    both = [each for pair in products for each in pair if isinstance(each, Fp8Products)]
+    return [slot.index for each in both for slot in (each.x, each.grad)]
 
 
 def recipes_of(module: nn.Module) -> tuple[Products | None, Products | None]:

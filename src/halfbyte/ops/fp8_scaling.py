@@ -11,7 +11,7 @@ one reduction over the ranks. Nothing here waits for the device: a training step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -33,7 +33,7 @@ class ScalingOptions:
         margin: powers of two of headroom.
         amax_history_len: optimizer steps remembered, the present one included.
         amax_compute_algo: scale by the history's maximum ("max"), or by its newest entry ("most_recent").
-        reduce_amax: take the maximum over the data-parallel ranks, so that all cast alike.
+        reduce_amax: take the maximum over all processes that see other tokens, so that all cast alike.
 
     Raises:
         ConfigError: a value that no scale follows from, by key.
@@ -59,7 +59,6 @@ class DelayedScaling(nn.Module):
     Args:
         dtypes: FP8 type of each tensor: torch.float8_e4m3fn or torch.float8_e5m2.
         options: see `ScalingOptions`.
-        group: ranks that `reduce_amax` covers; None: all of them.
 
     Attributes (tensors; the first two are saved):
         history: fp32 [tensors, amax_history_len], newest first; its first column is the present step's.
@@ -79,11 +78,9 @@ class DelayedScaling(nn.Module):
     unseen: Tensor
     _inverse: Tensor
 
-    def __init__(
-        self, dtypes: Sequence[torch.dtype], options: ScalingOptions, *, group: Any = None, device: Any = None
-    ):
+    def __init__(self, dtypes: Sequence[torch.dtype], options: ScalingOptions, *, device: Any = None):
         super().__init__()
-        self.options, self.group, self.dtypes = options, group, tuple(dtypes)
+        self.options, self.dtypes = options, tuple(dtypes)
         target = torch.tensor([FP8_MAX[dtype] for dtype in dtypes], device=device) * 2.0**-options.margin
         self.register_buffer("history", target.new_zeros(len(dtypes), options.amax_history_len))
         self.register_buffer("scale", torch.zeros_like(target))
@@ -116,18 +113,20 @@ class DelayedScaling(nn.Module):
         newest = self.history[index, 0]
         newest.copy_(torch.maximum(newest, amax))
 
-    def roll(self) -> None:
-        """New scales from the histories, which then begin a new entry; call it once an optimizer step, on every rank.
+    def roll(self, largest: Callable[[Tensor], Tensor] | None = None) -> None:
+        """New scales from the histories, which then begin a new entry; call it once an optimizer step.
+
+        Args:
+            largest: amaxes, fp32 [tensors] → the largest of those of all processes that see other tokens, element by
+                element; called where `reduce_amax` says so. None: this process is alone.
 
         A newest entry that is zero leaves the scale of an empty history as it is. One that is NaN or Inf, on any rank,
         keeps the scale and enters the history as 0, so that it does not decide later scales either.
         """
         newest = self.history[:, 0]
-        if self.options.reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self.options.reduce_amax and largest is not None:
             # max over ranks drops NaN on some backends, never Inf
-            reduced = newest.nan_to_num(nan=torch.inf, posinf=torch.inf)
-            torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=self.group)
-            newest.copy_(reduced)
+            newest.copy_(largest(newest.nan_to_num(nan=torch.inf, posinf=torch.inf)))
         finite = newest.isfinite()
         newest.masked_fill_(~finite, 0)
         amax = self.history.amax(1) if self.options.amax_compute_algo == "max" else newest

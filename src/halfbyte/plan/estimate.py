@@ -145,7 +145,7 @@ def estimate(
     on_host = on_host or layout.size
     free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
     capacity = _within_limit(config, free)
-    shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target)
+    shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target, layout.tensor)
     batches = batches or _full_rows(config)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)

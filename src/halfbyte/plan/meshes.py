@@ -160,7 +160,7 @@ class Meshes:
         ways = layout.tensor
         if ways not in self.shapes:
             model_config = rank_config(self.model_config, layout)
-            self.shapes[ways] = ModelShapes(self.config, model_config, self.device.torch)
+            self.shapes[ways] = ModelShapes(self.config, model_config, self.device.torch, ways)
         return self.shapes[ways]
 
     def options(self, processes: int) -> Iterator[Option]:

@@ -32,8 +32,10 @@ from ..models.copies import in_their_place
 from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
 from ..models.patch import PatchReport, patch, unpatch
+from ..models.products import divided_along
 from ..notices import notice, silent
 from ..qat.model import fake_quantize_linears, qat_format
+from ..tensor import QuantizedTensor
 from .rank import Frozen
 from .replay import Step, Where, replay
 
@@ -60,17 +62,22 @@ def dtype_named(name: str, device: torch.device) -> torch.dtype:
 class ModelShapes:
     """A causal LM with its adapter on the meta device, built as it will be loaded.
 
+    Args:
+        products: processes that its products are divided among; `model_config` is then that of one (`rank_config`).
+
     Raises:
         ModelError: transformers cannot build a causal LM from `model_config`, or PEFT finds no module to adapt.
     """
 
-    def __init__(self, config: RunConfig, model_config: Any, device: torch.device):
+    def __init__(self, config: RunConfig, model_config: Any, device: torch.device, products: int = 1):
         self.config, self.device, self.run = config, device, resolve(config)
         self.rough = False  # whether anything could only be guessed
         self.dtype = dtype_named(self.run.precision.compute, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         with torch.device("meta"):
             self._store(model_config)
+            if products > 1:
+                _split_formats(self.causal_lm, products)
             self.model = add_adapter(self.causal_lm, self.run.adapter) if self.run.adapter else self.causal_lm
         self.model.train()
 
@@ -288,6 +295,18 @@ class ModelShapes:
             inputs = depth * self.text_config.hidden_size * tokens * self.dtype.itemsize
             kept = inputs + 2 * kept // depth
         return Step(kept, (), 0, 0)
+
+
+def _split_formats(model: nn.Module, ways: int) -> None:
+    """Store the weights of one process in the formats that splitting the whole ones gives: scales of columns are not
+    nested."""
+    for name, dim in divided_along(model).items():
+        linear = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(linear, QuantizedLinear) and name.endswith(".weight"):
+            part = linear.weight.data
+            sides = [size * ways if at == dim else size for at, size in enumerate(part.shape)]
+            whole = QuantizedTensor.quantize(torch.empty(sides, dtype=part.dtype), part.format)
+            linear.weight = nn.Parameter(whole.split_for(dim, ways)[0], requires_grad=False)
 
 
 def _alike(layers: Iterable[nn.Module]) -> bool:

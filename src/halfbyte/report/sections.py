@@ -223,6 +223,8 @@ def _split_rows(splits: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         "empty answers": lambda split: text(split.get("empty_answers", 0)),
         "dropped": lambda split: text(sum((split.get("dropped") or {}).values())),
     }
+    if any("mean_tokens" in split for split in splits.values()):
+        facts |= _answer_facts(splits)
     rows = [[fact, *(value(split) for split in splits.values())] for fact, value in facts.items()]
     reasons = dict.fromkeys(reason for split in splits.values() for reason in split.get("dropped") or {})
     for reason in reasons:
@@ -230,6 +232,21 @@ def _split_rows(splits: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             [f"– {text(reason)}", *(text((split.get("dropped") or {}).get(reason, 0)) for split in splits.values())]
         )
     return rows
+
+
+def _answer_facts(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[Mapping[str, Any]], str]]:
+    """What is said of rows with prompts and answers, each a function of a split."""
+
+    def mean(name: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda split: f"{(split.get('mean_tokens') or {}).get(name, 0):,.1f}"
+
+    names = dict.fromkeys(name for split in splits.values() for name in split.get("mean_tokens") or {})
+    facts = {f"mean tokens: {name}": mean(name) for name in names}
+    if "chosen" in names:
+        facts["chosen is longer"] = lambda split: f"{split.get('chosen_longer', 0):.1%}"
+    if any("desirable" in split for split in splits.values()):
+        facts["desirable"] = lambda split: text(split.get("desirable", 0))
+    return {**facts, "contradicting": lambda split: text(split.get("contradicting", 0))}
 
 
 def _share(split: Mapping[str, Any]) -> str:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import re
 import zipfile
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
@@ -161,14 +165,28 @@ def reading(checkpoint: Path) -> AbstractContextManager[None]:
     return answered(f"cannot load the state in {checkpoint}", EARLIER)
 
 
-def load_scaling(checkpoint: Path, scaling: DelayedScaling) -> None:
-    """The amax histories and scales of recipe fp8-hybrid.
+def save_scaling(folder: Path, state: Mapping[str, Tensor] | None) -> None:
+    """The amax histories and scales of recipe fp8-hybrid, whole; None: the run has none."""
+    if state is not None:
+        save_file(dict(state), folder / SCALING)
+
+
+def load_scaling(
+    checkpoint: Path,
+    scaling: DelayedScaling | None,
+    own_part: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+) -> None:
+    """What `save_scaling` wrote.
+
+    Args:
+        own_part: of the whole state, what this process takes; default: all.
 
     Raises:
         CheckpointError: they cannot be read, or are another model's.
     """
-    with reading(checkpoint):
-        scaling.load_state_dict(read_tensors(checkpoint / SCALING, EARLIER))
+    if scaling is not None:
+        with reading(checkpoint):
+            scaling.load_state_dict(own_part(read_tensors(checkpoint / SCALING, EARLIER)))
 
 
 def keep_newest(output_dir: Path, limit: int | None) -> None:

@@ -6,16 +6,21 @@ not tell how many processes there were, and a run continues on another number of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte.adapters import adapter_weights
+from halfbyte.models.recipes import scaled_rows
 from halfbyte.models.stages import Stages
+from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import AXES, Mesh
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,31 @@ class Gathered:
             ],
         }
 
+    def scaling(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The amax histories and scales that one process would have, on the CPU: layer by layer."""
+        own = {
+            index: {name: value[rows].cpu() for name, value in state.items()} for index, rows in self._rows().items()
+        }
+        found = self._from_stages(own)
+        return {name: torch.cat([found[index][name] for index in sorted(found)]) for name in state}
+
+    def own_scaling(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of one process's, what this process's layers take."""
+        own, found = self._rows(), dict[str, Tensor]()
+        lengths = self._from_stages({index: len(rows) for index, rows in own.items()})
+        order = sorted(lengths)
+        for name, whole in state.items():
+            parts = dict(zip(order, whole.split([lengths[index] for index in order]), strict=True))
+            found[name] = whole.new_empty(sum(map(len, own.values())), *whole.shape[1:])
+            for index, rows in own.items():
+                found[name][rows] = parts[index]
+        return found
+
+    def _rows(self) -> dict[int, list[int]]:
+        """Number of a layer of this process → its tensors in the state of a recipe."""
+        found = {index: scaled_rows(layer.modules()) for index, layer in enumerate(self.stages.all)}
+        return {index: rows for index, rows in found.items() if rows}
+
     def _own(self) -> dict[str, nn.Parameter]:
         return trained_parameters(self.stages.model)
 
@@ -71,10 +101,17 @@ class Gathered:
         held = [{name for part in parts for name in part[index]} for index in range(len(parts[0]))]
         return [[name for name in self.stages.names if name in group] for group in held]
 
-    def _from_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+    def _from_stages(self, own: dict[Key, Any]) -> dict[Key, Any]:
         """The entries of all stages; other processes have the same as one of these."""
         speaks = self.mesh.place(*(axis for axis in AXES if axis != "pipeline")) == 0
         return {name: each for part in self.mesh.gather(own if speaks else {}) for name, each in part.items()}
+
+
+def scaling_state(scaling: DelayedScaling | None, gathered: Gathered | None) -> dict[str, Tensor] | None:
+    """What a checkpoint keeps of a recipe's state, whole; None: the run has none. Every process calls it."""
+    if scaling is None:
+        return None
+    return gathered.scaling(scaling.state_dict()) if gathered else scaling.state_dict()
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
 from transformers.trainer_utils import speed_metrics
 
@@ -43,6 +42,7 @@ from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, slice_of
+from halfbyte.parallel import TOKENS as OTHER_TOKENS
 from halfbyte.parallel.pipeline import Pipeline
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.parallel.trained import trained_units
@@ -52,7 +52,7 @@ from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
-from .gathered import Gathered
+from .gathered import Gathered, scaling_state
 from .generations import Generations
 from .held_out import held_out_numbers
 from .metrics import MetricsFile, Window
@@ -200,8 +200,7 @@ class TrainingLoop:
         if checkpoint is not None:
             with whole_inside(self.trained):
                 load_weights(self.model, checkpoint, self.gathered.stages.elsewhere if self.gathered else None)
-            if self.scaling is not None:
-                checkpoints.load_scaling(checkpoint, self.scaling)
+            checkpoints.load_scaling(checkpoint, self.scaling, self.gathered.own_scaling if self.gathered else dict)
             state = checkpoints.read_state(checkpoint)
             if self.generations is not None:
                 self.generations.load(checkpoint)
@@ -362,7 +361,7 @@ class TrainingLoop:
         last = state.global_step >= state.max_steps  # whose record may span fewer than logging_steps
         self.records.finish(rate if control.should_log or last else None)
         if self.scaling is not None:
-            self.scaling.roll()
+            self.scaling.roll(partial(self.mesh.max, axes=OTHER_TOKENS))
         if last or control.should_training_stop or control.should_evaluate or control.should_save:
             self.records.read()
         self._evaluate_and_save()
@@ -418,14 +417,16 @@ class TrainingLoop:
         with whole_inside(self.trained, self.optimizer):
             weights = self.gathered.weights() if self.gathered else None
             optimizer = (self.gathered.optimizer if self.gathered else self.units.whole_state)(self.optimizer)
+            scaling = scaling_state(self.scaling, self.gathered)
             with self.units.full():
                 if self.mesh.is_main:
-                    self._write(weights, optimizer, states, owes_evaluation)
+                    self._write(weights, optimizer, scaling, states, owes_evaluation)
 
     def _write(
         self,
         weights: dict[str, torch.Tensor] | None,
         optimizer: dict[str, Any],
+        scaling: dict[str, torch.Tensor] | None,
         random: list[dict[str, Any]],
         owes_evaluation: bool,
     ) -> None:
@@ -435,8 +436,7 @@ class TrainingLoop:
                 save_weights(self.model, aside, weights)
                 save_optimizer(aside, optimizer, self.schedule, self.scaler)
                 save_random(aside, random)
-                if self.scaling is not None:
-                    save_file(self.scaling.state_dict(), aside / checkpoints.SCALING)
+                checkpoints.save_scaling(aside, scaling)
                 if self.generations is not None:
                     self.generations.save(aside)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))

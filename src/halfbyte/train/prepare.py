@@ -15,14 +15,14 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from halfbyte.adapters import check_adapter_files
-from halfbyte.config import Resolved, RunConfig, resolve
+from halfbyte.config import Parallel, Resolved, RunConfig, resolve
 from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
 from halfbyte.errors import CheckpointError, DataError
 from halfbyte.files import check_space
-from halfbyte.hardware import bound_cpu_primitives, chosen_device
+from halfbyte.hardware import bound_cpu_primitives, chosen_device, free_cached_memory
 from halfbyte.methods import Method, method_of
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
@@ -30,8 +30,11 @@ from halfbyte.models.load import check_attention, check_stored, load_tokenizer, 
 from halfbyte.models.recipes import check_recipe, configured_recipe
 from halfbyte.models.slices import check_divided_like
 from halfbyte.models.stages import Cut, check_trained, cut_model
+from halfbyte.notices import notice
+from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.parallel.links import gather_rate, host_rate
+from halfbyte.parallel.trained import slices
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
 from halfbyte.plan.estimate import MemoryPlan, estimate, free_bytes
@@ -105,13 +108,18 @@ class PreparedRun:
 
 
 def prepare_run(
-    config: RunConfig, resume: str | bool | None = None, console: Console | None = None, mesh: Mesh = ALONE
+    config: RunConfig,
+    resume: str | bool | None = None,
+    console: Console | None = None,
+    mesh: Mesh = ALONE,
+    layout: Parallel | None = None,
 ) -> PreparedRun:
     """Look a run over, read and tokenize its data and plan its memory, saying what was found.
 
     Args:
         resume: True for the newest checkpoint in output_dir, or a checkpoint folder; default: `resume_from_checkpoint`.
         console: where that is said; default: nowhere.
+        layout: of the processes that the run would have, where it is only looked over; default: those of `mesh`.
 
     Raises:
         HalfbyteError: whatever would keep the run from its first step: in the configuration, on this machine, in the
@@ -122,6 +130,7 @@ def prepare_run(
     look_over_run(config, resume)
     bound_cpu_primitives()
     sections, method = resolve(config), method_of(config)
+    layout = sections.parallel or layout or mesh.layout
     machine = _machine(config, sections, method, mesh)
     trackers(config.report_to)
     optimizer = try_optimizer(config, machine.device)
@@ -131,7 +140,7 @@ def prepare_run(
             "the processes of this run see different checkpoints", "put output_dir on a disk they share"
         )
     if checkpoint is not None:
-        config = checkpoints.same_steps(config, checkpoint, mesh.ways(*ROWS))
+        config = checkpoints.same_steps(config, checkpoint, _dealt(layout))
     print_header(console, machine.facts, config)
     files = mesh.first(lambda: find_model(sections.origin))  # a GGUF file is unpacked once
     check_stored(files, sections.storage)
@@ -139,7 +148,7 @@ def prepare_run(
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
-    check_layout(sections.parallel or mesh.layout, config, shapes)  # `check` is one process
+    check_layout(layout, config, shapes)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = mesh.first(lambda: method.ready(config, tokenizer))
     print_data(console, data.report)
@@ -148,34 +157,55 @@ def prepare_run(
         look_over_rewards(config, data, checkpoint, mesh, console)
     if not mesh.equal(size_of(data)):
         raise DataError("the processes of this run read different data", "give each the same files")
-    config, mesh = _laid_out(config, files, machine, data, shapes, mesh, console)
+    config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)
+    mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.laid_out(layout)
     _check_divided(shapes, mesh)
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
-    arguments = _arguments(config, machine, data, mesh)
-    try_schedule(config, arguments, optimizer, total_steps(config, len(data.train), mesh.ways(*ROWS)))
+    ways = _dealt(layout)
+    arguments = _arguments(config, machine, data, ways)
+    try_schedule(config, arguments, optimizer, total_steps(config, len(data.train), ways))
     prompts = samples.pick_prompts(
         config,
         tokenizer,
         data.train if data.eval is None else data.eval,
         templated=data.report["template"] is not None,
     )
-    if mesh.size > 1:
-        print_processes(console, mesh.layout, mesh.size, config, mesh.ways(*ROWS))
-    plan = _planned(config, files, machine, data, shapes, mesh, console)
-    cut = _cut(config, mesh, shapes, plan)
+    _say_whole_states(config, machine, layout)
+    if layout.size > 1:
+        print_processes(console, layout, layout.size, config, ways)
+    plan = _planned(config, files, machine, data, shapes, mesh, layout, console)
+    cut = _cut(config, layout, shapes, plan)
     return PreparedRun(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
 
 
-def _cut(config: RunConfig, mesh: Mesh, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
+def _say_whole_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:
+    """Say what keeps the optimizer's state from being divided where the frozen weights are."""
+    scaled, row = machine.compute_dtype == torch.float16, OPTIMIZERS[config.optim]
+    if slices(layout, True) == slices(layout, row.elementwise and not scaled):
+        return
+    if row.elementwise:
+        why, instead = "dtype: float16 scales the loss", "dtype: bfloat16 divides it"
+    else:
+        known = ", ".join(name for name, other in OPTIMIZERS.items() if other.elementwise)
+        why, instead = f"optim: {config.optim} steps no slices of a parameter", f"these do: {known}"
+    notice("whole-states", f"{why}, so the optimizer's state is whole on each GPU; {instead}")
+
+
+def _dealt(layout: Parallel) -> int:
+    """Processes that rows are dealt to."""
+    return Mesh(layout=layout).ways(*ROWS)
+
+
+def _cut(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
     """Where the model of a run is cut; None where it is not.
 
     Raises:
         ConfigError, ModelError: what is asked for cannot be computed in stages.
     """
-    ranks = mesh.ways("pipeline")
+    ranks = layout.pipeline
     if ranks == 1:
         return None
     how = config.gradient_accumulation_steps, plan.activation_checkpointing, config.trust_remote_code
@@ -226,57 +256,61 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
     check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
 
 
-def _arguments(config: RunConfig, machine: Machine, data: PreparedData, mesh: Mesh) -> TrainingArguments:
-    rows, evaluate, ways = len(data.train), data.eval is not None, mesh.ways(*ROWS)
+def _arguments(config: RunConfig, machine: Machine, data: PreparedData, ways: int) -> TrainingArguments:
+    rows, evaluate = len(data.train), data.eval is not None
     return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)
 
 
 def _laid_out(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
-    console: Console,
-) -> tuple[RunConfig, Mesh]:  # fmt: skip
-    """The run and its processes as `parallel: auto` divides it, said with the reason; steps keep their rows."""
-    if config.parallel != "auto" or mesh.size == 1:
-        return config, mesh
-    device = Device(machine.device, _free_bytes(machine, mesh), _card(machine, mesh), _on_host(mesh))
+    layout: Parallel, console: Console,
+) -> tuple[RunConfig, Parallel]:  # fmt: skip
+    """The run as `parallel: auto` divides it among as many processes, said with the reason; steps keep their rows."""
+    if config.parallel != "auto" or layout.size == 1:
+        return config, layout
+    card, on_host = _card(machine, mesh), _on_host(mesh, layout)
+    device = Device(machine.device, _free_bytes(machine, mesh, on_host), card, on_host)
     meshes = Meshes(config, files.config, device, lambda changed: batches_of(changed, data, machine.device), shapes)
-    option, reason = meshes.choose(mesh.size)
+    option, reason = meshes.choose(layout.size)
     chosen, said = mesh.from_main((option, reason))  # what is free in the host's memory differs from moment to moment
     console.print(one_line(f"parallel: {chosen.layout}: {said}"), soft_wrap=True)
-    return chosen.config.model_copy(update={"parallel": "auto"}), mesh.laid_out(chosen.layout)
+    return chosen.config.model_copy(update={"parallel": "auto"}), chosen.layout
 
 
 def _card(machine: Machine, mesh: Mesh) -> Card:
-    """What this process computes on, with the link to the others as it was measured."""
-    return card_of(machine.device).measured(link=gather_rate(mesh, machine.device))
+    """What this process computes on, with the link to the others as it was measured, by which what NCCL needs beside
+    torch is taken."""
+    card = card_of(machine.device).measured(link=gather_rate(mesh, machine.device))
+    free_cached_memory(machine.device)
+    return card
 
 
-def _free_bytes(machine: Machine, mesh: Mesh) -> int:
+def _free_bytes(machine: Machine, mesh: Mesh, on_host: int) -> int:
     """Of the device that has least."""
-    return -mesh.max(-free_bytes(machine.device, _on_host(mesh)))
+    return -mesh.max(-free_bytes(machine.device, on_host))
 
 
-def _on_host(mesh: Mesh) -> int:
-    """Processes on the host that has most."""
-    return mesh.max(mesh.local) + 1
+def _on_host(mesh: Mesh, layout: Parallel) -> int:
+    """Processes on the host that has most; of those that are not here, all."""
+    return layout.size if mesh.size == 1 else mesh.max(mesh.local) + 1
 
 
 def _planned(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
-    console: Console,
+    layout: Parallel, console: Console,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of a run that fits, with room on the disk for a checkpoint: every process's, the main one's."""
 
     def batches(changed: RunConfig) -> Any:
         return batches_of(changed, data, machine.device)
 
-    options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": mesh.layout}
-    if mesh.size > 1:
-        options["on_host"] = _on_host(mesh)
-        options["capacity_bytes"] = _free_bytes(machine, mesh)
-    if mesh.ways("tensor") == 1:
-        options["shapes"] = shapes
+    options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": layout}
     card = _card(machine, mesh)
+    if layout.size > 1:
+        options["on_host"] = _on_host(mesh, layout)
+        options["capacity_bytes"] = _free_bytes(machine, mesh, options["on_host"])
+    if layout.tensor == 1:
+        options["shapes"] = shapes
     plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     if mesh.size > 1 and not OFFLOADED.keys().isdisjoint(plan.levels):  # all copy at once
         card = card.measured(host=host_rate(mesh, machine.device))

@@ -70,7 +70,8 @@ def library(name: str) -> ctypes.CDLL:
         raise Unavailable(f"there is no C compiler ({' '.join(chosen) or 'cc'})")
     command = [compiler, *chosen[1:], *FLAGS]
     machine = f"{_version(compiler)}{platform.libc_ver()}{platform.machine()}{_cpu()}"
-    key = hashlib.sha256(f"{source.read_text()}{command}{machine}".encode()).hexdigest()[:16]
+    read = "".join(each.read_text() for each in (source, *sorted(source.parent.glob("*.h"))))
+    key = hashlib.sha256(f"{read}{command}{machine}".encode()).hexdigest()[:16]
     built = cache_folder() / "native" / f"{name}-{key}.so"
     if built.exists():
         with contextlib.suppress(OSError):  # damaged, or of a machine that the key does not tell apart: built again

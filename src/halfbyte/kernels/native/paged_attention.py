@@ -1,0 +1,59 @@
+"""C: attention over pages, computed in fp32 whatever the cache holds. A row's numbers do not depend on the others."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ...ops.paged_attention import paged_attention
+from . import library
+from .decode_layers import CACHES
+
+MOST_SIZE = 256  # of a head
+
+_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Paged(ctypes.Structure):
+    """`paged` of native/paged_attention.c."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("q", "out", "keys", "values", "tables", "lengths")],
+        *[(name, _int64) for name in ("stride", "rows", "heads", "kv_heads", "size", "window")],
+        *[(name, ctypes.c_float) for name in ("scale", "softcap")],
+        *[(name, ctypes.c_int32) for name in ("bf16", "threads")],
+    )
+
+
+lib = library("paged_attention")
+lib.halfbyte_paged_attention.argtypes, lib.halfbyte_paged_attention.restype = [_pointer], None
+
+
+def obstacle(q: Tensor, keys: Tensor, *_: object) -> str | None:
+    if keys.dtype not in CACHES:
+        return "takes a cache in fp32 or bf16"
+    fits = q.shape[2] <= MOST_SIZE and not q.shape[2] % CACHES[keys.dtype]
+    return None if fits else f"needs heads in multiples of {CACHES[keys.dtype]}, up to {MOST_SIZE}"
+
+
+@paged_attention.kernel("cpu", unless=obstacle)
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    exact, tables, lengths = q.float().contiguous(), tables.contiguous(), lengths.contiguous()
+    out = torch.empty_like(exact)
+    pointers = [each.data_ptr() for each in (exact, out, keys, values, tables, lengths)]
+    sizes = tables.shape[1], *q.shape[:2], keys.shape[1], q.shape[2], window or 0
+    half = keys.dtype is torch.bfloat16
+    call = _Paged(*pointers, *sizes, scale, softcap or 0.0, half, torch.get_num_threads())
+    lib.halfbyte_paged_attention(ctypes.byref(call))
+    return out.to(q.dtype)

@@ -1,0 +1,42 @@
+"""C: a token of each row and its log-probability, in two passes over its logits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ...ops.sample import draw_tokens
+from . import library
+
+_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Sampler(ctypes.Structure):
+    """`sampler` of native/sample.c."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("logits", "places", "kept", "tokens", "log_probs")],
+        *[(name, _int64) for name in ("rows", "vocabulary", "seed")],
+        ("temperature", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    )
+
+
+lib = library("sample")
+lib.halfbyte_sample.argtypes, lib.halfbyte_sample.restype = [_pointer], None
+
+
+@draw_tokens.kernel("cpu")
+def draw(
+    logits: Tensor, places: Tensor, seed: Tensor, temperature: float, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows, vocabulary = logits.shape
+    logits, places = logits.contiguous(), places.contiguous()
+    kept = None if kept is None else kept.contiguous()
+    tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    pointers = [None if each is None else each.data_ptr() for each in (logits, places, kept, tokens, log_probs)]
+    call = _Sampler(*pointers, rows, vocabulary, int(seed), temperature, torch.get_num_threads())
+    lib.halfbyte_sample(ctypes.byref(call))
+    return tokens, log_probs

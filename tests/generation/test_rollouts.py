@@ -1,0 +1,240 @@
+"""The engine of many rows: tokens and log-probabilities are those of a row alone, of the training forward, and of the
+model itself, whatever runs beside a row and however few pages there are."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from patch_models import FAMILIES, quantize, tiny
+
+import halfbyte
+from halfbyte import generation, notices
+from halfbyte.adapters import add_adapter
+from halfbyte.config import RunConfig
+from halfbyte.errors import ConfigError, ModelError
+from halfbyte.generation import Rollouts, Sampling
+from halfbyte.models.head import token_log_probs
+
+# Heads as C takes them, widths without a rest beyond a CPU's vectors.
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+DENSE = [family for family in FAMILIES if family not in ("Mixtral", "Qwen3Moe")]
+
+
+def prompts_of(*lengths, vocabulary=90):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def model_of(family="Llama", **keys):
+    torch.manual_seed(1)
+    return tiny(family, shape=SHAPE | keys.pop("shape", {}), **keys).eval()
+
+
+def log_probs_of(model, prompt, ids, temperature=1.0):
+    """fp64, by the model itself."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_greedy_tokens_are_those_of_generate(family):
+    model, prompts = model_of(family), prompts_of(11, 2, 70, 64, 5)
+    notices.forget()
+    found = Rollouts(model, rows=3).generate(prompts, max_new_tokens=20, sampling=Sampling(), stops=[])
+    assert not any(key.startswith("rollouts") for key in notices.said())
+    assert [each.ids for each in found] == generation.generate(model, prompts, max_new_tokens=20, stops=[])
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_the_models_own(family, temperature):
+    model, prompts = model_of(family), prompts_of(70, 3, 130)
+    if family == "Gemma2":
+        model.get_base_model().set_attn_implementation("eager")
+    sampling = Sampling(temperature, seed=5)
+    found = Rollouts(model).generate(prompts, 3, max_new_tokens=70, sampling=sampling, stops=[])
+    assert len({tuple(each.ids) for each in found}) == 9
+    for number, each in enumerate(found):
+        assert each.log_probs.dtype is torch.float32
+        truth = log_probs_of(model, prompts[number // 3], each.ids, temperature)
+        torch.testing.assert_close(each.log_probs.double(), truth, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_completion_is_the_same_alone_in_a_batch_and_beside_others(family):
+    """To the bit, on a CPU."""
+    model, prompts = model_of(family), prompts_of(70, 3, 130, 64, 1, 20, 33, 90)
+    options = {"max_new_tokens": 80, "sampling": Sampling(1.0, seed=11), "stops": [7]}
+    together = Rollouts(model, rows=64).generate(prompts, 8, **options)
+    few = Rollouts(model, rows=5).generate(prompts, 8, **options)
+    reversed_ = Rollouts(model).generate(prompts[::-1], 8, keys=range(7, -1, -1), **options)
+    reversed_ = [each for at in range(7, -1, -1) for each in reversed_[8 * at : 8 * at + 8]]
+    alone = Rollouts(model).generate([prompts[2]], 4, keys=[2], **options)
+    for others in (few, reversed_):
+        assert [(each.ids, each.ended) for each in others] == [(each.ids, each.ended) for each in together]
+        for mine, other in zip(together, others, strict=True):
+            assert torch.equal(mine.log_probs, other.log_probs)
+    for mine, other in zip(together[16:20], alone, strict=True):
+        assert mine.ids == other.ids
+        assert torch.equal(mine.log_probs, other.log_probs)
+    assert {each.ended for each in together} == {True, False}
+    assert all((each.ids[-1] == 7) == each.ended and 7 not in each.ids[:-1] for each in together)
+
+
+def test_rows_that_had_to_leave_come_back_as_they_were(monkeypatch):
+    model, prompts = model_of(), prompts_of(70, 3, 130, 64)
+    options = {"max_new_tokens": 150, "sampling": Sampling(1.0, seed=11), "stops": [7]}
+    plenty = Rollouts(model).generate(prompts, 4, **options)
+    sent_back = []
+    send_back = generation.rollouts.Schedule._send_back
+    monkeypatch.setattr(
+        generation.rollouts.Schedule, "_send_back", lambda self, row: sent_back.append(row) or send_back(self, row)
+    )
+    engine = Rollouts(model)
+    engine.generate(prompts, max_new_tokens=1)  # makes a decoder
+    few = Rollouts(model, memory_gib=11 * engine._decoder.page_bytes / 2**30)
+    found = few.generate(prompts, 4, **options)
+    assert few._decoder.pages == 11
+    assert sent_back
+    assert [each.ids for each in found] == [each.ids for each in plenty]
+    for mine, other in zip(found, plenty, strict=True):
+        torch.testing.assert_close(mine.log_probs, other.log_probs, rtol=0, atol=1e-5)
+    short = Rollouts(model, memory_gib=5 * engine._decoder.page_bytes / 2**30)
+    with pytest.raises(ModelError, match=r"a row of 280 tokens needs .* of key-value cache"):
+        short.generate(prompts, 4, **options)
+
+
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+def test_llama_40m_in_nf4_equals_the_training_forward(shared, weights):
+    """The bar of issue 17: max |Δ log p| ≤ 1e-4 in fp32."""
+    model = halfbyte.load_model(str(shared / "models/llama-40m"), device="cpu", dtype="float32")
+    model = add_adapter(model, RunConfig(model_name_or_path="x", dataset="x", r=8))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    prompts = prompts_of(66, 20, vocabulary=16000)
+    found = Rollouts(model, weights=weights).generate(
+        prompts, 3, max_new_tokens=24, sampling=Sampling(1.0, seed=3), stops=[]
+    )
+    model.train()
+    for number, each in enumerate(found):
+        prompt = prompts[number // 3]
+        ids = torch.tensor([[*prompt, *each.ids]])
+        labels = torch.full_like(ids, -100)
+        labels[0, len(prompt) - 1 : -1] = torch.tensor(each.ids)
+        with torch.no_grad():
+            log_probs, _ = token_log_probs(model, {"input_ids": ids}, labels)
+        assert (log_probs - each.log_probs).abs().max() <= 1e-4
+
+
+def test_adapters_are_live():
+    model, prompts = model_of(), prompts_of(20, 9)
+    engine, options = Rollouts(model), {"max_new_tokens": 12, "sampling": Sampling(1.0, seed=2), "stops": []}
+    before = engine.generate(prompts, 2, **options)
+    decoder = engine._decoder
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    after = engine.generate(prompts, 2, **options)
+    assert engine._decoder is decoder
+    assert [each.ids for each in after] != [each.ids for each in before]
+    truth = log_probs_of(model, prompts[0], after[0].ids)
+    torch.testing.assert_close(after[0].log_probs.double(), truth, rtol=0, atol=2e-5)
+    base = engine.generate(prompts, 2, adapter=None, **options)
+    with model.disable_adapter():
+        truth = log_probs_of(model, prompts[1], base[2].ids)
+    torch.testing.assert_close(base[2].log_probs.double(), truth, rtol=0, atol=2e-5)
+    engine.free()
+    assert engine._decoder is None
+    assert [each.ids for each in engine.generate(prompts, 2, **options)] == [each.ids for each in after]
+
+
+def test_decoded_weights_are_decoded_again_in_each_call():
+    model = quantize(model_of())
+    engine, options = Rollouts(model, weights="unpacked"), {"max_new_tokens": 6, "sampling": Sampling(), "stops": []}
+    prompts = prompts_of(9, 4)
+    before = engine.generate(prompts, **options)
+    weight = model.get_base_model().model.layers[0].self_attn.v_proj.base_layer.weight
+    weight.parts["packed"].copy_(weight.parts["packed"].flip(0))
+    after = engine.generate(prompts, **options)
+    assert not torch.equal(after[0].log_probs, before[0].log_probs)
+    torch.testing.assert_close(
+        after[0].log_probs.double(), log_probs_of(model, prompts[0], after[0].ids), rtol=0, atol=2e-5
+    )
+
+
+@pytest.mark.parametrize(("keys", "most"), [({"top_k": 3}, 3), ({"top_p": 0.2}, None), ({"min_p": 0.5}, None)])
+def test_what_is_left_out_is_never_drawn_and_log_probs_are_over_all(keys, most):
+    model, prompts = model_of(), prompts_of(9)
+    sampling = Sampling(1.0, seed=3, **keys)
+    found = Rollouts(model).generate(prompts, 40, max_new_tokens=3, sampling=sampling, stops=[])
+    assert most is None or len({each.ids[0] for each in found}) <= most
+    for each in found[:5]:
+        truth = log_probs_of(model, prompts[0], each.ids)
+        torch.testing.assert_close(each.log_probs.double(), truth, rtol=0, atol=2e-5)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompts[0], *each.ids]])).logits[0, len(prompts[0]) - 1 : -1]
+        assert (sampling.probabilities(logits).gather(1, torch.tensor(each.ids)[:, None]) > 0).all()
+
+
+def test_an_unknown_family_runs_its_own_forward():
+    config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    model, prompts = transformers.AutoModelForCausalLM.from_config(config).eval(), prompts_of(11, 2, 5)
+    notices.forget()
+    options = {"max_new_tokens": 12, "sampling": Sampling(1.0, seed=2), "stops": [9]}
+    found = Rollouts(model, rows=4).generate(prompts, 3, **options)
+    assert any("GPT2LMHeadModel is of no family" in text for text in notices.said().values())
+    alone = Rollouts(model).generate([prompts[1]], 3, keys=[1], **options)
+    assert [each.ids for each in found[3:6]] == [each.ids for each in alone]
+    for number, each in enumerate(found):
+        truth = log_probs_of(model, prompts[number // 3], each.ids)
+        torch.testing.assert_close(each.log_probs.double(), truth, rtol=0, atol=2e-5)
+        assert each.ended == (each.ids[-1] == 9)
+        assert len(each.ids) == 12 or each.ended
+
+
+def test_without_a_seed_torch_gives_one():
+    model, prompts = model_of(), prompts_of(9)
+
+    def ids(seed):
+        torch.manual_seed(seed)
+        return [each.ids for each in Rollouts(model).generate(prompts, 2, max_new_tokens=8, stops=[])]
+
+    assert ids(1) == ids(1) != ids(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "keys", "message"),
+    [
+        ({"rows": 0}, {}, "rows is 0"),
+        ({"kv_cache": "int3"}, {}, "kv_cache is 'int3'"),
+        ({"weights": "half"}, {}, "weights is 'half'"),
+        ({"memory_gib": math.nan}, {}, "memory_gib is nan"),
+        ({}, {"n": 0}, "n is 0"),
+        ({}, {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({}, {"max_new_tokens": 4000}, "pass the model's 2048"),
+        ({}, {"keys": [1]}, "keys are 1 for 2 prompts"),
+        ({}, {"adapter": "missing"}, "no adapter 'missing'"),
+        ({}, {"prompts": [[1], []]}, "prompt 1 has no tokens"),
+    ],
+)
+def test_bad_requests(make, keys, message):
+    options = {"prompts": prompts_of(3, 4), "max_new_tokens": 2} | keys
+    with pytest.raises((ConfigError, ModelError), match=message):
+        Rollouts(model_of(), **make).generate(**options)
+
+
+def test_nan_is_no_completion():
+    model = model_of()
+    assert Rollouts(model).generate([], max_new_tokens=2) == []
+    model.get_base_model().model.norm.weight.data[3] = float("nan")
+    with pytest.raises(ModelError, match="logits are NaN"):
+        Rollouts(model).generate(prompts_of(4), max_new_tokens=2)

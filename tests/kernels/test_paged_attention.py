@@ -1,0 +1,84 @@
+"""Attention over pages: the specification beside one page after another, and the kernels beside the specification."""
+
+import pytest
+import torch
+
+from halfbyte.dispatch import Unavailable
+from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.paged_attention import PAGE, paged_attention, store_paged
+
+LENGTHS = [1, 63, 64, 65, 200, 320]
+VARIANTS = pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (70, None), (3, None), (None, 3.0), (100, 5.0)]
+)
+
+
+def case(dtype, heads=(4, 2), size=32, lengths=LENGTHS, device="cpu"):
+    """Tables of pages in any order, the first of two rows shared; what belongs to nobody is NaN."""
+    count = 3 + sum(-(-length // PAGE) for length in lengths)
+    free = (torch.randperm(count - 1) + 1).tolist()
+    q = torch.randn(len(lengths), heads[0], size).to(dtype)
+    keys, values = (torch.full((count, heads[1], PAGE, size), torch.nan, dtype=dtype) for _ in range(2))
+    tables = torch.zeros(len(lengths), max(-(-length // PAGE) for length in lengths) + 1, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        for at in range(0, length, PAGE):
+            page = tables[row, at // PAGE] = free.pop()
+            used = min(PAGE, length - at)
+            for cache in (keys, values):
+                cache[page, :, :used] = torch.randn(heads[1], used, size).to(dtype)
+    if len(lengths) > 5:
+        tables[5, 0] = tables[4, 0]
+    own = q, keys, values, tables, torch.tensor(lengths, dtype=torch.int32)
+    return tuple(each.to(device) for each in own)
+
+
+def exact(arguments):
+    return tuple(each.double() if torch.is_tensor(each) and each.is_floating_point() else each for each in arguments)
+
+
+@VARIANTS
+def test_the_specification_is_attention_over_the_rows_tokens(window, softcap):
+    q, keys, values, tables, lengths = exact(case(torch.float32))
+    found = paged_attention.reference(q, keys, values, tables, lengths, 0.3, window, softcap)
+    for row, length in enumerate(lengths.tolist()):
+        own = [each[tables[row].long()].transpose(0, 1).flatten(1, 2)[None, :, :length] for each in (keys, values)]
+        first, last = torch.zeros(1, dtype=torch.int32), torch.tensor([length - 1])
+        alone = decode_attention.reference(q[row][None, :, None], *own, first, last, 0.3, window, softcap)
+        torch.testing.assert_close(found[row], alone[0, :, 0])
+
+
+@VARIANTS
+@pytest.mark.parametrize(
+    ("dtype", "heads", "size"),
+    [
+        (torch.float32, (4, 2), 16),
+        (torch.float32, (8, 8), 80),
+        (torch.float32, (6, 1), 64),
+        (torch.bfloat16, (4, 2), 96),
+        (torch.bfloat16, (8, 2), 128),
+    ],
+)
+def test_c(dtype, heads, size, window, softcap):
+    try:
+        from halfbyte.kernels.native.paged_attention import attend
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    arguments = (*case(dtype, heads, size), 0.3, window, softcap)
+    found, truth = attend(*arguments), paged_attention.reference(*exact(arguments))
+    assert (found.shape, found.dtype) == (truth.shape, dtype)
+    assert (found.double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()
+    for row in range(len(LENGTHS)):  # the same bits alone
+        own = [each[row : row + 1] for each in (arguments[0], arguments[3], arguments[4])]
+        alone = attend(own[0], *arguments[1:3], own[1], own[2], *arguments[5:])
+        assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_new_tokens_are_stored_where_they_belong(dtype):
+    cache = torch.zeros(5, 2, PAGE, 8, dtype=dtype)
+    new = torch.randn(3, 2, 8) * 1000
+    store_paged(cache, torch.tensor([4, 1, 4]), torch.tensor([0, 63, 7]), new)
+    limit = torch.finfo(dtype).max
+    for row, (page, slot) in enumerate([(4, 0), (1, 63), (4, 7)]):
+        assert torch.equal(cache[page, :, slot].float(), new[row].clamp(-limit, limit).to(dtype).float())
+    assert cache.float().count_nonzero() <= 3 * 2 * 8

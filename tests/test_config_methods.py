@@ -1,0 +1,138 @@
+"""Keys of methods of training: whose they are, their defaults there, and other tools' names for them."""
+
+import pytest
+
+from halfbyte import notices
+from halfbyte.config import RunConfig, dump_config, load_config
+from halfbyte.config.methods import DEFAULTS, LOSS_TYPES, RATE, methods_of
+from halfbyte.data.formats import METHODS_FOR
+from halfbyte.errors import ConfigError
+from halfbyte.methods import METHODS
+
+trl = pytest.importorskip("trl")
+cpo, orpo = (pytest.importorskip(f"trl.experimental.{name}") for name in ("cpo", "orpo"))
+
+GIVEN = {"model_name_or_path": "m", "dataset": "d"}
+THEIRS = {
+    "dpo": trl.DPOConfig, "kto": trl.KTOConfig, "reward": trl.RewardConfig, "cpo": cpo.CPOConfig,
+    "simpo": cpo.CPOConfig, "orpo": orpo.ORPOConfig,
+}  # fmt: skip
+OTHERWISE = {  # where ours is another on purpose
+    ("dpo", "loss_type"): ["sigmoid"],  # a list there
+    ("simpo", "cpo_alpha"): 1.0,  # without it, as in the paper's own
+    ("dpo", "precompute_ref_log_probs"): False, ("kto", "precompute_ref_log_probs"): False,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _fresh_notices():
+    notices.forget()
+
+
+def keys_of(method):
+    fields = RunConfig.model_fields.items()
+    return [key for key, field in fields if method in methods_of(field)]
+
+
+def problem(**keys):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {**GIVEN, **keys})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("method", THEIRS)
+def test_names_and_defaults_are_trls(method):
+    ours, theirs = RunConfig(**GIVEN, method=method), THEIRS[method](output_dir="out", report_to="none", use_cpu=True)
+    assert keys_of(method)
+    for key in keys_of(method):
+        expected = OTHERWISE.get((method, key), getattr(ours, key))
+        assert getattr(theirs, key) == expected, key
+    full = RunConfig(**GIVEN, method=method, use_peft=False, load_in_4bit=False)
+    if method != "reward":
+        assert full.learning_rate == theirs.learning_rate == RATE[False]
+    else:
+        assert ours.learning_rate == theirs.learning_rate
+
+
+def test_every_method_that_takes_a_key_has_defaults():
+    of_keys = {method for field in RunConfig.model_fields.values() for method in methods_of(field)}
+    assert of_keys == set(DEFAULTS)
+    assert set(LOSS_TYPES) == {method for method in DEFAULTS if "loss_type" in keys_of(method)}
+
+
+def test_a_default_of_a_method_stays_a_key_that_was_not_given(tmp_path):
+    config = load_config(None, {**GIVEN, "method": "dpo"})
+    assert (config.beta, config.loss_type, config.learning_rate) == (0.1, "sigmoid", 1e-5)
+    assert config.model_fields_set == {*GIVEN, "method"}
+    assert notices.said()["learning_rate"] == "learning_rate: 1e-05, the default of method: dpo for adapters"
+    assert load_config(None, {**GIVEN, "method": "dpo", "learning_rate": 2e-4, "beta": 0.3}).beta == 0.3
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "run.yaml").model_dump() == config.model_dump()
+    assert (load_config(None, GIVEN).learning_rate, load_config(None, GIVEN).beta) == (2e-4, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said", "fix"),
+    [
+        ({"beta": 0.1}, "beta: 0.1 has no meaning with method: sft", "set method: dpo"),
+        ({"method": "dpo", "simpo_gamma": 1.0}, "simpo_gamma: 1.0 has no meaning with method: dpo", "method: simpo"),
+        ({"method": "orpo", "precompute_ref_log_probs": True}, "it is of dpo, kto", "remove it"),
+        ({"method": "dpo", "loss_type": "simpo"}, "method: dpo has no 'simpo'", "set method: simpo"),
+        ({"method": "dpo", "loss_type": ["sigmoid", "apo_zero_unpaired"]}, "no 'apo_zero_unpaired'", "method: kto"),
+        ({"method": "dpo", "loss_type": "sigmod"}, "no 'sigmod'", "did you mean sigmoid?"),
+        ({"method": "cpo", "loss_type": "alphapo"}, "no 'alphapo'", "set method: simpo with alpha"),
+        ({"method": "kto", "loss_type": ["kto", "kto"]}, "it takes one", "method: dpo"),
+        ({"method": "dpo", "beta": 0}, "beta: 0.0 with method: dpo", "above 0"),
+        ({"method": "dpo", "loss_weights": [1.0, 2.0]}, "not as many", "a weight for each"),
+        ({"method": "dpo", "loss_type": "exo_pair"}, "exo_pair needs label_smoothing", "1e-3"),
+        ({"method": "dpo", "loss_type": "aot", "use_weighting": True}, "it sorts answers", "another loss type"),
+        ({"method": "dpo", "loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "not of a difference", "ipo"),
+        ({"method": "dpo", "label_smoothing": 0.5}, "label_smoothing must be a number from 0 and below 0.5", ""),
+        ({"method": "dpo", "loss_weights": ["a"]}, "loss_weights must be a list of numbers or null", ""),
+        ({"method": "dpo", "loss_type": []}, "loss_type must name at least one", ""),
+        ({"method": "dpo", "dataset_format": "text"}, "dataset_format: text with method: dpo", "column_mapping"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_method_is_refused(keys, said, fix):
+    text = problem(**keys)
+    assert said in text
+    assert fix in text.split("fix:")[1]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"rl": "dpo", "rl_beta": 0.2, "dpo_label_smoothing": 0.1}, {"beta": 0.2, "label_smoothing": 0.1}),
+        ({"rl": "ipo", "dpo_use_weighting": True}, {"method": "dpo", "loss_type": "ipo", "use_weighting": True}),
+        ({"rl": "orpo", "orpo_alpha": 0.3}, {"method": "orpo", "beta": 0.3}),
+        ({"rl": "simpo", "simpo_gamma": 1.0}, {"method": "simpo", "simpo_gamma": 1.0}),
+        ({"rl": "kto", "kto_undesirable_weight": 2.0}, {"method": "kto", "undesirable_weight": 2.0}),
+        ({"reward_model": True, "center_rewards_coefficient": 0.01}, {"method": "reward"}),
+        ({"stage": "dpo", "pref_loss": "hinge"}, {"method": "dpo", "loss_type": "hinge"}),
+        ({"stage": "dpo", "pref_beta": 0.2}, {"method": "dpo", "loss_type": "sigmoid", "beta": 0.2}),
+        ({"stage": "dpo", "pref_loss": "orpo", "pref_beta": 0.2}, {"method": "orpo", "beta": 0.2}),
+        ({"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 0.7}, {"method": "simpo", "simpo_gamma": 0.7}),
+        ({"stage": "dpo", "pref_ftx": 0.5}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+        ({"stage": "kto", "kto_chosen_weight": 1.5}, {"method": "kto", "desirable_weight": 1.5}),
+        ({"stage": "rm"}, {"method": "reward"}),
+        ({"stage": "sft", "pref_loss": "hinge", "pref_ftx": 1.0}, {"method": "sft", "loss_type": None}),
+    ],
+)  # fmt: skip
+def test_other_tools_keys_are_mapped(theirs, ours):
+    config = load_config(None, {**GIVEN, **theirs})
+    assert {key: getattr(config, key) for key in ours} == ours
+
+
+def test_axolotls_fields_of_pairs_are_columns():
+    entry = {"path": "p.jsonl", "type": "chat_template.default", "field_chosen": "good", "field_rejected": "bad"}
+    config = load_config(None, {"model_name_or_path": "m", "rl": "dpo", "datasets": [entry]})
+    assert (config.dataset, config.column_mapping) == ("p.jsonl", {"chosen": "good", "rejected": "bad"})
+    assert config.dataset_format == "auto"
+
+
+def test_the_methods_that_rows_name_take_them():
+    """What `data` says of rows that fit another method is what the methods say of themselves."""
+    for method in METHODS.values():
+        assert method.rows in METHODS_FOR
+    for name, method in METHODS.items():
+        assert name in METHODS_FOR[method.rows].replace(",", "").split()
