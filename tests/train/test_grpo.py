@@ -4,18 +4,21 @@ import json
 import shutil
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.train.sft import finetune, train
 
 REWARD = '''
-def digits(prompts, completions, completion_ids, kind, **columns):
-    """The share of an answer that is digits."""
+def letters(prompts, completions, completion_ids, kind, **columns):
+    """The share of an answer that is letters."""
     assert set(kind) == {"sum"}
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+    return [sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 '''
+
+
+PT = {"format": "pt"}
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +27,16 @@ def prompts(place):
     lines = (json.dumps({"prompt": row["prompt"], "kind": "sum", "n": n}) for n, row in enumerate(rows))
     (place / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     (place / "mine.py").write_text(REWARD)
+    shutil.copytree(place / "model", place / "sharp")  # a model that is not sure of nothing, so that it can be moved
+    weights = load_file(place / "sharp/model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 15}, place / "sharp/model.safetensors", PT)
     return place
 
 
 def keys(prompts, output, **more):
-    found = {"model_name_or_path": str(prompts / "model"), "dataset": str(prompts / "prompts.jsonl")}
+    found = {"model_name_or_path": str(prompts / "sharp"), "dataset": str(prompts / "prompts.jsonl")}
     found |= {"output_dir": str(output), "device": "cpu", "dtype": "float32", "load_in_4bit": False, "r": 4}
-    found |= {"method": "grpo", "reward_funcs": [f"{prompts / 'mine.py'}:digits"], "num_generations": 4}
+    found |= {"method": "grpo", "reward_funcs": [f"{prompts / 'mine.py'}:letters"], "num_generations": 4}
     found |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_completion_length": 10}
     return found | {"learning_rate": 2e-2, "warmup_steps": 0, "sample_prompts": 0, "max_length": 64} | more
 
@@ -44,21 +50,21 @@ def lines(file):
 
 
 def test_rewards_rise(prompts, tmp_path):
-    run(prompts, tmp_path / "out", max_steps=25, lr_scheduler_type="constant")
+    run(prompts, tmp_path / "out", max_steps=15, lr_scheduler_type="constant")
     records = [record for record in lines(tmp_path / "out/metrics.jsonl") if record["kind"] == "train"]
     rewards = [record["reward"] for record in records]
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
     last = records[-1]
-    names = {"rewards/digits/mean", "rewards/digits/std", "reward_std", "frac_reward_zero_std", "entropy", "loss"}
+    names = {"rewards/letters/mean", "rewards/letters/std", "reward_std", "frac_reward_zero_std", "entropy", "loss"}
     names |= {"completions/mean_length", "completions/clipped_ratio", "clip_ratio/low_mean", "rollout_seconds"}
     assert names <= last.keys()
     assert max(record["sampling/sampling_logp_difference/max"] for record in records) < 1e-4
     assert all(record["sampling/outside"] == 0 for record in records)
     answers = lines(tmp_path / "out/completions.jsonl")
-    assert len(answers) == 25 * 16
+    assert len(answers) == 15 * 16
     assert {"prompt", "completion", "rewards", "advantage", "step"} <= answers[0].keys()
     first = [each for each in answers if each["step"] == 1]
-    mean = sum(each["rewards"]["digits"] for each in first) / len(first)
+    mean = sum(each["rewards"]["letters"] for each in first) / len(first)
     assert mean == pytest.approx(records[0]["reward"])
     assert "spread of rewards" in (tmp_path / "out/report.html").read_text()
 
@@ -71,7 +77,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("more", WAYS.values(), ids=WAYS.keys())
+SLOW = ("truncated", "entropy")
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param(WAYS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WAYS]
+)
 def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
     """From every checkpoint, most of them within a generation: completions, rewards, losses, adapter, bit for bit."""
     options = {"max_steps": 6, "save_steps": 1, "save_total_limit": 10, "eval_split_size": 4, "eval_steps": 3} | more
@@ -79,7 +90,7 @@ def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
     run(prompts, whole, **options)
     expected = records_of(whole)
     assert any(record.get("sampling/sampling_logp_difference/mean", 1) > 0 for record in expected["train"])
-    for step in (1, 2, 3, 5):
+    for step in (1, 3, 5):
         other = tmp_path / f"from-{step}"
         shutil.copytree(whole, other)
         shutil.rmtree(other / "adapter")
@@ -133,7 +144,7 @@ def test_no_reward_at_all(prompts, tmp_path):
 def test_a_changed_file_is_not_resumed_with(prompts, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(REWARD)
-    more = {"reward_funcs": [f"{file}:digits"], "save_steps": 1}
+    more = {"reward_funcs": [f"{file}:letters"], "save_steps": 1}
     run(prompts, tmp_path / "out", max_steps=2, **more)
     file.write_text(REWARD + "\n")
     with pytest.raises(ConfigError, match="has changed since"):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 STATE = "generation.json"  # in a checkpoint
 COMPLETIONS = "completions.jsonl"
 KEPT = 64  # answers of a generation that are written there
-EVALUATION = 2**31  # the number of the generation whose draws evaluations have
+EVALUATION = 2**30  # the number of the generation whose draws evaluations have
 AGAIN = "resume from an earlier checkpoint, or start a new run in another output_dir"
 
 Row = dict[str, Any]
