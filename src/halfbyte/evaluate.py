@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import DataError
+from .errors import ConfigError, DataError
 from .methods import METHODS, method_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
 
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
     method = method_of(config)
+    if method.rows == "prompts":
+        raise ConfigError(
+            f"{name} was trained by {config.method}, whose numbers are rewards of sampled answers",
+            "give the run an eval_dataset, which it evaluates on while it trains",
+        )
     rows = method.ready(config, saved.tokenizer).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     isolate_run(saved.model, config, make_collator(config, saved.tokenizer), rows)

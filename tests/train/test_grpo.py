@@ -5,9 +5,12 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.evaluate import evaluate
 from halfbyte.train.sft import finetune, train
 
 REWARD = '''
@@ -189,3 +192,29 @@ def test_what_is_refused_before_anything_runs(prompts, tmp_path, more, why):
     with pytest.raises(Exception, match=why) as raised:
         run(prompts, tmp_path / "out", **more)
     assert type(raised.value).__module__ == "halfbyte.errors"
+
+
+def test_rewards_are_tried_before_a_run(prompts, tmp_path):
+    """`halfbyte preview --rollouts`."""
+    file = tmp_path / "run.yaml"
+    config = keys(prompts, tmp_path / "out", reward_funcs=[f"{prompts / 'mine.py'}:letters", {"length": {"max": 3}}])
+    file.write_text(json.dumps(config))
+    found = CliRunner().invoke(app, ["preview", str(file), "-n", "2", "--rollouts", "3"])
+    assert found.exit_code == 0, found.output
+    assert found.stdout.count("── answer") == 6
+    assert found.stdout.count("length -1") + found.stdout.count("length 0") >= 6
+    assert "letters: mean " in found.stdout
+    assert not (tmp_path / "out").exists()
+    other = ["preview", str(prompts / "model"), str(prompts / "data.jsonl"), "--rollouts", "3"]
+    assert CliRunner().invoke(app, other).exit_code == 2
+
+
+def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(keys(prompts, tmp_path / "out", max_steps=1)))
+    found = CliRunner().invoke(app, ["check", str(file)])
+    assert found.exit_code == 0, found.output
+    assert "SHA-256" in found.output
+    run(prompts, tmp_path / "out", max_steps=1)
+    with pytest.raises(ConfigError, match="rewards of sampled answers"):
+        evaluate(str(tmp_path / "out"), str(prompts / "data.jsonl"))

@@ -63,10 +63,15 @@ class Generation:
 
 
 @dataclass
-class _Answered:
-    """Answers to some prompts, a prompt's behind each other, before they are compared."""
+class Answered:
+    """Answers to some prompts, a prompt's behind each other, before they are compared.
 
-    indices: list[int]
+    Attributes:
+        prompts: the prompt of each.
+        scored: their rewards.
+        numbers: what is recorded of them.
+    """
+
     prompts: list[Row]
     completions: list[Completion]
     texts: list[str]
@@ -149,7 +154,7 @@ class Generations:
         """The generation of a number: the present one, or a new one."""
         if self._current is None or self._current.number != number:
             prompts = [self.rows[index] for index in chosen]
-            answered = self._answer(chosen, prompts, self.group, number, callbacks)
+            answered = self.answer(chosen, prompts, self.group, number, _progress(callbacks))
             began = time.perf_counter()
             rows = self._compared(answered, collate)
             answered.numbers["compare_seconds"] = time.perf_counter() - began
@@ -162,10 +167,15 @@ class Generations:
 
     # --- answers and rewards -----------------------------------------------------------------------------------------
 
-    def _answer(
-        self, indices: list[int], prompts: list[Row], each: int, number: int, callbacks: Callbacks
-    ) -> _Answered:
-        """Draw `each` answers to every prompt, and ask for their rewards."""
+    def answer(
+        self, indices: list[int], prompts: list[Row], each: int, number: int, progress: Mapping[str, Any]
+    ) -> Answered:
+        """Draw `each` answers to every prompt, and ask for their rewards.
+
+        Args:
+            indices: of the prompts; they and `number`, of a generation, decide what is drawn.
+            progress: what reward functions are told of the run.
+        """
         config, began = self.config, time.perf_counter()
         self.model.eval()
         sampling = Sampling(config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32))
@@ -185,17 +195,17 @@ class Generations:
         columns = {name: [row["columns"].get(name) for row in asked] for name in self.rewards.columns}
         turns = [_as_turns(row["prompt"], text) for row, text in zip(asked, texts, strict=True)]
         ids = [list(completion.ids) for completion in completions]
-        scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, _progress(callbacks))
+        scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress)
         numbers = numbers_of(completions, scored, self.weights, each)
         numbers |= {"rollout_seconds": drawn - began, "reward_seconds": time.perf_counter() - drawn}
-        return _Answered(indices, asked, completions, texts, scored, numbers)
+        return Answered(asked, completions, texts, scored, numbers)
 
     @property
     def weights(self) -> list[float]:
         """Of the reward functions."""
         return self.config.reward_weights or [1.0] * len(self.rewards.specs)
 
-    def _compared(self, answered: _Answered, collate: Counting) -> list[Row]:
+    def _compared(self, answered: Answered, collate: Counting) -> list[Row]:
         """The answers as rows of training, with their advantages."""
         rows = []
         for prompt, completion in zip(answered.prompts, answered.completions, strict=True):
@@ -265,7 +275,7 @@ class Generations:
 
     # --- what is left behind -----------------------------------------------------------------------------------------
 
-    def _write(self, answered: _Answered, rows: list[Row], callbacks: Callbacks) -> None:
+    def _write(self, answered: Answered, rows: list[Row], callbacks: Callbacks) -> None:
         """Lines of completions.jsonl; a step's are those of the generation that began with it."""
         scored, step = answered.scored, callbacks.state.global_step + 1
         for at in range(min(len(rows), KEPT)):
@@ -299,7 +309,7 @@ class Generations:
         """Rewards and lengths of answers to the held-out prompts, which are drawn alike each time."""
         each = self.config.num_generations_eval or self.group
         prompts = [held_out[index] for index in range(len(held_out))]
-        answered = self._answer(list(range(len(prompts))), prompts, each, EVALUATION, callbacks)
+        answered = self.answer(list(range(len(prompts))), prompts, each, EVALUATION, _progress(callbacks))
         return {name: value for name, value in answered.numbers.items() if not name.endswith("seconds")}
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
@@ -24,6 +24,8 @@ from .generations import COMPLETIONS, Generations, check_same_rewards
 from .metrics import MetricsFile
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from .loop import TrainingLoop
     from .setup import OpenRun
 
@@ -65,6 +67,19 @@ def look_over_rewards(
         console.print(one_line(f"rewards: {path} (SHA-256 {digest})"), soft_wrap=True)
 
 
+def answer_ends(tokenizer: PreTrainedTokenizerBase, model: Any, data: PreparedData) -> list[int]:
+    """The tokens that end an answer.
+
+    Raises:
+        ModelError: there is none.
+    """
+    stops = stop_tokens(tokenizer, model, data.report.get("stop_tokens", []))
+    if not stops:
+        said = "no token ends an answer: the tokenizer has no EOS, and its template no end of a turn"
+        raise ModelError(said, "give the tokenizer an eos_token")
+    return stops
+
+
 @contextlib.contextmanager
 def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
     """Around the training of a run: if its rows are prompts, `loop` gets answers to them.
@@ -76,10 +91,6 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
     if not isinstance(method, PolicyOptimization):
         yield
         return
-    stops = stop_tokens(run.tokenizer, loop.model, run.data.report.get("stop_tokens", []))
-    if not stops:
-        raise ModelError("no token ends an answer: the tokenizer has no EOS, and its template no end of a turn",
-                         "give the tokenizer an eos_token")  # fmt: skip
     file = MetricsFile(job.output / COMPLETIONS)
     file.keep_until(step_of(run.checkpoint) if run.checkpoint else -1)
     generations = Generations(
@@ -91,7 +102,7 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
         rewards_of(run.config, run.data),
         device=run.machine.device,
         computing=partial(compute, loop.model, run.machine.compute_dtype),
-        stops=stops,
+        stops=answer_ends(run.tokenizer, loop.model, run.data),
         file=file,
     )
     loop.use_generations(generations)
