@@ -31,6 +31,7 @@ from benchmarks.step_model import build, random_batch, timed
 from halfbyte.config import Parallel
 from halfbyte.methods import METHODS
 from halfbyte.models.copies import clear_copies
+from halfbyte.models.cuts import cut_layers, stage_seconds
 from halfbyte.models.head import Head, take_head
 from halfbyte.models.layer import causal_lm_of, decoder_layers
 from halfbyte.models.patch import patch
@@ -38,7 +39,7 @@ from halfbyte.models.stages import Stages, layer_seconds
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import Mesh, clip_gradients, present_mesh, sum_gradients
 from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule, Seconds, cut_layers, simulate, stage_seconds
+from halfbyte.parallel.schedules import Schedule, Seconds, simulate
 from halfbyte.train.pipelined import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 

@@ -7,6 +7,8 @@ Weights are random and made here. PARTs:
     gathers     8B 4×2048, each block gathered twice a micro-batch, half of the blocks kept, all of them, and slices in
                 the host's memory; beside it data parallel, and NCCL's all-gather of as many bytes
     graphs      8B 2×512 as a CUDA graph: one GPU's, data parallel, and slices
+    ways        how bytes come, by NCCL of more or fewer channels; 8B 4×2048 as Python launches it, 2×512 as a CUDA
+                graph, beside data parallel and all blocks kept; and what the host does in a step
     seventy     70B 1×2048 in slices, of which no GPU ever has more than a layer whole; and on one GPU, whole
 """
 
@@ -15,13 +17,15 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import step_model
 from benchmarks.common import event_us
@@ -32,6 +36,7 @@ from halfbyte.models.copies import in_their_place
 from halfbyte.models.sharding import shard_model, sharded, trains_alike
 from halfbyte.parallel import ALONE, Mesh, present_mesh
 from halfbyte.parallel.trained import trained_units
+from halfbyte.train.stepper import GraphedStepper
 
 GIB = 2**30
 SEVENTY = dict(
@@ -182,6 +187,132 @@ def graphs(mesh: Mesh, results: Results) -> None:
             del training
 
 
+# --- ways ------------------------------------------------------------------------------------------------------------
+
+
+def with_channels(count: int) -> Callable[[Any], None]:
+    """Gathers by NCCL, of no more channels (and so multiprocessors) than that."""
+
+    def use(share: Any) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = count
+        group = dist.new_group(backend="nccl", pg_options=options)
+        for each in share.each:
+            each.group = group
+
+    return use
+
+
+def by_nccl(share: Any) -> None:
+    for each in share.each:
+        each.group = share.group
+
+
+GRAPHED = "2x512 as a graph"
+WAYS: dict[str, Callable[[Any], None]] = {
+    "NCCL": by_nccl,
+    "NCCL, 4 channels": with_channels(4),
+}
+
+
+class Both(Training):
+    """Two shapes of one model: as Python launches them, and as a CUDA graph."""
+
+    def __init__(self, mesh: Mesh, name: str):
+        super().__init__(mesh, name, 4, 2048, False)
+        self.eager, self.batches = self.stepper, {
+            "4x2048": self.batch, GRAPHED: random_batch(name, 2, 512, "cuda")
+        }  # fmt: skip
+
+    def times(self, mesh: Mesh, together: bool = True) -> dict[str, float]:
+        found = {}
+        for shape, batch in self.batches.items():
+            graphed = shape == GRAPHED
+            self.batch = batch
+            self.stepper = GraphedStepper(self.eager.sums, self.trained, lambda: True) if graphed else self.eager
+            steps = 10 if graphed else 3
+            found[shape] = measured(self, mesh, batch["input_ids"].numel(), together, steps)["ms"]
+            self.stepper.close()
+        return found
+
+
+def ways(mesh: Mesh, results: Results) -> None:
+    sliced = mesh.laid_out(Parallel(shard=mesh.size))
+    training = Both(mesh, "llama-3.1-8b")
+    short = training.batches.pop("4x2048")
+    alone = training.times(mesh, together=False)[GRAPHED]
+    training.batches = {"4x2048": short, **training.batches}
+    data = training.times(mesh)
+    results.add("ways", way="data", ms=data, of_alone=data[GRAPHED] / alone)
+    shard_model(training.model, sliced, ["call"] * len(training.model.get_base_model().model.layers))
+    gc.collect()
+    torch.cuda.empty_cache()
+    share = sharded(training.model)
+    assert share is not None
+    keep(share, range(len(share.blocks)))
+    kept = training.times(sliced)
+    results.add("ways", way="all kept", ms=kept, of_alone=kept[GRAPHED] / alone)
+    keep(share, ())
+    for way, use in WAYS.items():
+        use(share)
+        gathered, facts = one_gather(share, sliced), training.times(sliced)
+        spent = 2 * len(share.blocks) * gathered["us"] / 1e3
+        results.add(
+            "ways", way=way, **gathered, ms=facts, of_data={shape: data[shape] / ms for shape, ms in facts.items()},
+            of_alone=facts[GRAPHED] / alone,
+            hidden={shape: 1 - (ms - kept[shape]) / spent for shape, ms in facts.items()},
+        )  # fmt: skip
+    host(training, share, sliced, results)
+
+
+def keep(share: Any, chosen: Collection[int]) -> None:
+    """From now on the blocks of these numbers stay whole, and no others."""
+    for at, block in enumerate(share.blocks):
+        block.set_reshard_after_forward(at not in chosen, recurse=False)
+        block.set_reshard_after_backward(at not in chosen, recurse=False)
+        block.reshard()
+
+
+def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
+    """Of a block: its time on the device beside NCCL's all-gather of as many bytes, and FSDP2's on the host."""
+    gather, block = share.each[1], share.blocks[1]
+    token = torch.empty(16 * mesh.size, dtype=torch.uint8, device="cuda")
+    us = event_us([lambda: gather(token, token, None)], 20)
+    found = torch.empty_like(gather.whole)
+    own = torch.empty(gather.raw.numel(), dtype=torch.uint8, device="cuda")
+    nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20)
+    gather.whole.untyped_storage().resize_(0)
+    mesh.wait()
+    began = time.perf_counter()
+    for _ in range(20):
+        block.unshard()
+        block.reshard()
+    took = (time.perf_counter() - began) / 20 * 1e6
+    torch.cuda.synchronize()
+    return {"us": mesh.max(us), "nccl_us": nccl, "of_nccl": nccl / us, "host_us": took}
+
+
+def host(training: Both, share: Any, mesh: Mesh, results: Results) -> None:
+    """A short step as Python launches it, which is as slow as the host: milliseconds, and what takes them."""
+    layers = len(share.blocks)
+    training.batch, training.stepper = training.batches[GRAPHED], training.eager
+    by_nccl(share)
+    for name, chosen in (("each call", ()), ("half kept", range(0, layers, 2)), ("all kept", range(layers))):
+        keep(share, chosen)
+        ms = measured(training, mesh, 1024, steps=4)["ms"]
+        results.add("host", kept=name, ms=ms, top=busiest(training) if name == "half kept" else {})
+    keep(share, ())
+
+
+def busiest(training: Training) -> dict[str, Any]:
+    """What takes the host longest in a step: how often, milliseconds by itself."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        training.step(True)
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_cpu_time_total)[:20]
+    return {row.key: [row.count, round(row.self_cpu_time_total / 1e3, 2)] for row in rows}
+
+
 # --- seventy ---------------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +382,7 @@ def seventy(mesh: Mesh, results: Results) -> None:
     mesh.wait()
 
 
-PARTS = {"gathers": gathers, "graphs": graphs, "seventy": seventy}
+PARTS = {"gathers": gathers, "graphs": graphs, "ways": ways, "seventy": seventy}
 
 
 def main() -> None:
@@ -260,6 +391,7 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with present_mesh(kind="cuda") as mesh:
         results = Results(mesh, given.json)
         for part in given.parts:

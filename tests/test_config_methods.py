@@ -91,6 +91,7 @@ def test_a_default_of_a_method_stays_a_key_that_was_not_given(tmp_path):
         ({"method": "dpo", "loss_weights": ["a"]}, "loss_weights must be a list of numbers or null", ""),
         ({"method": "dpo", "loss_type": []}, "loss_type must name at least one", ""),
         ({"method": "dpo", "dataset_format": "text"}, "dataset_format: text with method: dpo", "column_mapping"),
+        ({"method": "kto", "completion_only_loss": False}, "completion_only_loss: false with method: kto", "remove"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_a_method_is_refused(keys, said, fix):

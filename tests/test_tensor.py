@@ -67,20 +67,17 @@ def test_shards_gather_to_the_tensor(rows):
     assert buffers[0].data_ptr() == gathered.data_ptr()
 
 
-def test_slices_answer_what_offload_asks():
-    """FSDP2 asks whether they are pinned before it pins them; pinning itself needs a GPU."""
-    shard = torch.chunk(tensor_of((8, 33)), 2)[0]
-    block = BlockShard([shard.raw, shard.raw], 1, lambda gathered: None)
-    for slices in (shard, block):
-        assert torch.ops.aten.is_pinned.default(slices) is False
-        assert type(slices.cpu()) is type(slices)
-    assert torch.equal(block.to("cpu", copy=True).raws[1], shard.raw)
-    assert [each.rows for each in torch.chunk(BlockShard([shard.raw], 2, lambda gathered: None), 2)] == [1, 1]
-
-
-def test_a_block_refuses_what_needs_values():
+def test_a_block_is_cut_and_keeps_its_slice():
+    """FSDP2 cuts, copies and views what it takes for a parameter; the bytes stay where they are."""
+    raw, whole = torch.arange(32, dtype=torch.uint8), torch.empty(64, dtype=torch.uint8)
+    parts = torch.chunk(BlockShard(raw, 2, whole), 2)
+    assert [each.rows for each in parts] == [1, 1]
+    padded = parts[0].new_zeros((1, 1))
+    padded.copy_(parts[0])
+    assert padded.view(-1).raw is raw
+    assert torch.equal(raw, torch.arange(32, dtype=torch.uint8))
     with pytest.raises(ModelError, match="slices of a block's weights"):
-        BlockShard([torch.zeros(16, dtype=torch.uint8)], 1, lambda gathered: None) + 1
+        parts[0] + 1
 
 
 def test_shards_refuse_what_needs_values():

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
+from torch.torch_version import TorchVersion
 
 from .notices import notice
 
@@ -143,4 +145,9 @@ def op(*modules: str) -> Callable[[Callable[..., Any]], Op]:
 
 def on_compiler() -> bool:
     """True while torch.compile traces: then calls must go through the opaque `torch.library` ops."""
-    return torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or (_unsaid and TracingContext.try_get() is not None)
+
+
+# Before torch 2.13 `is_compiling` is false where Dynamo runs what it does not look into, such as the functions of a
+# tensor subclass (`__torch_function__`), on tensors without data; that something is traced, this tells.
+_unsaid = TorchVersion(torch.__version__) < TorchVersion("2.13")

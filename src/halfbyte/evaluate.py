@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError, DataError
+from .errors import ConfigError, DataError, ModelError
 from .methods import METHODS, method_of
 
 if TYPE_CHECKING:
     import torch
 
+    from .config import RunConfig
     from .methods.base import Collate, Method, Rows
 
 
@@ -69,10 +71,30 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
             f"{name} was trained by {config.method}, whose numbers are rewards of sampled answers",
             "give the run an eval_dataset, which it evaluates on while it trains",
         )
+    if method.reference:
+        _add_reference(saved.model, config)
     rows = method.ready(config, saved.tokenizer).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     isolate_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
     return measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)
+
+
+def _add_reference(model: torch.nn.Module, config: RunConfig) -> None:
+    """Put the adapter that a run continued from beside its own, as its reference; other runs began without one.
+
+    Raises:
+        ModelError: the run began with a model that is not there.
+    """
+    from .adapters import load_adapter
+    from .methods.answers import REFERENCE
+
+    if config.adapter_path:
+        load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
+    elif config.qat_scheme or not config.use_peft:
+        raise ModelError(
+            f"method: {config.method} compares with the model before training, which this run has left behind",
+            "the run's own evaluations are in its metrics.jsonl",
+        )
 
 
 def measure(
@@ -93,8 +115,8 @@ def measure(
     with torch.no_grad(), no_input_casts(model):
         for first in range(0, len(rows), size):
             batch = collate([rows[index] for index in range(first, min(first + size, len(rows)))])
-            for name, count in method.counts(batch).items():
-                counts[name] += count
+            counted = method.counts(batch)
+            counts = {name: count + counted[name] for name, count in counts.items()}
             batch = {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
             with compute(model):
                 for name, value in method.sums(model, batch).items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -211,64 +211,56 @@ class QuantizedShard(Tensor):
 
 
 class BlockShard(Tensor):
-    """One rank's slices of all frozen tensors of a block, which FSDP2 takes for one parameter of [rows, 1].
+    """One rank's slice of the frozen bytes of a block, which FSDP2 takes for one parameter of [rows, 1].
 
-    FSDP2's work on the host is for each parameter of a unit, and what it gathers for one may be several tensors: so a
-    block costs the host as much as a single weight.
+    FSDP2 would copy the bytes twice, into what it gathers and out of it. So it gathers a token, which has its streams
+    wait for each other; `parallel.shard` has the bytes come straight to where they are read, at the same time.
 
     Args:
-        raws: uint8 [length] each, as long in every rank.
+        raw: uint8 [length], as long in every rank; on the device of `whole`, or on the host.
         rows: how many ranks' slices this stands for: those of all before FSDP2 cuts it, its own after that.
-        arrived: called once, with what was gathered of each, uint8 [ranks · length]. From then on FSDP2 frees that
-            memory and fills it again in place, so that views of it hold.
+        whole: uint8 [ranks · length], which views are made of. FSDP2 frees its memory when the block is let go.
+        stays: whether it does not: a graph may read there, whatever FSDP2 takes the block for.
     """
 
-    def __new__(cls, raws: Sequence[Tensor], rows: int, arrived: Callable[[Sequence[Tensor]], None]):
+    def __new__(cls, raw: Tensor, rows: int, whole: Tensor, stays: bool = False):
         # no number in it is ever read; uint8 parameters stop FSDP2 before torch 2.12
-        return Tensor._make_wrapper_subclass(cls, torch.Size((rows, 1)), dtype=torch.bfloat16, device=raws[0].device)
+        return Tensor._make_wrapper_subclass(cls, torch.Size((rows, 1)), dtype=torch.bfloat16, device=whole.device)
 
-    def __init__(self, raws: Sequence[Tensor], rows: int, arrived: Callable[[Sequence[Tensor]], None]):
-        self.raws, self.rows, self.arrived = tuple(raws), rows, arrived
+    def __init__(self, raw: Tensor, rows: int, whole: Tensor, stays: bool = False):
+        self.raw, self.rows, self.whole, self.stays = raw, rows, whole, stays
+        self.token = raw.new_zeros(ALIGNMENT, device=whole.device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"BlockShard({sum(raw.numel() for raw in self.raws)} bytes of {len(self.raws)} tensors)"
+        return f"BlockShard({self.raw.numel()} bytes of {self.whole.numel()})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args, kwargs=None):  # type: ignore[override]
-        shard, kwargs = args[0], kwargs or {}
+        shard = args[0]
         if function is aten.copy_.default:
-            torch._foreach_copy_(shard.raws, args[1].raws)
+            shard.raw.copy_(args[1].raw)  # from itself, as FSDP2 begins, nothing
             return shard
-        if function in _STRUCTURAL:
-            return shard._map(lambda raw: raw)
-        if function is aten.split.Tensor:  # whichever FSDP2 takes is this rank's
-            return [shard._map(lambda raw: raw, args[1]) for _ in range(0, shard.rows, args[1])]
+        if function in _STRUCTURAL or function is aten.clone.default:
+            return shard._standing_for(shard.rows)
         if function is aten.new_zeros.default:
-            return shard._map(torch.zeros_like, args[1][0])
-        if function is aten.clone.default:
-            return shard._map(torch.clone)
-        if function in (aten._to_copy.default, aten._pin_memory.default):
-            return shard._map(lambda raw: function(raw, *args[1:], **kwargs))
-        if function is aten.is_pinned.default:
-            return all(raw.is_pinned() for raw in shard.raws)
+            return shard._standing_for(args[1][0])
+        if function is aten.split.Tensor:  # whichever FSDP2 takes is this rank's
+            return [shard._standing_for(args[1]) for _ in range(0, shard.rows, args[1])]
         raise ModelError(f"{function} is not defined on slices of a block's weights")
 
-    def _map(self, function: Callable[[Tensor], Tensor], rows: int | None = None) -> BlockShard:
-        return BlockShard([function(raw) for raw in self.raws], rows or self.rows, self.arrived)
+    def _standing_for(self, rows: int) -> BlockShard:
+        return BlockShard(self.raw, rows, self.whole, self.stays)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        return self.raws, None
+        return (self.token,), None
 
     # FSDP2 asks for it at every gather, and finding it out takes as long as all else that is done here
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        if out is not None:
-            return None
-        self.arrived(outputs)
-        return outputs[0], ()
+        return None if out is not None else (outputs[0], () if self.stays else (self.whole,))
 
 
 def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int], int]:

@@ -156,6 +156,26 @@ def test_real_templates_give_pairs_the_ids_of_supervised_fine_tuning(template, c
     assert row["chosen_mask"][0] == row["rejected_mask"][0] == 1
 
 
+def test_a_token_before_every_text_is_the_prompts(config, write, real_tokenizer):
+    tokenizer = real_tokenizer("llama-2")
+    texts = {"prompt": "One and one?", "chosen": "It is two.", "rejected": "It is three."}
+    [row] = prepare_answers(config(write([texts])), tokenizer, "pairs").train
+    pair = {"prompt": texts["prompt"], "completion": texts["rejected"]}
+    [expected] = supervised(config, write, tokenizer, [pair])
+    assert (whole(row, "rejected"), labels(row, "rejected")) == (expected["input_ids"], expected["labels"])
+    assert row["prompt_ids"][0] == tokenizer.bos_token_id
+    assert row["chosen_mask"][0] == 1
+
+
+def test_a_conversation_that_goes_on_after_another_ended(config, write, make_tokenizer):
+    tokenizer, more = make_tokenizer("plain"), [QUESTION, BAD]
+    [row] = prepare_answers(
+        config(write([{"chosen": [QUESTION, GOOD], "rejected": [QUESTION, GOOD, *more]}])), tokenizer, "pairs"
+    ).train
+    assert tokenizer.decode(row["chosen_ids"]) == "It is 2.<|im_end|>\n"
+    assert tokenizer.decode(row["rejected_ids"]).endswith("Hm, 3!<|im_end|>\n")
+
+
 def test_tools_of_a_row_are_in_its_prompt(config, write, real_tokenizer):
     tokenizer = real_tokenizer("qwen2.5")
     tool = {"type": "function", "function": {"name": "add_up", "description": "adds", "parameters": {}}}
@@ -177,6 +197,21 @@ def test_margins_are_numbers_of_each_row(config, write, make_tokenizer):
     rows = prepare_answers(config(path), make_tokenizer("plain"), "pairs")
     assert rows.train["margin"][:] == [1.0, 0.5]
     assert rows.report["train"]["contradicting"] == 1
+
+
+def test_files_with_and_without_margins_do_not_mix(config, write, make_tokenizer):
+    files = [write([{**PAIR, "margin": 1}], "a.jsonl"), write([PAIR], "b.jsonl")]
+    with pytest.raises(DataError, match=r"b\.jsonl has no column margin, and .*a\.jsonl has one"):
+        prepare_answers(config(files), make_tokenizer("plain"), "pairs")
+
+
+def test_several_processes_make_the_same_rows(config, write, make_tokenizer):
+    rows = [{**PAIR, "chosen": [{"role": "assistant", "content": str(number)}]} for number in range(300)]
+    one, two = (
+        prepare_answers(config(write(rows), dataset_num_proc=processes), make_tokenizer("plain"), "pairs")
+        for processes in (1, 2)
+    )
+    assert one.train[:] == two.train[:]
 
 
 def test_pairs_are_taken_apart_for_labels(config, write, make_tokenizer):
@@ -231,6 +266,9 @@ def test_a_pair_stays_where_both_keep_trained_tokens(config, write, make_tokeniz
 
 REFUSED = {
     "equal answers": ([{**PAIR, "rejected": [GOOD]}], "pairs", "with two answers that are the same"),
+    "equal conversations": (
+        [{"chosen": TURNS, "rejected": TURNS}], "pairs", "with two answers that are the same"
+    ),
     "roles swapped": (
         [{"prompt": [QUESTION], "chosen": [QUESTION], "rejected": [GOOD]}], "pairs",
         "data.jsonl:1: column 'chosen' ends with the prompt, so it is no answer",

@@ -201,6 +201,14 @@ def test_an_unknown_family_runs_its_own_forward():
         assert len(each.ids) == 12 or each.ended
 
 
+def test_each_prompt_its_own_length():
+    model, prompts = model_of(), prompts_of(9, 70, 3)
+    found = Rollouts(model, rows=4).generate(prompts, 2, max_new_tokens=[5, 1, 70], stops=[])
+    assert [len(each.ids) for each in found] == [5, 5, 1, 1, 70, 70]
+    short = model_of(shape={"max_position_embeddings": 32})
+    assert [len(each.ids) for each in Rollouts(short).generate(prompts_of(9, 31), stops=[])] == [23, 1]
+
+
 def test_without_a_seed_torch_gives_one():
     model, prompts = model_of(), prompts_of(9)
 
@@ -238,3 +246,82 @@ def test_nan_is_no_completion():
     model.get_base_model().model.norm.weight.data[3] = float("nan")
     with pytest.raises(ModelError, match="logits are NaN"):
         Rollouts(model).generate(prompts_of(4), max_new_tokens=2)
+
+
+def on_gpu(dtype, family="Llama", shape=None):
+    """A model in NF4 with an adapter that does something."""
+    model = quantize(model_of(family, shape=shape or {})).to(dtype).cuda()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text"])
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+def test_on_a_gpu_log_probs_are_the_models_own(family, weights):
+    """Graphs of several sizes, rows that come and go a step late; in float32."""
+    model, prompts = on_gpu(torch.float32, family), prompts_of(70, 3, 130, 64, 1, 20, 33, 90)
+    if family == "Gemma2":
+        model.get_base_model().set_attn_implementation("eager")
+    engine = Rollouts(model, rows=20, weights=weights)
+    options = {"max_new_tokens": 100, "sampling": Sampling(1.0, seed=11), "stops": [7]}
+    found = engine.generate(prompts, 4, **options)
+    assert engine._batch.graphs
+    again = engine.generate(prompts, 4, **options)  # graphs of the call before
+    assert [each.ids for each in again] == [each.ids for each in found]
+    assert {each.ended for each in found} == {True, False}
+    assert all((each.ids[-1] == 7) == each.ended and 7 not in each.ids[:-1] for each in found)
+    for number, each in enumerate(found):
+        truth = log_probs_of_cuda(model, prompts[number // 4], each.ids)
+        torch.testing.assert_close(each.log_probs.double(), truth, rtol=0, atol=2e-4)
+
+
+def log_probs_of_cuda(model, prompt, ids):
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *ids]], device="cuda")).logits[0, len(prompt) - 1 : -1].double().cpu()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_completion_is_the_same_beside_others_and_after_it_had_to_leave():
+    model, prompts = on_gpu(torch.float32), prompts_of(70, 3, 130, 64, 1, 20, 33, 90)
+    options = {"max_new_tokens": 150, "sampling": Sampling(1.0, seed=11), "stops": [7]}
+    engine = Rollouts(model, rows=32)
+    together = engine.generate(prompts, 8, **options)
+    few = Rollouts(model, rows=32, memory_gib=30 * engine._decoder.page_bytes / 2**30)
+    found = few.generate(prompts, 8, **options)
+    assert few._decoder.pages == 30
+    alone = Rollouts(model).generate([prompts[2]], 4, keys=[2], **options)
+    for mine, other in [*zip(found, together, strict=True), *zip(alone, together[16:20], strict=True)]:
+        assert mine.ids == other.ids
+        torch.testing.assert_close(mine.log_probs, other.log_probs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 96])
+def test_on_a_gpu_in_16_bits_log_probs_are_the_training_forwards(rows):
+    """As near as bfloat16 comes to fp64; 96 rows are more than products from codes take."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 512}
+    model, prompts = on_gpu(torch.bfloat16, shape=wide), prompts_of(70, 3, 130, 64, vocabulary=500)
+    found = Rollouts(model, rows=rows).generate(
+        prompts, 24, max_new_tokens=70, sampling=Sampling(1.0, seed=1), stops=[]
+    )
+    errors = []
+    for number in range(0, 96, 8):
+        prompt, ids = prompts[number // 24], found[number].ids
+        truth = log_probs_of_cuda(model, prompt, ids)
+        errors.append(found[number].log_probs.double() - truth)
+    assert torch.cat(errors).std() < 0.02
+    assert torch.cat(errors).abs().max() < 0.15
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_8_bit_cache_stays_close():
+    model, prompts = on_gpu(torch.bfloat16), prompts_of(70, 3)
+    options = {"max_new_tokens": 40, "sampling": Sampling(1.0, seed=1), "stops": []}
+    found = Rollouts(model, kv_cache="fp8").generate(prompts, 4, **options)
+    for number, each in enumerate(found):
+        truth = log_probs_of_cuda(model, prompts[number // 4], each.ids)
+        assert (each.log_probs.double() - truth).abs().mean() < 0.1

@@ -1,6 +1,6 @@
 """Keys, values and files of configurations."""
 
-from hostile import Case, fifo, mode
+from hostile import Case, fifo, mode, some
 from hostile_inputs import RUN
 
 BOTH = ("check run.yaml", "train run.yaml")
@@ -54,6 +54,37 @@ ROWS = [
     Case("+ a mesh of nothing", both("'parallel={}'"), says="parallel must name at least one"),
     Case("+ a mesh for one device", both("'parallel={data: 2}' device=cuda:1"), says=("device: cuda:1", "one device")),
     Case("+ a million processes", "train run.yaml 'parallel={data: 1000000}' device=cpu", says="1,000,000 processes"),
+    *some(
+        Case(f"+ ways of a run: {ways}", both(f"'parallel={ways}'"), says="parallel")
+        for ways in ("{data: 1.5}", "{shard: -2}", "{data: two}", "[data, 2]", "2", "null", "{data: 2, data: 2}")
+    ),
+    Case("+ more stages than layers", "check run.yaml 'parallel={pipeline: 3}'", says="3 pipeline stages"),
+    *some(
+        Case(
+            f"+ stages of two by {name}",
+            f"check run.yaml 'parallel={{pipeline: 2}}' pipeline_schedule={name}",
+            says=says,
+            fix=fix,
+        )
+        for name, says, fix in (
+            ("zb-v", "2 decoder layers for 2 processes", "1f1b"),
+            ("gpipe", "pipeline_schedule", ""),
+        )
+    ),
+    Case("+ --gpus", "check run.yaml --gpus 2 --gpu-memory 80 device=null", code=0, says="auto takes", seconds=8),
+    *some(
+        Case(f"+ check {more}", f"check run.yaml {more}", code=2, says=says)
+        for more, says in (
+            ("--gpus 1000000000 --gpu-memory 80", "--gpus"),
+            ("--gpus 2 --gpu-memory inf", "--gpu-memory"),
+            ("--gpus two --gpu-memory 80", "--gpus"),
+            ("--gpus 2 --gpu-memory nan", "--gpu-memory"),
+            ("--gpus 0", "--gpus"),
+        )
+    ),
+    Case(
+        "+ --gpus and another mesh", "check run.yaml --gpus 4 --gpu-memory 80 'parallel={data: 3}'", says="--gpus is 4"
+    ),
     Case("5 an unknown tracker", both("report_to=nonsense"), says=("report_to", "nonsense")),
     Case("5 a tracker that is not installed", both("report_to=wandb"), says=("report_to", "wandb")),
     Case(

@@ -271,8 +271,8 @@ MACHINES = [
     *later(good("+ 64 open files", "train run.yaml", wishes={"limits": {"RLIMIT_NOFILE": 64}}, after=RAN_OUT)),
     *later(Case("+ memory for nothing", "train run.yaml", code=(0, 1), after=RAN_OUT,
          wishes={"limits": {"RLIMIT_AS": 2**28}})),
-    Case("+ files of 10 kB at most", "train run.yaml", says="out", after=RAN_OUT, wishes={"limits": {
-         "RLIMIT_FSIZE": 10_000}}),
+    Case("+ files of 20 kB at most", "train run.yaml", says="out", after=RAN_OUT, wishes={"limits": {
+         "RLIMIT_FSIZE": 20_000}}),
     *later(either("+ no folder for temporary files", environment={"TMPDIR": "/nowhere"})),
     *some((good(f"+ {name}={value!r}", environment={name: value}) for name, value in (
         ("LC_ALL", "C"), ("LC_ALL", "xx_YY.nothing"), ("LANG", None), ("PYTHONUTF8", "0"), ("TERM", "dumb"), ("TERM",

@@ -3,7 +3,7 @@
 import pickle
 from pathlib import Path
 
-from hostile import Case, Maker, cut, gone, later, mode, some
+from hostile import Case, Maker, cut, edited, gone, later, mode, some
 from hostile_inputs import STOPPED
 from rows_models import Pwned
 
@@ -24,7 +24,72 @@ def stopped(name: str, files: dict, **more) -> Case:
     return Case(name, RESUME, given=("stopped",), files=files, **more)
 
 
+def holds(text: str) -> Maker:
+    return lambda path: path.write_text(text)
+
+
+AGAIN = "train run.yaml output_dir=run max_steps=4 save_steps=2 eval_split_size=2 lora_dropout=0.1 --resume"
+NO_REPORT: dict[str, Maker] = {"run/report.html": gone}
+
+
+def finished(name: str, files: dict[str, Maker], **more) -> Case:
+    """A finished run that is resumed; its report is made again where it went, of whatever else is there."""
+    return Case(name, AGAIN, given=("run",), files=files, **({"code": 0, "says": "finished already"} | more))
+
+
+RECORD = '{"kind": "train", "step": 1, "loss": 1, "tokens": 3, "tokens_per_second": %s}\n'
+FINISHED = [
+    finished("+ a finished run resumed twice", {}),
+    *some(
+        finished(f"+ a finished run without report: {name} odd", NO_REPORT | files, after=("run/report.html",))
+        for name, files in {
+            "environment.json's numbers": {"run/environment.json": edited(numbers=[1])},
+            "environment.json's start": {"run/environment.json": edited(started="yesterday")},
+            "generations.json": {"run/generations.json": holds('[1, {"a": 2}]')},
+            "checks.json": {"run/checks.json": holds('{"first_step": 3}')},
+            "data_report.json": {"run/data_report.json": holds('{"splits": 3}')},
+            "memory.json's prediction": {"run/memory.json": edited(predicted=3)},
+            "config.resolved.yaml": {"run/config.resolved.yaml": holds("r: {a: b}\n")},
+            "metrics.jsonl": {"run/metrics.jsonl": holds("")},
+        }.items()
+    ),
+    *some(
+        finished(f"+ a finished run resumed: metrics.jsonl of {text[:40]}", {"run/metrics.jsonl": holds(text)}, code=1,
+                 says="metrics.jsonl:1")
+        for text in (RECORD % 0, RECORD % '"fast"', '{"kind": "train", "step": 1}\n', '{"kind": "x", "step": "y"}\n')
+    ),
+    *some(
+        finished(f"+ a finished run resumed: {name} is damaged", {f"run/{name}": what}, code=1, says=name)
+        for name, what in (("memory.json", cut()), ("environment.json", cut()), ("metrics.jsonl", holds("what\n")))
+    ),
+    *some(
+        finished(f"+ what {name} of a finished run lacks is done again", {f"run/{name}": what}, says="report.html",
+                 after=("run/*",))
+        for name, what in (
+            ("memory.json", edited(measured={"peak_bytes": "much"})),
+            ("memory.json", holds("[]")),
+            ("checks.json", gone),
+            ("adapter", gone),
+        )
+    ),
+]  # fmt: skip
+ODD_STATES = some(
+    stopped(f"+ halfbyte.json in which {name}", in_all("halfbyte.json", edited(**values)), code=(0, 1), after=RAN,
+            gone=RAN)
+    for name, values in (
+        ("ways are text", {"ways": "two"}),
+        ("there are no ways", {"ways": 0}),
+        ("config is a list", {"config": []}),
+        ("data is text", {"data": "x"}),
+        ("window is a list", {"window": []}),
+        ("the format is of the future", {"format": 99}),
+    )
+)  # fmt: skip
+
+
 ROWS = [
+    *FINISHED,
+    *ODD_STATES,
     *later(stopped("+ a killed run goes on", {}, code=0, says="step 8/8", after=RAN, gone=RAN)),
     *some(
         stopped(

@@ -123,11 +123,15 @@ def test_no_copies_where_nothing_is_cast_or_differentiated(model):
     assert not any(patched(m) for m in plain.modules() if isinstance(m, LoraLinear))
 
 
-@pytest.mark.parametrize("level", ["keep", "recompute", "checkpoint", "tiled"])
-def test_copies_in_the_place_of_factors(model, level, monkeypatch):
+LEVELS = ["keep", "recompute", "checkpoint", "tiled"]
+ON_GPU = [pytest.param("cuda", level, marks=pytest.mark.gpu) for level in LEVELS]
+
+
+@pytest.mark.parametrize(("device", "level"), [*(("cpu", level) for level in LEVELS), *ON_GPU])
+def test_copies_in_the_place_of_factors(model, device, level, monkeypatch):
     """Losses and gradients are those of fp32 factors, in fp32; copies made before are not used any more."""
-    halfbyte.patch(model, level)
-    inputs = batch()
+    halfbyte.patch(model.to(device), level)
+    inputs = {name: value.to(device) for name, value in batch().items()}
     expected = loss_and_gradients(model, inputs)
     pairs = in_their_place(model, torch.bfloat16)
     assert [factor for factor, _ in pairs] == patched(model.get_base_model().model).copies.factors
@@ -138,9 +142,8 @@ def test_copies_in_the_place_of_factors(model, level, monkeypatch):
     monkeypatch.setattr(lora, "cast", lambda *given, own=lora.cast: casts.append(given) or own(*given))
     found = loss_and_gradients(model, inputs)
     assert not casts
-    assert found[0] == expected[0]
     assert {gradient.dtype for gradient in found[1].values()} == {torch.float32}
-    assert_same(found, expected, 1e-12)
+    assert_same(found, expected, 1e-12 if device == "cpu" else 1e-4)  # sums of a GPU may be in another order
     assert not patched(model.get_base_model().model).copies.factors
 
 

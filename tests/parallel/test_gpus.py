@@ -1,4 +1,4 @@
-"""Runs on two GPUs are the run of one: fused kernels in bfloat16, NCCL, CUDA graphs where rows alone are dealt."""
+"""Runs on two GPUs are the run of one: fused kernels in bfloat16, NCCL, CUDA graphs where rows are dealt."""
 
 import json
 
@@ -44,8 +44,22 @@ def test_two_gpus_are_one(gpus, place, alone, tmp_path, axis, accumulation, tole
     assert all(mine.get("trained_tokens") == theirs.get("trained_tokens") for mine, theirs in pairs)
     memory = json.loads((found.folder / "memory.json").read_text())
     assert len(memory["ranks"]) == 2
+    assert all(("graph_pool_bytes" in rank) == (axis in ("data", "shard")) for rank in memory["ranks"]), memory
     if axis == "shard":
         assert memory["ranks"][0]["after_load_bytes"] < 0.75 * alone.memory["measured"]["after_load_bytes"]
+
+
+def test_graphs_of_several_widths(gpus, place, tmp_path):
+    """Rows that are one document each, of few widths, which differ between the GPUs; evaluations in between."""
+    texts = [{"prompt": "x" * (n % 7), "completion": f" it is {'1' * (n * 37 % 400)}."} for n in range(160)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    keys = KEYS | {"packing": False, "dataset": str(rows), "max_length": 512, "max_steps": 30, "eval_steps": 10}
+    one = run(None, place, tmp_path / "one", **keys | {"device": "cuda:0"}, gradient_accumulation_steps=4)
+    two = run(gpus, place, tmp_path / "two", **keys, parallel={"shard": 2}, gradient_accumulation_steps=2)
+    assert all("graph_pool_bytes" in rank for rank in two.memory["ranks"])
+    for mine, theirs in [*zip(two.trained, one.trained, strict=True), *zip(two.evaluated, one.evaluated, strict=True)]:
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3), mine["step"]
 
 
 def test_a_run_goes_on_with_one_gpu(gpus, place, alone, tmp_path):

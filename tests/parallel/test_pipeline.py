@@ -14,6 +14,7 @@ from torch import nn
 
 from halfbyte.errors import HalfbyteError, ModelError
 from halfbyte.methods import METHODS
+from halfbyte.models.cuts import cut_layers, stage_seconds
 from halfbyte.models.head import Head, take_head
 from halfbyte.models.patch import patch
 from halfbyte.models.stages import Cut, Stages, check_stages, check_trained, layer_seconds
@@ -21,7 +22,7 @@ from halfbyte.optim import trained_parameters
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
 from halfbyte.parallel import pipeline as pipelines
 from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule, Seconds, cut_layers, stage_seconds
+from halfbyte.parallel.schedules import Schedule, Seconds
 from halfbyte.train.pipelined import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 
@@ -180,7 +181,10 @@ def alone(place, tmp_path_factory):
 def test_a_run_in_stages(two, place, alone, tmp_path, name):
     """From `parallel: {pipeline: 2}` to a finished folder: losses, adapter and answers are one process's."""
     keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": name, "gradient_accumulation_steps": 4}
-    whole_runs.run(two, place, tmp_path / "run", **keys).same_as(alone)
+    found = whole_runs.run(two, place, tmp_path / "run", **keys)
+    found.same_as(alone)
+    assert 0 < found.trained[0]["idle_share"] < 1
+    assert "idle_share" not in found.trained[1]
 
 
 @pytest.mark.parametrize(("other", "packing"), [("data", True), ("shard", False)])

@@ -17,7 +17,7 @@ from halfbyte.models.layer import causal_lm_of, decoder_layers
 from halfbyte.models.sharding import shard_model, sharded, stays_of
 from halfbyte.models.stages import cut_model
 from halfbyte.plan.rank import Frozen, Stage, line
-from halfbyte.tensor import BlockShard
+from halfbyte.tensor import BlockShard, QuantizedTensor
 from halfbyte.train.prepare import prepare_run
 
 pytestmark = pytest.mark.dist
@@ -45,8 +45,9 @@ def here(parameter):
     """Bytes that this process holds of it."""
     local = parameter.data._local_tensor if isinstance(parameter.data, DTensor) else parameter.data
     if isinstance(local, BlockShard):
-        return sum(raw.nbytes for raw in local.raws)
-    return 0 if local.is_meta else local.nbytes  # in a block's slices there is the place of a weight alone
+        return local.raw.nbytes
+    parts = local.parts.values() if isinstance(local, QuantizedTensor) else [local]
+    return sum(part.nbytes for part in parts if part.untyped_storage().nbytes())  # none while a block is in slices
 
 
 def case_holds(mesh, family, kept):
@@ -68,8 +69,8 @@ def test_a_share_is_as_planned(two, family):
     frozen, layout = frozen_of(model_of(family)), Parallel(shard=2)
     planned = frozen.share(WHOLE, layout)
     for held, gathered in two.run(case_holds, family, (0, 2), layout={"shard": 2}):
-        assert held == pytest.approx(planned, rel=0.01)
-        assert gathered == pytest.approx(3 * frozen.largest(WHOLE), rel=0.01)  # two blocks twice, but for the last one
+        assert held == pytest.approx(planned, rel=0.02)
+        assert gathered == pytest.approx(3 * frozen.largest(WHOLE), rel=0.03)  # two blocks twice, but for the last
     alone = frozen.share(WHOLE, Parallel())
     assert alone == sum(each.nbytes for each in frozen_parameters(model_of(family))) + frozen_buffers(family)
     assert 0.5 * alone < planned < 0.56 * alone

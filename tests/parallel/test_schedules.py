@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from halfbyte.errors import ConfigError
-from halfbyte.parallel.schedules import Action, Schedule, Seconds, chosen, cut_layers, programs, simulate, stage_seconds
+from halfbyte.models.cuts import chosen, cut_layers, stage_seconds
+from halfbyte.parallel.schedules import Action, Schedule, Seconds, programs, simulate
 
 KINDS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("zb-1p", 2))
 LAYER, HEAD = Seconds(1, 2, again=1, weights=0.03), Seconds(4.8, 0)
@@ -162,7 +163,7 @@ def test_layers_are_cut_by_seconds():
 
 def test_auto_takes_what_ends_first():
     layers = [LAYER] * 32
-    schedule, parts = chosen("auto", 4, layers, HEAD, 16, ahead=True)
+    schedule, parts = chosen("auto", 4, layers, HEAD, 16)
     assert (schedule.name, len(parts)) == ("interleaved", schedule.stages)
     assert chosen("1f1b", 4, layers, HEAD, 16)[0] == Schedule("1f1b", 4, 1)
     assert chosen("interleaved", 4, layers[:8], HEAD, 16)[0].chunks == 2

@@ -7,6 +7,8 @@ import pytest
 import torch
 from whole import run, write_place
 
+from halfbyte.parallel import trained
+
 pytestmark = pytest.mark.dist
 
 
@@ -29,6 +31,9 @@ def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
     keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
     found = run(two, place, tmp_path / "out", **keys)
     found.same_as(alone)
+    assert 0 < found.trained[0]["gather_share"] < 1
+    assert ["gather_share" in record for record in found.trained] == [True, False, False, False, False]
+    assert "of a step weights are on their way" in (found.folder / "report.html").read_text()
     assert json.loads((found.folder / "checks.json").read_text())["adapter_reload"]["equal"]
     mine, theirs = (optimizer_of(each.folder / "checkpoint-4") for each in (found, alone))
     assert mine["param_groups"] == theirs["param_groups"]
@@ -45,7 +50,7 @@ def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
 
 def copied_to(folder, run):
     """A run that stopped after its fourth step."""
-    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("adapter", "checkpoint-5", ".lock"))
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("adapter", "model", "checkpoint-5", ".lock"))
     return folder
 
 
@@ -55,10 +60,24 @@ def test_slices_of_two_replicas(place, alone, four, tmp_path):
     run(four, place, tmp_path / "out", **keys).same_as(alone)
 
 
-def test_all_weights_trained(place, two, tmp_path):
-    keys = {"use_peft": False, "load_in_4bit": False, "parallel": {"shard": 2}}
-    with pytest.raises(AssertionError, match="shard slices frozen weights, and all are trained"):
-        run(two, place, tmp_path / "out", **keys)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_all_weights_trained(place, two, tmp_path, at_once):
+    """Weights are whole everywhere, and stepped in slices; the run goes on in one process."""
+    keys = {"use_peft": False, "load_in_4bit": False, "save_steps": 2, "learning_rate": 1e-3}
+    one = run(None, place, tmp_path / "one", gradient_accumulation_steps=4, **keys)
+    here = {"gradient_accumulation_steps": 2, "parallel": {"shard": 2}}
+    two.run(reduces_at_once, at_once)
+    found = run(two, place, tmp_path / "two", **keys, **here)
+    two.run(reduces_at_once, False)
+    found.same_as(one)
+    assert json.loads((found.folder / "checks.json").read_text())["model_reload"]["equal"]
+    copied = copied_to(tmp_path / "again", found.folder)
+    run(None, place, copied, resume=str(copied / "checkpoint-4"), gradient_accumulation_steps=4, **keys).same_as(one)
+
+
+def reduces_at_once(mesh, at_once):
+    """A case for ranks: from now on gradients are reduced in each backward, however few there are."""
+    trained.AT_ONCE = 0 if at_once else 2**29
 
 
 def test_factors_are_whole_in_16_bits_only(place, two, tmp_path):

@@ -75,7 +75,8 @@ class Left:
         records = [json.loads(line) for line in lines]
         self.trained = [record for record in records if record["kind"] == "train"]
         self.evaluated = [record for record in records if record["kind"] == "eval"]
-        self.adapter = load_file(self.folder / "adapter" / "adapter_model.safetensors")
+        files = ("adapter/adapter_model.safetensors", "model/model.safetensors")
+        self.adapter = load_file(next(path for name in files if (path := self.folder / name).is_file()))
         self.memory = json.loads((self.folder / "memory.json").read_text())
         self.answers = json.loads((self.folder / "generations.json").read_text())
 

@@ -109,6 +109,13 @@ def tight(shapes, layout, blocks=0.0, **keys):
     return plan_of(shapes, layout, (least.total + blocks * least.gathered / 2) / 0.96 / GIB, **keys)
 
 
+@pytest.fixture
+def no_graphs(monkeypatch):
+    """Whose pool would take of the room."""
+    monkeypatch.setattr("halfbyte.plan.estimate.may_capture", lambda *_: False)
+
+
+@pytest.mark.usefixtures("no_graphs")
 def test_gathers_of_the_8b(shapes_8b, monkeypatch):
     """Both of a micro-batch's: 3.60 GB twice, 10.9 ms at 330 GB/s on two, hidden but for the first block's."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -122,6 +129,7 @@ def test_gathers_of_the_8b(shapes_8b, monkeypatch):
     assert plan.seconds - staying.seconds == pytest.approx(Gathers(2, int(whole), 330e9).seconds, rel=0.01)
 
 
+@pytest.mark.usefixtures("no_graphs")
 def test_room_is_filled_with_blocks_that_stay(shapes_8b, monkeypatch):
     """Each saves its two gathers and takes its bytes; with room for all nothing is gathered."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -134,6 +142,17 @@ def test_room_is_filled_with_blocks_that_stay(shapes_8b, monkeypatch):
     for plan, count in zip(found, (0, 3, 16, 32), strict=True):
         assert plan.gathered == pytest.approx(moved * min(count + 2, 33), rel=0.001)
         assert plan.gathers == pytest.approx(moved * max(0, 2 * (32 - count) - 1), rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("axis", "captured"), [("data", True), ("shard", True), ("tensor", False), ("pipeline", False)]
+)
+def test_steps_are_graphs_where_rows_are_dealt(shapes_8b, axis, captured):
+    """Beside whose pool another shape gathers two blocks of its own."""
+    plan = plan_of(shapes_8b, Parallel(**{axis: 2}), gradient_accumulation_steps=2)
+    assert plan.use_graphs == captured
+    if axis == "shard":
+        assert plan.graphs >= 2 * 3.60e9 / 32
 
 
 @pytest.mark.parametrize("axis", ["data", "shard", "tensor", "pipeline", "context"])

@@ -10,6 +10,8 @@ PACKAGE = Path(halfbyte.__file__).parent
 # Modules that read what this process or this package itself wrote, or that only write.
 OWN = {
     "data/encode.py": "the documents that prepare.py wrote as JSON",
+    "data/encode_answers.py": "the rows that prepare_answers.py wrote as JSON",
+    "data/prepare_answers.py": "the rows that it wrote as JSON",
     "demo/corpus.py": "Python's own sources, and the package's",
     "environment.py": "the package's metadata and the kernel's files",
     "export/shards.py": "writes",

@@ -132,6 +132,7 @@ class TestAnswers:
         nothing = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "stop": None, "tools": [], "user": "me"}
         nothing |= {"max_completion_tokens": None, "metadata": {"job": "1"}, "store": False, "tool_choice": "none"}
         nothing |= {"parallel_tool_calls": True, "response_format": {"type": "text"}, "service_tier": "auto"}
+        nothing |= {"prompt_cache_retention": "in_memory", "reasoning_effort": "none"}
         nothing |= {"modalities": ["text"], "logit_bias": {}, "safety_identifier": "a", "prompt_cache_key": "b"}
         nothing |= {"function_call": "none", "functions": [], "seed": -3, "stream_options": None, "top_logprobs": 0}
         body = HELLO | GREEDY | nothing | {"messages": [{"role": "user", "content": parts, "name": None}]}

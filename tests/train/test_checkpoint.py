@@ -237,12 +237,12 @@ def test_nothing_to_resume(tmp_path):
 def test_a_torn_last_line_is_dropped(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
-        metrics.append({"kind": "train", "step": step})
+        metrics.append({"kind": "eval", "step": step})
     with open(metrics.path, "a") as file:
         file.write('{"kind": "train", "st')
     assert [record["step"] for record in metrics.records()] == [1, 2, 3]
     metrics.keep_until(2)
-    metrics.append({"kind": "train", "step": 3})
+    metrics.append({"kind": "eval", "step": 3})
     assert metrics.path.read_text().count("\n") == 3
 
 
@@ -251,6 +251,7 @@ def test_a_torn_last_line_is_dropped(tmp_path):
     [
         ('{"kind": "tr\n', "malformed JSON"),
         ("[1]\n", "metrics.jsonl:1 is no record"),
+        ('{"kind": "eval", "step": 1}\n{"kind": "train", "step": 1, "loss": 2.0}\n', "metrics.jsonl:2 is no record"),
         (None, "metrics.jsonl is a folder"),
     ],
 )

@@ -1,17 +1,17 @@
 """Graphs: replays train as eager steps do, each shape has its graph, what cannot be captured stays eager, and there is
 one set of gradients and one pool, which go when memory runs out. On a stand-in for CUDA's graphs, and on a GPU."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+from graph_stand_in import StandIn
 from torch import nn
 
 from halfbyte import notices
 from halfbyte.errors import TrainingError
 from halfbyte.hardware import free_cached_memory
-from halfbyte.train import gradients, graph
+from halfbyte.train import gradients
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 
 
@@ -114,72 +114,6 @@ def eager(step, _):
 # --- on a stand-in ---------------------------------------------------------------------------------------------------
 
 
-class StandIn:
-    """torch.cuda as far as graphs use it. A capture computes nothing that stays; a replay is the step again.
-
-    Args:
-        room: rows that a step may have beside graphs; None: any.
-    """
-
-    def __init__(self, room=None):
-        self.room, self.pools, self.capture_fits = room, 0, True
-        self.gradients = None  # of the `GraphedBackward` under test
-
-    def install(self, monkeypatch):
-        stream = SimpleNamespace(wait_stream=lambda _: None, device=SimpleNamespace(index=0))
-        replaced = {
-            "current_device": lambda: 0,
-            "current_stream": lambda: stream,
-            "stream": lambda _: contextlib.nullcontext(),
-            "graph_pool_handle": self.pool,
-            "memory_reserved": lambda _: 0,
-            "synchronize": lambda _: None,
-            "get_rng_state": lambda _: torch.get_rng_state(),
-            "set_rng_state": lambda state, _: torch.set_rng_state(state),
-        }
-        for name, value in replaced.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        monkeypatch.setattr(graph, "capture_stream", lambda _: stream)
-        monkeypatch.setattr(graph, "free_cached_memory", lambda _: None)
-        monkeypatch.setattr(graph, "_leave_failed_capture", lambda *_: None)
-        monkeypatch.setattr(graph, "_Captured", self.captured)
-        monkeypatch.setattr(gradients, "PENDING", 1)  # every gradient is added at once
-        return self
-
-    def pool(self):
-        self.pools += 1
-        return self.pools
-
-    def backwards(self, step, trained):
-        """A `GraphedBackward` for which a last gradient finds no room where there is little."""
-
-        def in_little_room(batch):
-            result = step(batch)
-            if self.room is not None and made.holds_graphs and len(batch["x"]) > self.room:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return result
-
-        made = GraphedBackward(in_little_room, trained)
-        self.gradients = made.gradients
-        return made
-
-    def captured(self, step, batch, _stream, pool):
-        if not self.capture_fits:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        before, random = [buffer.clone() for buffer in self.gradients.buffers], torch.get_rng_state()
-        step(batch)
-        for buffer, values in zip(self.gradients.buffers, before, strict=True):
-            buffer.copy_(values)
-        torch.set_rng_state(random)
-
-        def replay(batch):
-            self.gradients.written = set()
-            return step(batch)
-
-        return SimpleNamespace(written=set(), replay=replay, pool=pool)
-
-
 def sized(*rows):
     """Batches of so many rows."""
     generator = torch.Generator().manual_seed(1)
@@ -264,6 +198,27 @@ def test_a_capture_without_room_ends_all_graphs(monkeypatch):
     assert all(map(torch.equal, weights, expected[1]))
     assert not pools(graphed)
     assert "cuda-graph-memory" in notices.said()
+
+
+@pytest.mark.parametrize("when", ["beside", "capture"])
+def test_a_process_that_others_wait_for_neither_runs_again_nor_goes_on_without(monkeypatch, when):
+    """What it computed with them they would not compute again."""
+    stand_in = StandIn(room=8 if when == "beside" else None).install(monkeypatch)
+    with_others = SimpleNamespace(is_alone=False, any_says=lambda said: said)
+    graphed = []
+
+    def wrap(step, trained):
+        graphed.append(stand_in.backwards(step, trained, with_others))
+        return graphed[0]
+
+    run_backwards(wrap, sized(*[8] * 5), 1)
+    assert pools(graphed[0]).keys() == {8}
+    stand_in.capture_fits = when != "capture"
+    given = list(sized(*[12 if when == "beside" else 6] * 5))
+    for batch in [] if when == "beside" else given[:3]:
+        graphed[0](batch)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed[0](given[-1])
 
 
 def test_running_out_of_memory_without_graphs_is_an_error(monkeypatch):

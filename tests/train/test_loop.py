@@ -214,7 +214,7 @@ def test_full_fine_tuning_saves_all_weights(tmp_path):
 class Graphs:
     """Stands for captured micro-batches: notes the steps that run as them, and holds memory until it gives up."""
 
-    def __init__(self, backward, parameters):
+    def __init__(self, backward, parameters, alike):
         self.backward, self.steps, self.holds_graphs, self.most_pool_bytes = backward, [], True, 5
         self.begun = lambda: 0  # steps that the loop has finished
 

@@ -9,7 +9,7 @@ import typer
 
 from .. import __version__
 from ..hardware import bound_cpu_primitives, let_segments_grow
-from .asked import check_option, check_order, read_run
+from .asked import check_option, check_order, finite, read_run
 from .exits import RUN_FOLDER, Commands
 
 app = typer.Typer(
@@ -73,8 +73,12 @@ def init(
 @app.command(context_settings=_TAKES_OVERRIDES)
 def check(
     run: Words,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Plan for so many GPUs, which need not be here.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=1.0, help="GiB of each of them.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Plan for so many GPUs, which need not be here.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(callback=finite, min=1.0, max=10_000.0, help="GiB of each of them.")
+    ] = None,
 ) -> None:
     """Do all that train does before its first step."""
     config = read_run("check", run, ["--gpus", "--gpu-memory"])[0]
@@ -152,7 +156,9 @@ def chat(
     model: RunOrModel,
     compare_base: Annotated[bool, typer.Option("--compare-base", help="Answer without the adapter, too.")] = False,
     max_new_tokens: LongestAnswer = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option(callback=finite, min=0.0, help="Sampling temperature; 0: the likeliest token.")
+    ] = 0.7,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Talk to a model; /reset starts over, /quit leaves."""
@@ -177,7 +183,9 @@ def generate(
     model: RunOrModel,
     prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="a text file, or .jsonl with prompt in each line")],
     max_new_tokens: LongestAnswer = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest token.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(callback=finite, min=0.0, help="Sampling temperature; 0: the likeliest token.")
+    ] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
     trust_remote_code: TrustCode = False,
 ) -> None:
@@ -200,7 +208,9 @@ def serve(
     ] = None,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 8192,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
-    max_seconds: Annotated[float, typer.Option(min=0.1, help="Longest time of a request, waiting included.")] = 300.0,
+    max_seconds: Annotated[
+        float, typer.Option(callback=finite, min=0.1, help="Longest time of a request, waiting included.")
+    ] = 300.0,
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 16,
     api_key: Annotated[
         str | None, typer.Option(envvar="HALFBYTE_API_KEY", metavar="KEY", help="What clients must send as their key.")
@@ -238,7 +248,9 @@ def merge(
 def mix(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a 16-bit model's folder or hub id")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="calibration text: a dataset's file, folder or hub id")],
-    bits: Annotated[float, typer.Option(min=1.0, max=16.0, help="Mean bits per weight, scales included.")] = 4.5,
+    bits: Annotated[
+        float, typer.Option(callback=finite, min=1.0, max=16.0, help="Mean bits per weight, scales included.")
+    ] = 4.5,
     formats: Annotated[str | None, typer.Option(help="Candidates, with commas between; default: all.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of DATA to measure on, and to hold back.")] = 8192,
 ) -> None:

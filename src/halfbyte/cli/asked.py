@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from ..errors import UsageError
 
@@ -107,3 +110,14 @@ def check_order(command: str, model: str, data: str) -> None:
         raise UsageError(
             f"{model} is a dataset, and stands where the model belongs", f"write halfbyte {command} {data} {model}"
         )
+
+
+def finite(param: typer.CallbackParam, value: float | None) -> float | None:
+    """The value of an option, which some versions of typer take where it is NaN or infinite.
+
+    Raises:
+        UsageError: it is.
+    """
+    if value is not None and not math.isfinite(value):
+        raise UsageError(f"{param.opts[0]} {value}: it must be a finite number", f"write {param.opts[0]} NUMBER")
+    return value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer offers no name fo
 RUN_FOLDER = "halfbyte.run_folder"  # in a context's meta: where the file of a bug goes, if that folder is there
 LONGEST = 300  # characters of a bug's message
 SECRETS = ("--api-key",)
+_NO_TYPE = re.compile(r"'(.*)' is not a valid ((?:int|float).*)\.")  # click's words
+_OUT_OF_RANGE = re.compile(r"(\S+) is not in the range .*")
 
 
 class Commands(TyperGroup):
@@ -140,12 +143,21 @@ def _say_usage(error: Any) -> int:
 
 def _of_value(error: Any) -> str:
     """Which value of which argument or option is wrong, and why."""
-    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
-    if not details or error.param is None:
+    if error.param is None:
         return str(error.format_message())
     name = error.param.opts[0] if error.param.param_type_name == "option" else error.param.metavar
-    why = error.message.partition(",")[0].replace("Input should be", "it must be")
-    return f"{name} {details[0]['input']}: {why}"
+    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    if details:  # typer asks pydantic, earlier versions click
+        why = error.message.partition(",")[0].replace("Input should be", "it must be")
+        return f"{name} {details[0]['input']}: {why}"
+    if found := _NO_TYPE.fullmatch(error.message):
+        return f"{name} {found[1]}: it must be a valid {'integer' if found[2].startswith('int') else 'number'}"
+    if found := _OUT_OF_RANGE.fullmatch(error.message):
+        low, high = error.param.type.min, error.param.type.max
+        below = low is not None and float(found[1]) < low
+        bound = f"greater than or equal to {low:g}" if below else f"less than or equal to {high:g}"
+        return f"{name} {found[1].removesuffix('.0')}: it must be {bound}"
+    return str(error.format_message())
 
 
 def _bug(error: BaseException, meta: dict[str, Any]) -> HalfbyteError:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Contradiction = tuple[str, str, str]
 FOUR_BIT = ("bnb_4bit_quant_type", "bnb_4bit_blocksize", "bnb_4bit_use_double_quant")
 OF_ADAPTERS = ("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern")
+OF_TEXT = ("dataset_format", "dataset_text_field", "completion_only_loss")
 RECIPE_OPTIONS = {
     "fp8-hybrid": ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax"),
     "nvfp4": (
@@ -96,9 +97,10 @@ def _of_other_methods(config: RunConfig) -> Iterator[Contradiction]:
         if methods and config.method not in methods and key in config.model_fields_set and not _is_default(config, key):
             wrong = f"{_said(config, key)} has no meaning with {chosen}: it is of {', '.join(methods)}"
             yield key, wrong, f"remove it, or set method: {methods[0]}"
-    if config.method != "sft" and config.dataset_format != "auto":
-        wrong = f"{_said(config, 'dataset_format')} with {chosen}: it is of the rows of method: sft"
-        yield "dataset_format", wrong, "remove it: rows are recognised by their columns, see column_mapping"
+    for key in OF_TEXT if config.method != "sft" else ():
+        if not _is_default(config, key):
+            wrong = f"{_said(config, key)} with {chosen}: it is of the rows of method: sft"
+            yield key, wrong, "remove it: rows are recognised by their columns, see column_mapping"
 
 
 def _in_losses(config: RunConfig) -> Iterator[Contradiction]:

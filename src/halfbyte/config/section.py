@@ -43,7 +43,8 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _small_enough(cls, value: Any, info: Any) -> Any:
-        numbers = value.values() if isinstance(value, Mapping) else [value]
+        several = value.values() if isinstance(value, Mapping) else value
+        numbers = several if isinstance(value, Mapping | list) else [value]
         too_large = [each for each in numbers if isinstance(each, int | float) and abs(each) > LARGEST]
         if too_large and info.field_name != "seed":
             raise PydanticCustomError(

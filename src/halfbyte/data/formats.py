@@ -299,7 +299,8 @@ def turns_in(row: Row, column: str, where: str, said: str = "") -> list[Message]
     turns = row.get(column)
     if not isinstance(turns, list) or not turns:
         found = described(turns) if column in row else "nothing"
-        raise DataError(f"{where}: column {column!r} holds {found}, not a list of turns")
+        wrong = f"{where}: column {column!r} holds {found}, not a list of turns"
+        raise DataError(wrong, 'write turns as [{"role": "user", "content": "..."}]')
     return [message_of(turn, f"{where}, {said}turn {number}") for number, turn in enumerate(turns, 1)]
 
 

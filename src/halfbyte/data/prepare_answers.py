@@ -43,7 +43,7 @@ REMEDIES = {
     **REMEDY,
     ALIKE: "give another answer as the rejected one: equal ones say nothing (check column_mapping)",
     NO_PROMPT: "give a prompt that ends with white space or a turn, or in a column of its own",
-    NO_ROOM: "raise max_length",
+    NO_ROOM: "raise max_length, or lower max_completion_length",
 }
 
 
@@ -76,6 +76,7 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
         overlong=config.overlong,
         kind=kind,
         everything=not config.assistant_only_loss,
+        room=config.max_completion_length,
     )
     training, evaluated = _read(config, config.dataset, template, kind), None
     sources = training.sources
@@ -123,7 +124,7 @@ def _features(kind: Kind, columns: Any) -> dict[str, Any]:
 
 
 def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | None, kind: Kind) -> Documents:
-    found = Documents()
+    found, margins = Documents(), {}
     for source in read_sources(names, config.dataset_split):
         layout = recognise_rows(source, kind, config.column_mapping)
         before = len(found.texts)
@@ -134,7 +135,11 @@ def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | No
         found.masks["every token of an answer" if everything else mask_of("answers", False, template)] = None
         rows = len(found.texts) - before
         found.sources.append({"path": source.path, "format": kind, "why": layout.why, "rows": rows})
-        found.columns = [name for name in ("margin",) if name in layout.columns]
+        margins[source.path] = "margin" in layout.columns
+    if len(set(margins.values())) > 1:
+        having, lacking = (next(path for path, has in margins.items() if has is wanted) for wanted in (True, False))
+        raise DataError(f"{lacking} has no column margin, and {having} has one", "give it in both, or in neither")
+    found.columns = ["margin"] if True in margins.values() else []
     return found
 
 
@@ -218,7 +223,7 @@ def _contradicting(texts: list[str], kind: Kind) -> int:
         return 0
     seen: set[tuple[int, int]] = set()
     count = 0
-    for row in map(json.loads, texts):
+    for row in (json.loads(text) for text in texts):
         answers = [hash(json.dumps(document)) for document in row["answers"]]
         says = (answers[0], answers[1] if len(answers) > 1 else row["label"])
         opposite = (says[1], says[0]) if len(answers) > 1 else (says[0], not row["label"])
@@ -265,6 +270,6 @@ def _stops(encoder: AnswerEncoder) -> dict[str, Any]:
 def _as_read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Prompts and further columns out of the JSON in which they are stored: Arrow would merge the keys of all rows."""
     return {
-        name: list(map(json.loads, values)) if name in ("prompt", "columns") else values
+        name: [json.loads(value) for value in values] if name in ("prompt", "columns") else values
         for name, values in batch.items()
     }

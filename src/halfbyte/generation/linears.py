@@ -80,6 +80,19 @@ def _weight4(linear: nn.Linear, plain: _Plain) -> Weight4 | None:
     return Weight4(parts["packed"], *scales, linear.out_features, bias)
 
 
+def _stacked(plain: Sequence[_Plain], a: Tensor | None) -> _Plain:
+    """All weights, and below them the factors A, with zeros where there is no bias."""
+    whole = torch.cat([*(each.weight for each in plain), *([] if a is None else [a])])
+    if all(each.bias is None for each in plain):
+        return _Plain(whole, None)
+    bias, at = whole.new_zeros(len(whole)), 0
+    for each in plain:
+        if each.bias is not None:
+            bias[at : at + len(each.weight)] = each.bias
+        at += len(each.weight)
+    return _Plain(whole, bias)
+
+
 RANKS, ALL_RANKS = 8, 16  # what ranks of a linear, and of linears of one input, are filled up to: see ops.decode_layers
 
 
@@ -127,7 +140,25 @@ class Linears:
             if len(set(adapters)) > 1:  # rows differ in their adapters
                 rows = [[owner is not None and owner == adapter for owner in owners] for adapter in adapters]
                 self.mask = torch.tensor(rows, dtype=dtype, device=self.a.device).unsqueeze(1)
+        self.stacked: _Plain | None = None
+        self.up: Tensor | None = None
+        self.sizes = [base.out_features for base, _ in read]
+        if unpacked and all(isinstance(base.weight, QuantizedTensor) for base, _ in read):
+            self._stack()
         self._fill(read)
+
+    def _stack(self) -> None:
+        """Weights and A become parts of one matrix, and all B of another: one product each makes all outputs."""
+        self.stacked, ranks = _stacked(self.plain, self.a), 0 if self.a is None else len(self.a)
+        *weights, a = self.stacked.weight.split([*self.sizes, ranks])
+        self.plain = [each._replace(weight=weight) for each, weight in zip(self.plain, weights, strict=True)]
+        self.products = []
+        if self.a is not None:
+            self.a, self.up = a, a.new_zeros(sum(self.sizes), ranks)
+            self.b = [
+                None if term is None else (term[0], rows[:, term[0] : term[0] + term[1].shape[1]])
+                for term, rows in zip(self.b, self.up.split(self.sizes), strict=True)
+            ]
 
     def _read(self) -> list[tuple[nn.Linear, Factors]]:
         return [_read(module, self.names) for module in self.modules]
@@ -160,8 +191,14 @@ class Linears:
     def __call__(self, x: Tensor) -> list[Tensor]:
         """[B, T, Nᵢ] each for x [B, T, K]."""
         rows, u = x.flatten(0, 1), x
+        mask = None if self.mask is None else self.mask.expand(-1, x.shape[1], -1).flatten(0, 1)
+        if self.stacked is not None:
+            y = linear_rows(rows, *self.stacked)
+            if self.up is not None:
+                y, u = y.split(list(self.up.shape), dim=-1)
+                y = add_term(y, (u if mask is None else u * mask, self.up))
+            return [part.unflatten(0, x.shape[:2]) for part in y.split(self.sizes, dim=-1)]
         if self.a is not None:
-            mask = None if self.mask is None else self.mask.expand(-1, x.shape[1], -1).flatten(0, 1)
             u = low_rank_rows(rows, self.a, mask)
         out = []
         for product, factor in zip(self.products, self.b, strict=True):

@@ -24,7 +24,7 @@ from .engine import StockEngine
 from .engine_cache import CACHES
 from .linears import Unknown
 from .paged import PagedDecoder
-from .run import ACTIVE, chosen_adapters, new_tokens
+from .run import ACTIVE, Lengths, chosen_adapters, new_tokens
 from .sampling import Sampling
 from .schedule import Group, Pages, Row, Schedule, pages_of
 from .stops import eos_tokens
@@ -99,7 +99,7 @@ class Rollouts:
         prompts: Sequence[Sequence[int]],
         n: int = 1,
         *,
-        max_new_tokens: int,
+        max_new_tokens: Lengths = None,
         sampling: Sampling | None = None,
         stops: Sequence[int] | None = None,
         adapter: str | None = ACTIVE,
@@ -112,7 +112,7 @@ class Rollouts:
 
         Args:
             prompts: token ids.
-            max_new_tokens: most tokens of a completion.
+            max_new_tokens: most tokens of every completion, or of each prompt's; default: as in `generate`.
             sampling: default: temperature 1. Without a seed, torch's global generator gives one.
             stops: tokens that end a completion; default: the EOS tokens of the model's generation config.
             adapter: "active", an adapter's name, or None for the base; its values are read anew in each call.
@@ -130,12 +130,12 @@ class Rollouts:
             raise ConfigError(f"keys are {len(keys)} for {len(prompts)} prompts", "give one for each")
         if not prompts:
             return []
-        new_tokens(self.model, prompts, max_new_tokens)
+        lengths = new_tokens(self.model, prompts, max_new_tokens)
         name = chosen_adapters(self.model, adapter, 1)[0]
         sampling = sampling or Sampling(temperature=1.0)
         seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
         groups = [Group(key, prompt, n) for key, prompt in zip(keys, prompts, strict=True)]
-        rows = [Row(group, number, max_new_tokens) for group in groups for number in range(n)]
+        rows = [Row(group, number, most) for group, most in zip(groups, lengths, strict=True) for number in range(n)]
         ends = eos_tokens(self.model) if stops is None else set(stops)
         run = _Run(rows, replace(sampling, seed=None), ends, seed)
         try:

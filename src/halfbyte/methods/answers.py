@@ -56,7 +56,7 @@ def as_reference(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, PeftModel):
         raise ModelError(
             "the reference is the model without its adapter, and this model has none",
-            "name a run or an adapter; in full fine-tuning set precompute_ref_log_probs: true",
+            "name a run or an adapter; the evaluations of a run that trains all weights are in its metrics.jsonl",
         )
     if REFERENCE not in model.peft_config:
         with model.disable_adapter():

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.policy import answers_a_generation, micro_batches_a_generation
 from ..errors import DataError
-from ..notices import notice
 from ..ops import IGNORE_INDEX
 from .base import Batch, Collate, Method, Metric, Numbers
 from .policy import Policy
@@ -211,19 +210,8 @@ def _mismatch(apart: Tensor) -> dict[str, Tensor]:
 
 
 def _with_room(rows: Dataset, config: RunConfig) -> Dataset:
-    """`rows` whose prompts leave room for an answer, each with `input_ids` and `labels` of that length."""
+    """`rows`, each with `input_ids` and `labels` as long as its prompt with the longest answer."""
     new = config.max_completion_length
-    lengths = [len(ids) for ids in rows["prompt_ids"]]
-    kept = [at for at, length in enumerate(lengths) if length + new <= config.max_length]
-    if not kept:
-        raise DataError(
-            f"every prompt is longer than max_length {config.max_length} - max_completion_length {new}",
-            "raise max_length, or lower max_completion_length",
-        )
-    if len(kept) < len(rows):
-        left = len(rows) - len(kept)
-        notice("long-prompts", f"{left} of {len(rows)} prompts left out: with an answer they may pass max_length")
-        rows = rows.select(kept)
     ids = [[*prompt, *prompt[-1:] * new] for prompt in rows["prompt_ids"]]
     labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
     return rows.add_column("input_ids", ids).add_column("labels", labels)

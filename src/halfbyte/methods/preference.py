@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from ..errors import ConfigError
 from ..ops import IGNORE_INDEX
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers
 
@@ -165,6 +166,23 @@ def _rewards(
     return {metric.name: (value.detach() * real).sum() for metric, value in zip(REWARDS, values, strict=True)}
 
 
+def with_all_it_has(config: RunConfig) -> bool:
+    """Whether the reference is the model with all that it has before the first step, not the one without an adapter."""
+    return bool(not config.use_peft or config.adapter_path or config.qat_scheme)
+
+
+def check_reference(config: RunConfig) -> None:
+    """Raise a ConfigError where a reference is wanted in each step that is not there any more."""
+    if config.precompute_ref_log_probs is not False or not with_all_it_has(config):
+        return
+    why = "adapter_path" if config.adapter_path else "qat_scheme" if config.qat_scheme else "use_peft: false"
+    raise ConfigError(
+        f"precompute_ref_log_probs: false with {why}: the reference is the model as it was before training, and"
+        " taking the adapter off does not give it back",
+        "set precompute_ref_log_probs: true",
+    )
+
+
 @dataclass(frozen=True)
 class DirectPreferenceOptimization(PairedMethod):
     """DPO and its relatives: the policy against a frozen reference."""
@@ -175,6 +193,7 @@ class DirectPreferenceOptimization(PairedMethod):
     reference = True
 
     def of(self, config: RunConfig) -> Self:
+        check_reference(config)
         names = [config.loss_type] if isinstance(config.loss_type, str) else list(config.loss_type or ())
         weights = config.loss_weights or [1.0] * len(names)
         losses = [(name, weight) for name, weight in zip(names, weights, strict=True) if name != "sft"]

@@ -45,7 +45,10 @@ def patched(module: nn.Module) -> Patched | None:
 
 def record(module: Any) -> Patched:
     """The module's own, made where there is none."""
-    return module.__dict__.setdefault(NAME, Patched())
+    found = patched(module)
+    if found is None:  # no setdefault: Dynamo cannot trace it before torch 2.13
+        found = module.__dict__[NAME] = Patched()
+    return found
 
 
 def is_bound(module: nn.Module) -> bool:

@@ -34,6 +34,7 @@ def shard_model(
     on_host: bool = False,
 ) -> None:
     """Leave of the frozen weights of `model`'s decoder layers this process's slice; all where the mesh has no shards.
+    Where nothing in them is frozen, nothing is sliced.
 
     Args:
         model: a causal LM of transformers, quantized or not, or a `peft.PeftModel` around one.
@@ -42,7 +43,7 @@ def shard_model(
         on_host: as in `shard_blocks`.
 
     Raises:
-        ModelError: it has no list of decoder layers, or nothing frozen in them, or `stays` is not of as many.
+        ModelError: it has no list of decoder layers, or `stays` is not of as many.
     """
     if mesh.ways("shard") == 1:
         return
@@ -55,7 +56,7 @@ def shard_model(
     here = [next(layer.parameters(), None) is not None for layer in every]  # none of another stage's
     layers, stays = list(compress(every, here)), list(compress(stays, here))
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
-        raise ModelError("parallel: shard slices frozen weights, and all are trained", "use parallel: {data: N}")
+        return  # of what is trained, `parallel.trained` slices what can be
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
     _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=on_host)

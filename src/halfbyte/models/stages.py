@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ..architectures import beside_text
 from ..errors import ModelError
-from ..parallel.schedules import Schedule, Seconds, chosen, stage_seconds
+from ..parallel.schedules import Schedule, Seconds
 from .copies import fresh_copies
+from .cuts import chosen, stage_seconds
 from .head import Head, backbone_inputs, causal_lm_loss, found_head, take_head
 from .layer import causal_lm_of, decoder_layers
 from .patched import is_bound
@@ -77,7 +78,7 @@ def elsewhere(model: nn.Module, parts: Sequence[range], own: Sequence[int]) -> C
 def cut_model(
     model: nn.Module, name: str, ranks: int, batches: int, recomputed: bool, trust_remote_code: bool = False
 ) -> Cut:
-    """Cut a causal LM, on the meta device too, for as many processes; see `parallel.schedules.chosen`.
+    """Cut a causal LM, on the meta device too, for as many processes; see `cuts.chosen`.
 
     Args:
         name: the key `pipeline_schedule`.

@@ -157,7 +157,7 @@ def check_loaded(info: Mapping[str, Any], name: str, config: Any) -> None:
     """
     if missing := sorted(info["missing_keys"]):
         message = f"{name}: {len(missing)} tensors are missing from the checkpoint, first {missing[0]}"
-        raise CheckpointError(message, "re-download the checkpoint")
+        raise CheckpointError(message, f"re-download the checkpoint, or {CONFIG} where it was changed to ask for more")
     if misshapen := sorted(info["mismatched_keys"], key=str):
         key, found, expected = misshapen[0]
         others = set(expected) - set(found)

@@ -136,7 +136,7 @@ def slice_of(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     positions = torch.arange(length + lacking, device=row["input_ids"].device).expand(rows, -1)
     if "position_ids" in batch:  # the padding is a document
         row["position_ids"] = torch.cat([batch["position_ids"], positions[:, :lacking]], 1)
-    whole = {WHOLE + name: row[name] for name in OF_ATTENTION if name in row} | _bounds(row, length, lacking)
+    whole = {WHOLE + name: row[name] for name in OF_ATTENTION if name in row} | bounds_of_longer(row, length, lacking)
     row = {"position_ids": positions} | row
     row.pop("attention_mask", None)
     cut = {name: value[:, own].contiguous() if _is_of(value, rows, length + lacking) else value
@@ -152,8 +152,9 @@ def _padded(value: Tensor, lacking: int) -> Tensor:
     return F.pad(value, (0, 0) * (value.dim() - 2) + (0, lacking))
 
 
-def _bounds(batch: Mapping[str, Any], length: int, lacking: int) -> dict[str, Any]:
-    """Where documents begin in rows that grew from `length` by `lacking` tokens, a document of their own."""
+def bounds_of_longer(batch: Mapping[str, Any], length: int, lacking: int) -> dict[str, Any]:
+    """Where documents begin in rows that grew from `length` by `lacking` tokens, a document of their own; nothing where
+    a batch does not say it, or does not grow. Nothing waits for the device."""
     if not lacking or batch.get("cu_seq_lens_q") is None:
         return {}
     bounds, rows = batch["cu_seq_lens_q"], len(batch["input_ids"])

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -109,6 +109,16 @@ class Mesh:
         finish(dist.all_reduce(numbers, operation, group=group, async_op=True), group)
         found = {name: type(own)(number) for (name, own), number in zip(named.items(), numbers.tolist(), strict=True)}
         return found if isinstance(value, dict) else found[""]  # type: ignore[return-value]
+
+    def every(self, numbers: Sequence[int], axes: tuple[str, ...] = AXES) -> list[list[int]]:
+        """The numbers of each process along `axes`, as many in all; told from host to host."""
+        group = self.group(*axes)
+        if group is None:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self.ways(*axes))]
+        finish(dist.all_gather(found, own, group=group, async_op=True), group)
+        return [each.tolist() for each in found]
 
     def first(self, make: Callable[[], T]) -> T:
         """What `make` gives, made by each host's first process before its others begin, which find what is cached."""

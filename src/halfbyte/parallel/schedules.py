@@ -2,7 +2,7 @@
 
 A model's layers are cut into stages, one or several a process; the micro-batches of a step go through them one behind
 the other, forward and back. torch's schedules say in which order each process computes. Here they are read, simulated
-with the seconds that a stage takes, and given their sends and receives.
+with the seconds that a stage takes, and given their sends and receives. Where a model is cut, `models.cuts` says.
 
 What QLoRA changes. Zero-bubble schedules fill idle time with gradients of weights, which wait for nobody; here only
 adapters have them, 3% of a forward, so `interleaved`, whose stages are short, is best. What waits for nobody here is
@@ -16,16 +16,13 @@ Qi et al. 2023 (arXiv:2401.10241).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-
-MOST_CHUNKS = 4  # stages a process, interleaved: messages stay small beside what a stage computes
 
 
 class Action(NamedTuple):
@@ -115,9 +112,17 @@ class Schedule:
                 f"set gradient_accumulation_steps to a multiple of {self.ranks}",
             ) from error
 
+    def takes(self, batches: int) -> bool:
+        """Whether it takes so many micro-batches."""
+        try:
+            self.orders(batches)
+        except ConfigError:
+            return False
+        return True
+
     def at_least(self, batches: int) -> int:
         """The next number of micro-batches from `batches` on that the schedule takes."""
-        while not _takes(self, batches):
+        while not self.takes(batches):
             batches += 1
         return batches
 
@@ -128,14 +133,6 @@ class Schedule:
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage in range(self.stages) if self.process_of(stage) == rank]
-
-
-def _takes(schedule: Schedule, batches: int) -> bool:
-    try:
-        schedule.orders(batches)
-    except ConfigError:
-        return False
-    return True
 
 
 @cache
@@ -179,23 +176,22 @@ def _numbered(actions: Iterable[tuple[str, int]]) -> tuple[Action, ...]:
 COMPUTES = ("F", "B", "I", "W")
 
 
-def simulate(orders: Orders, seconds: Sequence[Seconds], *, ahead: bool = False, hop: float = 0.0) -> Simulation:
+def simulate(orders: Orders, seconds: Sequence[Seconds], *, ahead: bool = False) -> Simulation:
     """The times at which processes end what `orders` say.
 
     Args:
         seconds: of each stage.
         ahead: recompute before the gradient is there.
-        hop: seconds until what one process gives is at another.
     """
     ends: dict[Action, float] = {}
-    free, done, owner = [0.0] * len(orders), [0] * len(orders), _owners(orders)
+    free, done = [0.0] * len(orders), [0] * len(orders)
     timed: list[tuple[float, int, Action]] = []
     while any(at < len(order) for at, order in zip(done, orders, strict=True)):
         before = sum(done)
         for rank, order in enumerate(orders):
             while done[rank] < len(order):
                 action = order[done[rank]]
-                needed = _needed(action, len(seconds), ends, owner, rank, hop)
+                needed = _needed(action, len(seconds), ends)
                 if needed is None:
                     break
                 free[rank] = ends[_known_as(action)] = _end(action, seconds[action.stage], free[rank], needed, ahead)
@@ -216,15 +212,12 @@ def _known_as(action: Action) -> Action:
     return action._replace(kind="B") if action.kind == "I" else action
 
 
-def _needed(
-    action: Action, stages: int, ends: dict[Action, float], owner: dict[int, int], rank: int, hop: float
-) -> float | None:
-    """When what `action` takes from another stage is here; None: not known yet."""
+def _needed(action: Action, stages: int, ends: dict[Action, float]) -> float | None:
+    """When what `action` takes from another stage is there; None: not known yet."""
     from_stage = action.stage + (-1 if action.kind == "F" else 1)
     if action.kind == "W" or not 0 <= from_stage < stages:
         return 0.0
-    end = ends.get(Action("F" if action.kind == "F" else "B", from_stage, action.batch))
-    return end if end is None or owner[from_stage] == rank else end + hop
+    return ends.get(Action("F" if action.kind == "F" else "B", from_stage, action.batch))
 
 
 def _end(action: Action, seconds: Seconds, free: float, needed: float, ahead: bool) -> float:
@@ -273,100 +266,3 @@ def programs(orders: Orders, seconds: Sequence[Seconds], *, ahead: bool = False)
         found[rank].append(action._replace(kind=f"send {way}"))
         found[owner[to_stage]].append(Action(f"receive {way}", to_stage, action.batch))
     return tuple(map(tuple, found))
-
-
-# --- which schedule, and where to cut --------------------------------------------------------------------------------
-
-CUTS: dict[str, Callable[[int], Sequence[int]]] = {  # name → stages a process, the best first, by layers a process
-    "1f1b": lambda layers: [1],
-    "interleaved": lambda layers: range(min(MOST_CHUNKS, layers), 1, -1),
-    "zb-1p": lambda layers: [2] if layers > 1 else [],
-    "zb-v": lambda layers: [2] if layers > 1 else [],
-}
-
-
-def chosen(
-    name: str, ranks: int, layers: Sequence[Seconds], head: Seconds, batches: int, *, ahead: bool = False
-) -> tuple[Schedule, list[range]]:
-    """The schedule that a run asks for, and the layers of each stage.
-
-    Args:
-        name: the key `pipeline_schedule`; "auto" takes 1f1b or interleaved, whichever the simulation has end first.
-        layers: of each decoder layer; the embedding takes no time.
-        head: of head and loss, after the last layer.
-        batches: micro-batches of a step.
-
-    Raises:
-        ConfigError: there are fewer layers than stages, or the schedule does not take so many micro-batches.
-    """
-    if len(layers) < ranks:
-        raise ConfigError(
-            f"parallel: {ranks} pipeline stages for a model of {len(layers)} decoder layers",
-            f"set pipeline to {len(layers)} or less",
-        )
-    names = ["1f1b", "interleaved"] if name == "auto" else [name]
-    found = [Schedule(each, ranks, chunks) for each in names for chunks in CUTS[each](len(layers) // ranks)]
-    if not found:
-        raise ConfigError(
-            f"pipeline_schedule: {name} gives each process 2 stages or more, and there are {len(layers)} decoder"
-            f" layers for {ranks} processes",
-            "set pipeline_schedule: 1f1b, or a smaller pipeline",
-        )
-    timed: list[tuple[float, Schedule, list[range]]] = []
-    for schedule in found:
-        if schedule is found[-1] and not timed:
-            schedule.orders(batches)  # says what no schedule takes
-        if _takes(schedule, batches):
-            cut = cut_layers(schedule, layers, head)
-            stages = [stage_seconds(part, layers, head) for part in cut]
-            timed.append((simulate(schedule.orders(batches), stages, ahead=ahead).seconds, schedule, cut))
-    _, schedule, cut = min(timed, key=lambda each: each[0])
-    return schedule, cut
-
-
-def stage_seconds(part: range, layers: Sequence[Seconds], head: Seconds) -> Seconds:
-    """Of the stage that has the layers `part`, with the head if those are the last."""
-    total = Seconds(0.0, 0.0)
-    for index in part:
-        total += layers[index]
-    return total + head if part.stop == len(layers) else total
-
-
-def cut_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> list[range]:
-    """The layers of each stage: such that the busiest process has least to do, and then stages are alike.
-
-    Every stage has a layer but for the last of several a process, which may be the head alone.
-    """
-    stages, cheap = schedule.stages, [layer.total for layer in layers]
-    owner = [schedule.process_of(stage) for stage in range(stages)]
-    least = [1] * (stages - 1) + [0 if schedule.chunks > 1 and head.total else 1]
-
-    def cost(bounds: Sequence[int]) -> tuple[float, float]:
-        sums, busy = [], [0.0] * schedule.ranks
-        for stage in range(stages):
-            seconds = sum(cheap[bounds[stage] : bounds[stage + 1]]) + (head.total if stage == stages - 1 else 0.0)
-            sums.append(seconds)
-            busy[owner[stage]] += seconds
-        return round(max(busy), 9), round(sum(each * each for each in sums), 9)
-
-    bounds = [round(stage * len(layers) / stages) for stage in range(stages + 1)]
-    best = cost(bounds)
-    improved = True
-    while improved:
-        improved = False
-        for moved in _moves(bounds, least):
-            if (found := cost(moved)) < best:
-                bounds, best, improved = moved, found, True
-                break
-    return [range(one, other) for one, other in pairwise(bounds)]
-
-
-def _moves(bounds: list[int], least: Sequence[int]) -> Iterator[list[int]]:
-    """`bounds` with a run of neighbouring ones moved by a layer, where every stage keeps its least."""
-    inner = len(bounds) - 1
-    for begin in range(1, inner):
-        for end in range(begin + 1, inner + 1):
-            for by in (-1, 1):
-                moved = [*bounds[:begin], *(bound + by for bound in bounds[begin:end]), *bounds[end:]]
-                if all(after - before >= size for (before, after), size in zip(pairwise(moved), least, strict=True)):
-                    yield moved

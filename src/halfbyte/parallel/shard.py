@@ -10,10 +10,13 @@ processes.
 All processes gather together, so all call the same blocks in the same order. `state_dict()` and `load_state_dict()` are
 calls of that kind: FSDP2 leaves slices of everything then.
 
-What is gathered are bytes, of packed weights (`tensor.QuantizedShard`) and of norms and biases beside them: one
-collective of uint8 a block, bit by bit what was sliced. Parameters that are trained are in no unit: one that stays
-whole is not gathered again, and trained numbers in it would go stale without an error. Nothing of a unit has a
-gradient, so nothing is reduced here; and of several shards (`data`) each gathers for itself.
+What is gathered are bytes, of packed weights (`tensor.QuantizedShard`) and of norms and biases beside them, bit by bit
+what was sliced. A block's bytes lie one parameter after another, and a slice of them is cut anywhere: so what arrives
+is where it is read, without a copy before or after.
+
+Parameters that are trained are in no unit: one that stays whole is not gathered again, and trained numbers in it would
+go stale without an error. Nothing of a unit has a gradient, so nothing is reduced here; and of several shards (`data`)
+each gathers for itself.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); torch's `fully_shard`, 2.11 to 2.13.
 """
@@ -29,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from ..tensor import BlockShard, QuantizedShard, QuantizedTensor
+from .collectives import gathered
 from .mesh import Mesh
 from .placement import Placement
 
@@ -40,6 +44,7 @@ Stay = Literal["call", "backward", "always"]
 STAYS: tuple[Stay, ...] = ("call", "backward", "always")
 
 BYTES = "frozen_bytes"  # of a block: its parameter that is sharded
+ALIGNMENT = 128  # bytes; every parameter of a block begins at a multiple of it, as lines of caches do
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,23 +52,68 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 @dataclass
 class Gathers:
-    """FSDP2's collective, counted; a CUDA graph counts once, as it is captured.
+    """What blocks have gathered; a CUDA graph counts once, as it is captured.
 
     Attributes:
-        count: how many there were.
-        nbytes: that they left on this process, its own slices included.
+        count: how often.
+        nbytes: that it left on this process, its own slices included.
+        stream: on which blocks compute; None on a CPU, and before the first call.
+        watch: a context around each.
     """
 
+    watch = staticmethod(contextlib.nullcontext)
     count: int = 0
     nbytes: int = 0
+    stream: Any = None
+
+
+class BlockGather:
+    """FSDP2's collective of one block.
+
+    Args:
+        raw: uint8 [n], this process's slice; on the device, or in pinned memory of the host.
+        whole: uint8 [ways · n], of which the block's parameters are views; it has memory while the block is whole.
+        group: the processes that have the other slices.
+        place: of this process among them.
+        gathers: of all blocks.
+    """
+
+    def __init__(self, raw: Tensor, whole: Tensor, group: Any, place: int, gathers: Gathers):
+        self.raw, self.whole, self.group, self.place, self.gathers = raw, whole, group, place, gathers
+        self._arriving = whole.data  # the same bytes with a version of their own: autograd sees no change
+        self._parts = self._arriving.view(-1, raw.numel())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)  # for tokens
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.count += 1
-        self.nbytes += output_tensor.nbytes
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    @torch.no_grad()
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """Have all bytes of the block on their way, on the current stream; FSDP2's own tensors are tokens."""
+        self.gathers.count += 1
+        self.gathers.nbytes += self.whole.nbytes
+        self._make_room()
+        with self.gathers.watch():
+            self._fill()
+
+    def _fill(self) -> None:
+        own = self.raw
+        if own.device != self.whole.device:
+            own = self._parts[self.place].copy_(own, non_blocking=True)
+        _all_gather(self._arriving, own, group=self.group)
+
+    def _make_room(self) -> None:
+        """Memory of the stream that computes, to which it goes back when the block is let go; what is launched there so
+        far may still read from it."""
+        memory, device = self.whole.untyped_storage(), self.whole.device
+        if device.type == "cpu":
+            memory.resize_(self.whole.nbytes)
+            return
+        module = torch.get_device_module(device)
+        here = module.current_stream(device)
+        computing = self.gathers.stream or here
+        with module.stream(computing):
+            memory.resize_(self.whole.nbytes)
+        here.wait_stream(computing)
 
 
 @dataclass
@@ -75,12 +125,14 @@ class Sharded:
         stays: how long each stays whole.
         group: the processes that have the other slices.
         gathers: what was gathered so far.
+        each: how each block gathers; None where nothing of it is frozen.
     """
 
     blocks: list[Any]
     stays: list[Stay]
     group: Any
     gathers: Gathers = field(default_factory=Gathers)
+    each: list[BlockGather | None] = field(default_factory=list)
 
     def agreed(self, tensor: Tensor) -> Tensor:
         """`tensor`, in place, as the first process of the group has it: who decides by it must decide alike, since all
@@ -93,6 +145,7 @@ class Sharded:
         """Inside, the weights of these blocks, or of all, may be read by whoever wants to."""
         chosen = [(block, stay) for block, stay in zip(self.blocks, self.stays, strict=True)
                   if not blocks or block in blocks]  # fmt: skip
+        self.note_stream()
         for block, _ in chosen:
             block.unshard()
         try:
@@ -102,14 +155,20 @@ class Sharded:
                 if stay != "always":
                     block.reshard()
 
+    def note_stream(self, *_: Any) -> None:
+        """Blocks compute on the current stream from here on."""
+        device = next((each.whole.device for each in self.each if each is not None), None)
+        if device is not None and device.type != "cpu":
+            self.gathers.stream = torch.get_device_module(device).current_stream(device)
+
 
 def shard_blocks(
     root: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, stays: Sequence[Stay], *, on_host: bool = False
 ) -> Sharded:
     """Leave of the frozen parameters of `blocks` this process's slice.
 
-    While a block computes, the next one that is not whole is on its way, in both directions: so three blocks' bytes
-    exist at a time, the third where FSDP2 copies them into place.
+    While a block computes, the next one that is not whole is on its way, in both directions: so two blocks' bytes exist
+    at a time.
 
     Args:
         root: the module that calls the blocks; all of its calls go through `root.__call__`.
@@ -120,16 +179,17 @@ def shard_blocks(
     """
     sharded = Sharded(list(blocks), list(stays), mesh.group("shard"))
     options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.kind)}
-    options["offload_policy"] = CPUOffloadPolicy(mesh.kind != "cpu") if on_host else OffloadPolicy()
     for block, stay in zip(blocks, stays, strict=True):
-        _leave_slices(block, mesh)
+        sharded.each.append(_leave_slice(block, mesh, sharded.gathers, on_host, stay == "always"))
         rest = {parameter for name, parameter in block.named_parameters() if name != BYTES}
         fully_shard(block, reshard_after_forward=stay == "call", ignored_params=rest, **options)
     # torch lets the blocks' streams and order be shared by what lies under one root
     fully_shard(root, ignored_params=set(root.parameters()), **options)
+    root.register_forward_pre_hook(sharded.note_stream, prepend=True)
     _prefetch(root, sharded)
-    for block, stay in zip(sharded.blocks, stays, strict=True):
-        block.set_custom_all_gather(sharded.gathers)
+    for block, stay, gather in zip(sharded.blocks, stays, sharded.each, strict=True):
+        if gather is not None:
+            block.set_custom_all_gather(gather)
         block.set_reshard_after_backward(stay != "always", recurse=False)
         if stay == "backward":
             block.register_forward_hook(_without_backward)
@@ -166,11 +226,10 @@ class _Frozen:
         return gathered[: whole.nbytes].view(whole.dtype).view(whole.shape)
 
 
-def _leave_slices(block: nn.Module, mesh: Mesh) -> None:
-    """Replace the frozen parameters of a block by one that has this process's slices.
+def _leave_slice(block: nn.Module, mesh: Mesh, gathers: Gathers, on_host: bool, stays: bool) -> BlockGather | None:
+    """Replace the frozen parameters of a block by one that has this process's slice; None: there are none.
 
-    In their places stand views of what is gathered, whose memory is there while the block is whole; until the first
-    time, tensors on the meta device.
+    In their places stand views of what is gathered, whose memory is there while the block is whole.
     """
     found: dict[int, _Frozen] = {}
     raws: list[Tensor] = []
@@ -183,17 +242,45 @@ def _leave_slices(block: nn.Module, mesh: Mesh) -> None:
                 found[id(parameter)] = _Frozen([], whole)
                 raws.append(raw)
             found[id(parameter)].slots.append((module, name))
+    if not found:
+        return None
     frozen = list(found.values())
     for each in frozen:
         each.put(each.whole)
+    own, spans = _joined(raws, mesh)
+    whole = own.new_empty(mesh.ways("shard") * own.numel())
+    for each, span in zip(frozen, spans, strict=True):
+        each.put(each.view(whole[span]))
+    whole.untyped_storage().resize_(0)
+    if on_host:
+        own = own.cpu() if whole.device.type == "cpu" else own.cpu().pin_memory()
+    shard = BlockShard(own, mesh.ways("shard"), whole, stays)
+    block.register_parameter(BYTES, nn.Parameter(shard, requires_grad=False))
+    return BlockGather(own, whole, mesh.group("shard"), mesh.place("shard"), gathers)
 
-    def arrived(gathered: Sequence[Tensor]) -> None:
-        for each, buffer in zip(frozen, gathered, strict=True):
-            each.put(each.view(buffer))
 
-    if frozen:
-        shard = BlockShard(raws, mesh.ways("shard"), arrived)
-        block.register_parameter(BYTES, nn.Parameter(shard, requires_grad=False))
+def _joined(raws: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
+    """One slice of all parameters' bytes, one after another, for the slices of each.
+
+    Args:
+        raws: uint8, this process's slice of each parameter, of one length in all processes.
+
+    Returns:
+        uint8 [n], this process's part of the row of bytes; and where in that row each parameter is.
+    """
+    ways, begin, spans = mesh.ways("shard"), 0, []
+    for raw in raws:
+        spans.append(slice(begin, begin + ways * raw.numel()))
+        begin += _up(ways * raw.numel(), ALIGNMENT)
+    columns = gathered(torch.cat(list(raws)), mesh.group("shard")).view(ways, -1).split([len(raw) for raw in raws], 1)
+    whole = raws[0].new_zeros(_up(begin, ways * ALIGNMENT))
+    for span, column in zip(spans, columns, strict=True):
+        whole[span] = column.reshape(-1)
+    return whole.view(ways, -1)[mesh.place("shard")].clone(), spans
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _sliced(parameter: nn.Parameter, mesh: Mesh) -> tuple[Any, Tensor]:
@@ -209,7 +296,7 @@ def _sliced(parameter: nn.Parameter, mesh: Mesh) -> tuple[Any, Tensor]:
         whole = piece.map(lambda part: part.to("meta")) if is_packed else piece.to("meta")
         piece = Placement(("shard",)).cut(piece, mesh.ways("shard"))[mesh.place("shard")]
     if isinstance(piece, QuantizedShard):
-        return whole, piece.raw
+        return whole, piece.raw.view(-1)
     rows = -(-whole.shape[0] // mesh.ways("shard"))
     raw = torch.zeros(rows * whole[:1].nbytes, dtype=torch.uint8, device=piece.device)
     raw[: piece.nbytes] = piece.contiguous().view(-1).view(torch.uint8)

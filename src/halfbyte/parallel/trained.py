@@ -120,7 +120,7 @@ class Sliced(Whole):
         self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
         for part in self.slices:
             setattr(part, CUT, (AXIS,))
-        self._narrow(narrow)
+        self.narrow = self._narrow(narrow)
         self.order: list[int] = []  # of the parameters in the optimizer
         # reduced in this order in every process, the last layers' first, as backward comes to them
         everything = range(len(self.parameters))
@@ -129,20 +129,22 @@ class Sliced(Whole):
         for parameter in self.parameters if at_once else ():
             parameter.register_post_accumulate_grad_hook(self._came)
 
-    def _narrow(self, narrow: Narrow) -> None:
+    def _narrow(self, narrow: Narrow) -> list[int]:
         """Let go of what these parameters hold but for this process's slices, and keep them whole as products read
-        them."""
+        them; their numbers."""
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
-        for parameter, held in narrow:
-            part = self.slices[numbers[id(parameter)]]
+        chosen = [numbers[id(parameter)] for parameter, _ in narrow]
+        for at, (parameter, held) in zip(chosen, narrow, strict=True):
+            part = self.slices[at]
             part.data = part.data.clone()
             held.copy_(parameter.detach())
             parameter.data = held
             parameter.grad_dtype = part.dtype
+        return chosen
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        held = {at: parameter.data for at, parameter in enumerate(self.parameters) if self._is_narrow(at)}
+        held = {at: self.parameters[at].data for at in self.narrow}
         for at in held:
             (values,) = self._gathered([self.slices[at].detach()], [at])
             if self.mesh.is_main:
@@ -152,9 +154,6 @@ class Sliced(Whole):
         finally:
             for at, values in held.items():
                 self.parameters[at].data = values
-
-    def _is_narrow(self, at: int) -> bool:
-        return self.parameters[at].dtype is not self.slices[at].dtype
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
@@ -247,13 +246,13 @@ class Sliced(Whole):
         gradient = (
             torch.zeros_like(parameter, dtype=self.slices[at].dtype) if parameter.grad is None else parameter.grad
         )
-        return F.pad(gradient.reshape(-1), (0, width * self.mesh.ways(AXIS) - parameter.numel())).view(-1, width)
+        return _padded(gradient.reshape(-1), width * self.mesh.ways(AXIS)).view(-1, width)
 
     def _gathered(self, parts: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
         """What all processes' `parts` are together, in the shapes of the parameters."""
         widths = [self.widths[at] for at in bucket]
-        padded = [F.pad(part, (0, width - part.numel())) for part, width in zip(parts, widths, strict=True)]
-        columns = gathered(torch.cat(padded), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
+        padded = map(_padded, parts, widths)
+        columns = gathered(torch.cat([*padded]), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
         shapes = [self.parameters[at].shape for at in bucket]
         return [column.reshape(-1)[: shape.numel()].view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
@@ -263,3 +262,8 @@ class Sliced(Whole):
         numbers = {id(tensors[at]): at for at in chosen}
         for bucket in buckets([tensors[at] for at in chosen], most):
             yield [numbers[id(tensor)] for tensor in bucket]
+
+
+def _padded(flat: Tensor, length: int) -> Tensor:
+    """[length], with zeros after what there is; itself where it is as long, of which `F.pad` makes a copy."""
+    return flat if len(flat) == length else F.pad(flat, (0, length - len(flat)))

@@ -40,8 +40,8 @@ from .policy import (
     replayed_level,
     staying,
 )
-from .rank import ONE, Line, Stage, gathered_bytes, in_context, line, rank_config
-from .replay import LayerBytes, Step
+from .rank import IN_FLIGHT, ONE, Line, Stage, gathered_bytes, in_context, line, rank_config
+from .replay import Step
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
 
@@ -201,14 +201,14 @@ class _Planner:
         want = self.config.activation_checkpointing
         self.asked: Level | None = None if want == "auto" else _level(want)
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
-        self.may_capture = (
-            graphs and layout.size == layout.data and may_capture(self.config, shapes.device, shapes.dtype)
-        )
         self.frozen = shapes.frozen()
         row = OPTIMIZERS[self.config.optim]
         self.optimizer = row.state_bytes(shapes.model)
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
+        # gradients that are reduced in backward cannot be held, either
+        captures = graphs and layout.size == layout.data * layout.shard and not self._at_once
+        self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)
         self.stages = self.line.stages
@@ -309,6 +309,7 @@ class _Planner:
         moving, graphs, evaluated = self._moving(largest, choice, stage), 0, self.evaluated * stage.ends
         if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
             graphs = max(evaluated, self._moving(self.batches.second, choice, stage))
+            graphs += IN_FLIGHT * self._block(stage)  # the pool has those of its own
         bucket = TOGETHER if self._at_once else BUCKET
         summed = min(trained.bytes, bucket) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0
         moving = max(moving, evaluated, summed, _step_scratch(self.config.optim, trained, device.type))
@@ -381,12 +382,12 @@ class _Planner:
         """Bytes that come and go in a step."""
         if not batch.tokens:
             return 0
-        step, on_their_way, buffer = self._step(batch, choice), 0, self._block(stage)
-        layers = tuple(_beside(layer, buffer) for layer in step.layers)
+        step, on_their_way = self._step(batch, choice), 0
+        layers = tuple(step.layers)
         layers *= 1 if len(layers) == self.depth else self.depth
         if self.shapes.fused:
             cost = self.layer(batch)
-            each = {level: _beside(cost.bytes(level), buffer) for level in set(choice.levels)}
+            each = {level: cost.bytes(level) for level in set(choice.levels)}
             layers = tuple(each[level] for level in choice.levels)
             on_their_way = max(map(cost.on_host, each))  # as much as one layer saves
         layers = tuple(layers[index] for index in stage.layers) if layers else ()
@@ -463,11 +464,6 @@ class _Planner:
         replayed = dict(zip(self.replayed, layers, strict=True))
         found = LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
         return in_context(found, self.layout.context)
-
-
-def _beside(layer: LayerBytes, buffer: int) -> LayerBytes:
-    """A layer beside the buffer that the next one's weights come into while its own is not free yet."""
-    return replace(layer, forward=layer.forward + buffer) if buffer else layer
 
 
 def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:

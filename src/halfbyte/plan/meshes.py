@@ -16,7 +16,7 @@ import torch
 
 from ..config import Parallel, RunConfig, resolve
 from ..config.combinations import layouts, obstacle, wide
-from ..errors import ConfigError, HalfbyteError, ModelError
+from ..errors import ConfigError, HalfbyteError
 from ..memory.batches import Batches
 from ..models.layer import decoder_layers
 from ..models.products import check_products
@@ -57,8 +57,6 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
         _check_stages(config, shapes)
     if layout.shard > 1:
         decoder_layers(shapes.causal_lm)
-        if not any(shapes.frozen().blocks):
-            raise ModelError("parallel: shard slices frozen weights, and all are trained", "use parallel: {data: N}")
 
 
 def _check_products(ways: int, config: RunConfig, shapes: ModelShapes) -> None:

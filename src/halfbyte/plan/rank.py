@@ -5,8 +5,7 @@ In these, `shard`, `tensor`, `pipeline` and `context` are the ways of that axis;
     frozen blocks       bytes of the process's decoder layers ÷ tensor (a model of a rank's heads, `rank_config`)
                         ÷ shard, parameter by parameter, rounded up to 16 bytes
     embedding, head     rows of the vocabulary ÷ (shard · tensor); tied ones once, or on the first and the last stage
-    gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share; in forward one more, the
-                        buffer that the next is gathered into
+    gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share
     trained             of the process's layers; ÷ `trained.slices`: the optimizer's state, the digits of what products
                         alone read, which is whole as they read it, and gradients that are reduced as they come
     activations         of micro-batches of 1/context of the tokens. A stage keeps those of the micro-batches that wait
@@ -25,9 +24,10 @@ from typing import Any
 from torch import nn
 
 from ..config import Parallel
+from ..models.cuts import stage_seconds
 from ..models.layer import causal_lm_of
 from ..models.stages import Cut
-from ..parallel.schedules import Seconds, simulate, stage_seconds
+from ..parallel.schedules import Seconds, simulate
 from ..tensor import ALIGNMENT
 from .policy import Gathers, LayerCost
 
@@ -141,7 +141,7 @@ class Frozen:
 
     def gathers(self, layout: Parallel, stage: Stage, link: float) -> Gathers | None:
         """Of the stage's layers; None where each process holds them whole."""
-        return Gathers(layout.shard, self.largest(stage), link) if layout.shard > 1 and self.blocks else None
+        return Gathers(layout.shard, self.largest(stage), link) if layout.shard > 1 and any(self.blocks) else None
 
 
 def _divided(size: int, ways: int) -> int:

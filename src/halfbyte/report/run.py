@@ -120,12 +120,33 @@ def read_run(path: Path | str) -> Run:
         setattr(run, name, _json(run, run.path / file, kind))
     others = (_json(run, path, dict) for path in sorted(run.path.glob("merge-*.json")))
     run.merges = [each for each in (run.merge, *others) if each]
+    _leave_out_unreadable(run)
     if stopped := (run.environment or {}).get("stopped"):
         run.problems.append(f"the run was not finished: {stopped}")
     records = _metrics(run)
     run.train = [record for record in records if record["kind"] == "train"]
     run.evals = [record for record in records if record["kind"] == "eval"]
     return run
+
+
+def _leave_out_unreadable(run: Run) -> None:
+    """Values that somebody has changed to what they cannot be."""
+    environment = run.environment or {}
+    readers: dict[str, Callable[[], Any]] = {
+        "numbers": lambda: run.numbers,
+        "started": lambda: run.moment("started"),
+        "finished": lambda: run.moment("finished"),
+    }
+    for name, read in readers.items():
+        try:
+            read()
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
+            del environment[name]
+            run.problems.append(f"environment.json: {name} cannot be read and is left out")
+    measured = (run.memory or {}).get("measured") or {}
+    if not isinstance(measured, dict) or not all(isinstance(value, int) for value in measured.values()):
+        run.memory = None
+        run.problems.append("memory.json cannot be read: what it measured are no numbers of bytes")
 
 
 def _read(run: Run, path: Path, reader: Callable[..., Any], *how: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
@@ -146,6 +147,9 @@ def _processes(run: Run) -> str:
         fastest, slowest = (sum(each) / len(own) for each in zip(*own, strict=True))
         took = f"a step took the fastest process {fastest:.3g} s and the slowest {slowest:.3g} s"
         found += f"<p class='note'>Before gradients are summed, {took}.</p>"
+    for key, what in (("gather_share", "weights are on their way"), ("idle_share", "a stage waits for others")):
+        if shares := [each[key] for each in run.train if key in each]:
+            found += f"<p class='note'>For {statistics.median(shares):.1%} of a step {what}.</p>"
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from ..processes import LAUNCHER
 
 LOADING = 60.0  # seconds that a function's file may take to be imported
+BEGIN = "from halfbyte.rewards.worker import main; main()"
 PACKAGES = str(Path(__file__).parents[2])
 
 
@@ -48,7 +49,7 @@ class RewardProcess:
         own, other = Pipe()
         self._connection = own
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "halfbyte.rewards.worker", str(other.fileno())],
+            [sys.executable, "-c", BEGIN, str(other.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a function prints is for people
             pass_fds=[other.fileno()],

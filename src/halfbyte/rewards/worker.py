@@ -1,7 +1,6 @@
 """The process that a reward function runs in, so that nothing it does ends the run.
 
-`python -m halfbyte.rewards.worker` reads requests from a connection and answers each, until that is closed. The first
-one says which function.
+`main` reads requests from a connection and answers each, until that is closed. The first one says which function.
 """
 
 from __future__ import annotations
@@ -136,6 +135,6 @@ def serve(connection: Connection) -> None:
             tell(failed=f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
 
 
-if __name__ == "__main__":
+def main() -> None:
     end_with_launcher()
     serve(Connection(int(sys.argv[1])))

@@ -21,6 +21,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
+    "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),

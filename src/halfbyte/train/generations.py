@@ -32,13 +32,13 @@ from halfbyte.rewards import Rewards, Scored
 from ..reading import read_json
 from .metrics import MetricsFile
 from .rewarded import means_of, numbers_of
+from .rows import Counting, on_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
     from .callbacks import Callbacks
-    from .rows import Counting
 
 STATE = "generation.json"  # in a checkpoint
 COMPLETIONS = "completions.jsonl"
@@ -252,10 +252,9 @@ class Generations:
         """Give each row the log-probabilities of its answer's tokens, by the training forward, as `name`."""
         for begin in range(0, len(rows), self.size):
             some = rows[begin : begin + self.size]
-            batch = collate.collate(some)
-            on_device = {key: x.to(self.device) if isinstance(x, Tensor) else x for key, x in batch.items()}
+            batch = on_device(collate.collate(some), self.device)
             with self.computing():
-                log_probs, _ = self.method.log_probs(self.model, on_device)
+                log_probs, _ = self.method.log_probs(self.model, batch)
             parts = log_probs.cpu().split([len(row["sampled"]) for row in some])
             for row, part in zip(some, parts, strict=True):
                 row[name] = part.tolist()

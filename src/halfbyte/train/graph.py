@@ -4,6 +4,9 @@ Below about 4k tokens a step's time is that of its launches, not of its arithmet
 (docs/design.md, decision 5). A graph holds for the shapes it was captured with, so there is one for each, in one memory
 pool: they never run at the same time.
 
+Processes that compute a forward together do all of this alike (`alike`): what one of them would do by itself, such as
+running a step again, ends the run.
+
 The pool keeps what the largest captured shape needs, and whatever runs beside it (another shape's first steps,
 evaluation) takes its own. So the pool is made by the largest shape: a larger one starts it anew, and those that were
 there are captured again as they come. When memory runs out all graphs go, and training goes on from Python.
@@ -22,11 +25,14 @@ from halfbyte.errors import TrainingError
 from halfbyte.hardware import capture_stream, free_cached_memory, is_out_of_memory
 from halfbyte.notices import notice
 
+from ..parallel import ALONE
+from .alike import AGREED, Alike
 from .gradients import Gradients
 
 WARMUP = 3  # steps in which kernels compile, autotune and make their buffers, which a capture does not allow
 GRAPHS = 24  # shapes that get one: each holds its inputs, its results and its kernels' parameters
 FAR = 2**40  # random numbers ahead, where nobody is
+ONE = Alike(ALONE)
 
 Batch = Mapping[str, Any]
 Shapes = tuple[Any, ...]
@@ -59,6 +65,7 @@ class _Graphs:
     Args:
         step: batch → a tensor to report, such as the loss. What changes between steps it reads from the device.
         discard: drops the gradients that a failed capture may leave, which were never computed.
+        alike: the processes that compute together with this one, whose micro-batches are `Alike.agree`d.
 
     Attributes:
         pool_bytes: of device memory that the graphs hold, for results and all in between.
@@ -68,8 +75,8 @@ class _Graphs:
     result, a tensor of its own.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any]):
-        self.step, self.discard = step, discard
+    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], alike: Alike = ONE):
+        self.step, self.discard, self.alike = step, discard, alike
         # for warm-ups and captures, since autograd remembers a leaf's stream
         self.stream = capture_stream(torch.cuda.current_device())
         self.pool = torch.cuda.graph_pool_handle()
@@ -100,8 +107,12 @@ class _Graphs:
 
     def _capture(self, batch: Batch) -> _Captured | None:
         size = max(value.numel() for value in batch.values() if isinstance(value, Tensor))
+        size = batch[AGREED].size if AGREED in batch else size
         if size > self._largest:
             self.drop()
+            if not self.alike.is_alone and self.alike.any_says(not self._has_room()):
+                self.give_up()
+                return None
         inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
         free_cached_memory(self.stream.device)  # then what is reserved grows by the pool alone
         before = torch.cuda.memory_reserved(self.stream.device)
@@ -114,6 +125,8 @@ class _Graphs:
             self.most_pool_bytes = max(self.most_pool_bytes, self.pool_bytes)
             self._largest = max(self._largest, size)
             return captured
+        if no_memory and not self.alike.is_alone:
+            raise torch.OutOfMemoryError(f"{reason} (as a CUDA graph was captured; others wait for this process)")
         self.discard()
         _leave_failed_capture(self.stream.device.index, self.pool, FAR if self.holds_graphs else 0)
         if no_memory:
@@ -124,6 +137,14 @@ class _Graphs:
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
         return captured.replay(batch)
+
+    def _has_room(self) -> bool:
+        """Whether the device has as many bytes as any step so far has taken."""
+        device = self.stream.device
+        taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(device) - torch.cuda.memory_reserved(device)
+        return min(free, allowed) >= taken
 
     @property
     def holds_graphs(self) -> bool:
@@ -200,9 +221,10 @@ class GraphedBackward(_Graphs):
     Args:
         step: batch → a tensor to report; runs `backward` and nothing after it.
         parameters: those that get gradients.
+        alike: as in `_Graphs`.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor]):
+    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], alike: Alike = ONE):
         self.gradients = Gradients(parameters)
 
         def collected(batch: Batch) -> Tensor:
@@ -210,7 +232,7 @@ class GraphedBackward(_Graphs):
             self.gradients.flush()
             return result
 
-        super().__init__(collected, self.gradients.forget)
+        super().__init__(collected, self.gradients.forget, alike)
 
     def __call__(self, batch: Batch) -> Tensor:
         self.gradients.begin()
@@ -223,7 +245,7 @@ class GraphedBackward(_Graphs):
         try:
             return super()._eager(batch)
         except RuntimeError as error:
-            if not is_out_of_memory(error) or not self.holds_graphs:
+            if not is_out_of_memory(error) or not self.holds_graphs or not self.alike.is_alone:
                 raise
         # out of the handler, whose error would keep the step's tensors
         self.gradients.forget()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods.base import Batch
+from halfbyte.parallel import slice_of
 
 from .metrics import TOKENS, Window
-from .rows import batches, counts_of
+from .rows import batches, counts_of, on_device
 from .snapshot import random_states
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def held_out_numbers(loop: TrainingLoop) -> dict[str, float]:
         late = iter(loop.unless_late(share, random, evaluates=True))
         while together := list(islice(late, loop.stepper.together)):
             counted = [counts_of([batch]) for batch in together]
-            for own, sums in zip(counted, _sums(loop, list(map(loop.on_device, together))), strict=True):
+            for own, sums in zip(counted, _sums(loop, [_own(loop, batch) for batch in together]), strict=True):
                 found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
     found = found.over(loop.mesh)
     counts = {name: count for name, count in found.counts.items() if name != TOKENS}
@@ -56,12 +57,17 @@ def _beside_graphs(loop: TrainingLoop) -> Iterator[None]:
             free_cached_memory(loop.device)
 
 
+def _own(loop: TrainingLoop, batch: dict[str, Any]) -> Batch:
+    """What this process computes of `batch`, on its device."""
+    return slice_of(on_device(batch, loop.device), loop.mesh)
+
+
 def _sums(loop: TrainingLoop, together: list[Batch]) -> list[Mapping[str, torch.Tensor]]:
     """The sums of each batch; where there is no room beside CUDA graphs, the graphs go."""
     try:
         return loop.stepper.evaluate(together)
     except RuntimeError as error:
-        if not loop.stepper.holds_graphs or not is_out_of_memory(error):
+        if not (loop.stepper.holds_graphs and loop.stepper.alike.is_alone and is_out_of_memory(error)):
             raise
     loop.stepper.give_up()  # out of the handler, whose error keeps what the forward has made
     return _sums(loop, together)

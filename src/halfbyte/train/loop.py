@@ -37,7 +37,7 @@ from halfbyte.files import new_directory
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
-from halfbyte.models.sharding import sharded, trains_alike
+from halfbyte.models.sharding import trains_alike
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
@@ -50,6 +50,7 @@ from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
+from .alike import Alike
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered, scaling_state
@@ -57,9 +58,9 @@ from .generations import Generations
 from .held_out import held_out_numbers
 from .metrics import MetricsFile, Window
 from .pipelined import PipelinedStepper
-from .readback import Mark, StepNumbers, guard
+from .readback import StepNumbers, guard
 from .records import Records
-from .rows import Counting, batches, counts_of
+from .rows import Counting, batches, counts_of, on_device
 from .snapshot import (
     load_optimizer,
     load_random,
@@ -145,7 +146,7 @@ class TrainingLoop:
 
     def use_graphs(self) -> None:
         """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
-        self.stepper = GraphedStepper(self._sums, self.trained, self._settled)
+        self.stepper = GraphedStepper(self._sums, self.trained, self._settled, Alike(self.mesh))
 
     def use_stages(self, pipeline: Pipeline, stages: Stages) -> None:
         """From now on run micro-batches through the stages that `model` was cut into."""
@@ -207,7 +208,8 @@ class TrainingLoop:
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        alike = sharded(self.model) is not None and trains_alike(self.model)
+        graphed = isinstance(self.stepper, GraphedStepper)
+        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not graphed
         narrow = partial(in_their_place, self.model, self.compute_dtype)
         self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
@@ -235,6 +237,7 @@ class TrainingLoop:
         """Epoch after epoch until a callback says stop, as the first one does at the last step."""
         began, first = time.time(), self.state.global_step
         self.units.drop_gradients()
+        self.records.watch(self.model, self.stepper)
         self.model.train()
         self.callbacks("on_train_begin")
         epoch, done = divmod(first, self._steps_per_epoch)
@@ -292,15 +295,8 @@ class TrainingLoop:
     def _take(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
         self.records.begin()
-        return [self.on_device(batch) for batch in islice(loader, self.config.gradient_accumulation_steps)]
-
-    def on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What this process computes of `batch`, without waiting for the copy."""
-        batch = {
-            key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for key, value in batch.items()
-        }
-        return slice_of(batch, self.mesh)
+        taken = [on_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
+        return [slice_of(batch, self.mesh) for batch in self.stepper.agree(taken)]
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
@@ -314,15 +310,14 @@ class TrainingLoop:
         shared = {name: torch.full((), value, device=self.device) for name, value in self.method.shared(counts).items()}
         taken = [{**batch, **shared} for batch in taken]
         before = random_states() if len(taken) > 1 else None
-        began = Mark(self.device) if self.mesh.size > 1 else None
-        sums = self.stepper(self.unless_late(taken, before), count)
-        own = None if began is None else (began, Mark(self.device))
+        with self.records.shares.of(number):
+            sums = self.stepper(self.unless_late(taken, before), count)
         sums = self.units.reduce(sums)
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
         if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
             guard(self.optimizer, numbers)
-        step = StepNumbers(number, counts, numbers, own)
+        step = StepNumbers(number, counts, numbers, self.records.shares.step)
         self.records.launch(step)
         if not guarded or number == 1:
             self.records.check(step)

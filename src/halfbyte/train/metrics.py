@@ -118,7 +118,7 @@ class MetricsFile:
         where, found = str(self.path), []
         for number, line in enumerate(lines, 1):
             record = parse_json(line, where, ConfigError, fix, line=number)
-            if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+            if not _is_record(record):
                 raise ConfigError(f"{where}:{number} is no record of a run", fix)
             found.append(record)
         return found
@@ -127,6 +127,15 @@ class MetricsFile:
         """Drop the records past `step`, atomically: the resumed run writes them again."""
         kept = [json.dumps(record) + "\n" for record in self.records() if record["step"] <= step]
         write_text(self.path, "".join(kept))
+
+
+def _is_record(found: Any) -> bool:
+    """Whether a line holds what every record does, and one of training what a run's summary is made of."""
+    if not isinstance(found, dict) or "kind" not in found or type(found.get("step")) is not int:
+        return False
+    loss, tokens, rate = (found.get(name) for name in ("loss", TOKENS, "tokens_per_second"))
+    numbers = all(isinstance(number, int | float) for number in (loss, tokens, rate))
+    return found["kind"] != "train" or (numbers and rate > 0)  # type: ignore[operator]
 
 
 def peak_memory(device: torch.device) -> int:

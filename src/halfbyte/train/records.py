@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from halfbyte.methods.base import Numbers
-from halfbyte.parallel import Mesh
+from halfbyte.parallel import AXES, Mesh
 
 from .callbacks import Callbacks
 from .metrics import MetricsFile, Window, peak_memory
 from .readback import Mark, StepNumbers
+from .shares import Shares, shares_of
+from .stepper import Stepper
 from .stops import Stops
 
 
@@ -26,6 +28,7 @@ class Records:
         norm: the last gradient norm that was read.
         mean_losses: the sum of the steps' mean losses.
         beside: numbers of the rows that the host knows, for a record that is due.
+        shares: of the time of this process, of several.
     """
 
     def __init__(
@@ -44,12 +47,17 @@ class Records:
         self.norm = math.nan
         self.mean_losses = 0.0
         self.beside: Callable[[], dict[str, float]] = dict
+        self.shares = Shares(None, {})
         self._own = 0.0  # seconds that this process, of several, computed by itself since the last record
         self._launched: StepNumbers | None = None  # the step being launched, from its gradient norm on
         self._unread: StepNumbers | None = None  # the step before
         self._since = Mark(device)  # until when the window counts the time
         self._due: float | None = None  # learning rate of a record that waits for its step's numbers
         self._beside: dict[str, float] = {}  # of that record
+
+    def watch(self, model: Any, stepper: Stepper) -> None:
+        """From the next step on know what its time goes into, where several processes train."""
+        self.shares = shares_of(self.mesh, self.device, model, stepper)
 
     def begin(self) -> None:
         """The rows of a step are taken; after a pause, time counts from here, else from the end of the step before."""
@@ -107,14 +115,15 @@ class Records:
 
     def _of_all(self, steps: int) -> dict[str, float]:
         """The most memory that any process took; and of several, how long the fastest and the slowest one computed in a
-        step of the window before it summed gradients with the others."""
+        step of the window before it summed gradients with the others, and the means of their `shares`."""
         own, self._own = self._own / max(steps, 1), 0.0
+        shares = self.mesh.sum(found, AXES) if (found := self.shares.read()) else {}
         most = self.mesh.max({"memory_bytes": peak_memory(self.device), "slowest_seconds": own, "fastest": -own})
         fastest = -most.pop("fastest")
         if self.mesh.size == 1:
             del most["slowest_seconds"]
             return most
-        return most | {"fastest_seconds": fastest}
+        return most | {"fastest_seconds": fastest} | {name: each / self.mesh.size for name, each in shares.items()}
 
     def read_all(self) -> None:
         """The run ends early: what was not finished is dropped, what was is recorded; but not in a process of several,

@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 
 from halfbyte import __version__
 from halfbyte.adapters import compute
-from halfbyte.config import RunConfig
 from halfbyte.console import Console
 from halfbyte.data.paired import answer_collator, trained_tokens
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import cache_folder, new_file
 from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
+from halfbyte.methods.preference import with_all_it_has
 from halfbyte.notices import notice
 from halfbyte.parallel import ROWS
 
@@ -71,18 +71,13 @@ def precomputes(run: PreparedRun) -> bool:
     if asked != "auto":
         return bool(asked)
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * run.mesh.ways(*ROWS)
-    return as_it_is(config) or run.total_steps * rows >= len(run.data.train)
-
-
-def as_it_is(config: RunConfig) -> bool:
-    """Whether the reference is the model with all that it has before the first step."""
-    return bool(not config.use_peft or config.adapter_path or config.qat_scheme)
+    return with_all_it_has(config) or run.total_steps * rows >= len(run.data.train)
 
 
 @contextlib.contextmanager
 def _forwards(run: PreparedRun, loop: TrainingLoop) -> Iterator[None]:
     """Around forwards of the reference."""
-    with contextlib.nullcontext() if as_it_is(run.config) else as_reference(loop.model):
+    with contextlib.nullcontext() if with_all_it_has(run.config) else as_reference(loop.model):
         yield
 
 
@@ -198,13 +193,13 @@ def _file(run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]) -> Path 
         table = rows.with_format("arrow")[:]
         for column in ("input_ids", "labels", "seq_lengths"):
             for chunk in table[column].chunks:
-                digest.update(np.ascontiguousarray(chunk.offsets.to_numpy()))
-                digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()))
+                digest.update(np.ascontiguousarray(chunk.offsets.to_numpy()).data)
+                digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()).data)
     for name, tensor in (*loop.model.named_parameters(), *loop.model.named_buffers()):
-        if as_it_is(config) or not tensor.requires_grad:
+        if with_all_it_has(config) or not tensor.requires_grad:
             digest.update(name.encode())
             for part in _parts(tensor.detach()):
-                digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy())
+                digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return folder / f"{digest.hexdigest()[:32]}.safetensors"
 
 

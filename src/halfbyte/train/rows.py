@@ -77,6 +77,14 @@ def batches(
     return Share(loader, collate.blank, len(own), len(order))
 
 
+def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """`batch` on `device`, without waiting for the copy."""
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }
+
+
 def counts_of(batches: list[dict[str, Any]]) -> dict[str, float]:
     """Take the counts out of `batches`: their sums."""
     counts = [batch.pop(COUNTS) for batch in batches]

@@ -85,7 +85,8 @@ def finished_measures(prepared: PreparedRun) -> dict[str, int] | None:
     if not isinstance(environment, dict) or not environment.get("finished") or "stopped" in environment:
         return None
     measured = memory.get("measured") if isinstance(memory, dict) else None
-    return measured if isinstance(measured, dict) and "peak_bytes" in measured else None
+    sound = isinstance(measured, dict) and "peak_bytes" in measured and all(type(n) is int for n in measured.values())
+    return measured if sound else None
 
 
 def saved_in(config: RunConfig) -> str:

@@ -123,8 +123,8 @@ def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> R
     console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
     if run.mesh.is_main:
         remove_leftovers(output)
-        if not all((output / name).is_file() for name in PAGES):
-            _report(job, console)
+        if missing := [name for name in PAGES if not (output / name).is_file()]:
+            _report(job, console, card=PAGES[0] in missing)
     return RunResult(output, _summary(job, measured))
 
 
@@ -232,7 +232,7 @@ def _make_ready(
         with divided(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
-    if run.plan.use_graphs and by_positions and run.method.rows != "prompts" and not run.mesh.computes_together:
+    if run.plan.use_graphs and by_positions and run.method.rows != "prompts":
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
@@ -354,10 +354,11 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
     return {"model_reload": checks.model_reload(model, folder)}
 
 
-def _report(job: OpenRun, console: Console) -> None:
+def _report(job: OpenRun, console: Console, card: bool = True) -> None:
     from halfbyte.report import write_card, write_report
 
-    write_card(job.output)
+    if card:
+        write_card(job.output)
     report = write_report(job.output)
     saved = job.output / saved_in(job.prepared.config)
     console.print(one_line(f"saved: {saved} · report: {report}"), soft_wrap=True)

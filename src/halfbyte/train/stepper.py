@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .graph import GraphedBackward
+from .alike import AGREED, Alike
+from .graph import ONE, GraphedBackward
 
 Batch = Mapping[str, Any]
 COUNT = "loss_count"  # in a micro-batch: what the step's summed loss is divided by, a number on the device
@@ -28,6 +29,7 @@ class Stepper:
     together = 1  # batches that are best evaluated at once
     holds_graphs = False
     most_graph_bytes = 0  # of device memory that graphs held
+    alike = ONE  # the processes that this one does nothing without
 
     def __init__(self, sums: Callable[[Batch], Mapping[str, Tensor]], scaler: torch.amp.GradScaler | None = None):
         self.sums, self.scaler = sums, scaler
@@ -43,10 +45,14 @@ class Stepper:
 
     def backward(self, batch: Batch) -> Tensor:
         """Forward and backward of a micro-batch, which a graph can capture: its sums [n]."""
-        sums = self.sums({key: value for key, value in batch.items() if key != COUNT})
+        sums = self.sums({key: value for key, value in batch.items() if key not in (COUNT, AGREED)})
         loss = sums["loss"] / batch[COUNT]
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return torch.stack([value.detach() for value in sums.values()])
+
+    def agree(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of a step, on the device, as all processes are to compute them, which all call it."""
+        return list(batches)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
         """The sums of each of `batches`."""
@@ -65,6 +71,7 @@ class GraphedStepper(Stepper):
     Args:
         parameters: those that get gradients.
         ready: whether the next step may be captured.
+        alike: the processes that compute together with this one.
     """
 
     def __init__(
@@ -72,9 +79,14 @@ class GraphedStepper(Stepper):
         sums: Callable[[Batch], Mapping[str, Tensor]],
         parameters: Sequence[Tensor],
         ready: Callable[[], bool],
+        alike: Alike = ONE,
     ):
         super().__init__(sums)
-        self.graphs, self.ready = GraphedBackward(self.backward, parameters), ready
+        self.alike, self.ready = alike, ready
+        self.graphs = GraphedBackward(self.backward, parameters, alike)
+
+    def agree(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.alike.agree(batches)
 
     def micro_batch(self, batch: Batch) -> Tensor:
         return self.graphs(batch) if self.ready() else self.backward(batch)

@@ -17,14 +17,14 @@ from ..tiling import power_of_2
 from .float8 import e4m3
 from .launch import Launcher
 
-SLOTS = (64, 32, 16)  # of the cache that a program reads at a time: the most that fit, by `_slots`
+SLOTS = (64, 32, 16)  # of the cache that a program reads at a time: the most that fit, by `slots_of`
 CONVERTS = (9, 0)  # E4M3 to bf16, by Triton: on Ada its assembler refuses what it writes
 STAGES = 3  # steps whose keys and values are on their way at once
 COPIES = 4.5  # of so many slots' keys, in shared memory: compiled kernels take 4.3 to 4.4, on Turing 2.5
 
 
 @triton.jit
-def _cached(pointers, mask):
+def cached(pointers, mask):
     """What is in the cache; bytes are the bits of E4M3, where Triton cannot convert it."""
     values = tl.load(pointers, mask=mask, other=0.0)
     if values.dtype == tl.uint8:
@@ -55,7 +55,7 @@ def _attend(
         used = (slot >= first) & (slot <= last)
         where = (program * slots + slot[:, None]) * size + d[None, :]
         mask = used[:, None] & (d[None, :] < size)
-        k = _cached(keys_ptr + where, mask).to(q.dtype)
+        k = cached(keys_ptr + where, mask).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
             ratio = 2 / (1 + tl.exp(-2 * scores / softcap)) - 1  # tanh
@@ -64,7 +64,7 @@ def _attend(
         higher = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp(scores - higher[:, None])
         fade = tl.exp(top - higher)
-        v = _cached(values_ptr + where, mask).to(q.dtype)
+        v = cached(values_ptr + where, mask).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
         total = total * fade + tl.sum(weights, axis=1)
         top = higher
@@ -74,7 +74,7 @@ def _attend(
 _launcher = Launcher(_attend)
 
 
-def _slots(device: Device, size: int, element_size: int) -> tuple[int, int]:
+def slots_of(device: Device, size: int, element_size: int) -> tuple[int, int]:
     """For heads of `size` padded values; and stages: one, where the fewest slots do not fit with more."""
     fitting = (slots for slots in SLOTS if COPIES * slots * size * element_size <= device.shared_bytes)
     slots = next(fitting, None)
@@ -102,7 +102,7 @@ def attend(
         batch * keys.shape[1],
         (q, keys, values, first, last, out),
         (keys.shape[2], size, scale, softcap or 1.0),
-        (keys.shape[1], group, max(power_of_2(group), 16), padded, *_slots(device_of(q), padded, q.element_size()),
+        (keys.shape[1], group, max(power_of_2(group), 16), padded, *slots_of(device_of(q), padded, q.element_size()),
          window or 0, softcap is not None),
         warps=4,
     )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Triton: a token of each row and its log-probability, in one pass over its logits, by blocks; then over the blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ops.sample import draw_tokens
+from ..tiling import power_of_2
+from .launch import Launcher
+
+BLOCK = 4096  # tokens of a program
+
+
+@triton.jit
+def _exponential(words):
+    """As `ops.sample.exponentials`."""
+    v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))  # where 1 - v would lose v's last bits
+    return tl.where(v < 0.015625, series, -tl.log(1.0 - v))
+
+
+@triton.jit
+def _blocks(
+    logits_ptr, places_ptr, seed_ptr, kept_ptr, top_ptr, total_ptr, best_ptr, where_ptr, vocabulary, temperature,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    row, begin = program // BLOCKS, (program % BLOCKS).to(tl.int32) * BLOCK
+    token = begin + tl.arange(0, BLOCK)
+    inside = token < vocabulary
+    at = row * vocabulary + token
+    scores = tl.load(logits_ptr + at, mask=inside, other=-float("inf")) / temperature
+    top = tl.max(scores, axis=0)
+    total = tl.sum(tl.exp(scores - tl.where(top == -float("inf"), 0.0, top)), axis=0)
+    wanted = scores
+    if DRAWN:
+        prompt, generation = tl.load(places_ptr + 3 * row).to(tl.int32), tl.load(places_ptr + 3 * row + 1).to(tl.int32)
+        position = tl.load(places_ptr + 3 * row + 2).to(tl.int32)
+        quarter = begin // 4 + tl.arange(0, BLOCK // 4)
+        w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), quarter, position, generation, prompt)
+        words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+        wanted = scores - tl.log(_exponential(words))
+    if KEPT:
+        inside = inside & (tl.load(kept_ptr + at, mask=inside, other=0) != 0)
+    wanted = tl.where(inside, wanted, -float("inf"))
+    tl.store(top_ptr + program, top)
+    tl.store(total_ptr + program, total)
+    tl.store(best_ptr + program, tl.max(wanted, axis=0))
+    tl.store(where_ptr + program, begin + tl.argmax(wanted, axis=0))
+
+
+@triton.jit
+def _rows(
+    logits_ptr, top_ptr, total_ptr, best_ptr, where_ptr, tokens_ptr, log_probs_ptr, vocabulary, temperature,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    row, b = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    at, there = row * BLOCKS + b, b < BLOCKS
+    tops = tl.load(top_ptr + at, mask=there, other=-float("inf"))
+    top = tl.max(tops, axis=0)
+    total = tl.sum(tl.load(total_ptr + at, mask=there, other=0.0) * tl.exp(tops - top), axis=0)
+    best = tl.load(best_ptr + at, mask=there, other=-float("inf"))
+    token = tl.load(where_ptr + row * BLOCKS + tl.argmax(best, axis=0))
+    score = tl.load(logits_ptr + row * vocabulary + token) / temperature
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+    tl.store(log_probs_ptr + row, score - top - tl.log(total))
+
+
+_by_block, _by_row = Launcher(_blocks), Launcher(_rows)
+
+
+@draw_tokens.kernel("cuda", "xpu")
+def draw(
+    logits: Tensor, places: Tensor, seed: Tensor, temperature: float, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows, vocabulary = logits.shape
+    logits, places = logits.contiguous(), places.contiguous()
+    mask = logits if kept is None else kept.contiguous().view(torch.uint8)
+    blocks = -(-vocabulary // BLOCK)
+    tops, totals, bests = (torch.empty(rows, blocks, dtype=torch.float32, device=logits.device) for _ in range(3))
+    wheres = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    by = temperature or 1.0
+    sums = tops, totals, bests, wheres
+    constants = blocks, BLOCK, temperature > 0, kept is not None
+    _by_block(rows * blocks, (logits, places, seed, mask, *sums), (vocabulary, by), constants, warps=8)
+    results = tokens, log_probs
+    _by_row(rows, (logits, *sums, *results), (vocabulary, by), (blocks, power_of_2(blocks)), warps=4)
+    return results

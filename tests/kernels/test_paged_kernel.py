@@ -1,0 +1,102 @@
+"""The engine's Triton kernels beside their specifications: attention over pages, and the sampler."""
+
+import parity
+import pytest
+import torch
+from paged_cases import LENGTHS, VARIANTS, case, exact
+from parity import DEVICE, INTERPRETED, dtypes
+
+from halfbyte.ops.paged_attention import paged_attention
+from halfbyte.ops.sample import draw_tokens
+
+pytestmark = parity.mark
+pytest.importorskip("triton")
+
+SIZES = [((4, 2), 24)] if INTERPRETED else [((32, 8), 128), ((4, 2), 24), ((8, 8), 80), ((6, 1), 64), ((16, 8), 256)]
+SPLITS = [3] if INTERPRETED else [1, 3, 8]
+FEW = (1, 64, 150) if INTERPRETED else LENGTHS
+
+
+def attend(arguments, splits=None):
+    from halfbyte.kernels.triton import paged_attention as module
+
+    if splits is None:
+        return module.attend(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "splits_of", lambda *_: splits)
+        return module.attend(*arguments)
+
+
+@dtypes
+@VARIANTS
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(("heads", "size"), SIZES)
+def test_attention_is_the_references(dtype, heads, size, splits, window, softcap):
+    """The fewest splits leave programs with much to do, the most some without a page."""
+    on_cpu = case(dtype, heads, size, FEW)
+    arguments = (*(each.to(DEVICE) for each in on_cpu), 0.3, window, softcap)
+    found = attend(arguments, splits).cpu()
+    truth = paged_attention.reference(*exact(on_cpu), 0.3, window, softcap)
+    assert (found.shape, found.dtype) == (truth.shape, dtype)
+    assert (found.double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs FP8 conversions")
+def test_an_8_bit_cache():
+    q, keys, values, tables, lengths = case(torch.bfloat16, (32, 8), 128)
+    keys, values = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
+    on_device = tuple(each.to(DEVICE) for each in (q, keys, values, tables, lengths))
+    found = attend((*on_device, 0.1, None, None)).cpu()
+    own = q.double(), keys.float().double(), values.float().double(), tables, lengths
+    truth = paged_attention.reference(*own, 0.1, None, None)
+    assert (found.double() - truth).norm() <= 0.02 * truth.norm()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_graph_follows_lengths_and_tables(rows):
+    arguments = case(torch.bfloat16, (32, 8), 128, LENGTHS[:rows], device=DEVICE)
+    _, _, _, tables, lengths = arguments
+    attend((*arguments, 0.1, None, None))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend((*arguments, 0.1, None, None))
+    lengths.copy_(torch.ones_like(lengths))
+    tables[:, 0] = tables[:, 0].flip(0)
+    graph.replay()
+    assert torch.equal(out, attend((*arguments, 0.1, None, None)))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 1000, 4096, 4099] if INTERPRETED else [1, 1000, 4096, 4099, 128_256])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.0])
+def test_draws_are_the_references(vocabulary, temperature):
+    """The same tokens but where two are as likely as the last bits of a logarithm tell."""
+    rows = 3 if INTERPRETED else 200
+    logits = torch.randn(rows, vocabulary) * 4
+    logits[2, :-1] = -torch.inf
+    places = torch.randint(-(2**31), 2**31, (rows, 3))
+    kept = torch.rand(rows, vocabulary) > 0.5
+    kept[:, -1] = True
+    seed = torch.tensor([-81985529216486896])
+    for mask in (None, kept):
+        from halfbyte.kernels.triton.sample import draw
+
+        on_device = (each.to(DEVICE) for each in (logits, places, seed))
+        tokens, log_probs = (
+            each.cpu() for each in draw(*on_device, temperature, None if mask is None else mask.to(DEVICE))
+        )
+        expected, log_probs_of_it = draw_tokens.reference(logits, places, seed, temperature, mask)
+        same = tokens == expected
+        assert same.float().mean() >= (1 if INTERPRETED or not temperature else 0.99)
+        assert mask is None or mask.gather(1, tokens.unsqueeze(1)).all()
+        torch.testing.assert_close(log_probs[same], log_probs_of_it[same], rtol=1e-5, atol=1e-5)
+
+
+def test_nan_is_seen():
+    from halfbyte.kernels.triton.sample import draw
+
+    logits = torch.randn(3, 200)
+    logits[1, 77] = torch.nan
+    on_device = (each.to(DEVICE) for each in (logits, torch.zeros(3, 3, dtype=torch.int64), torch.tensor([5])))
+    _, log_probs = draw(*on_device, 1.0, None)
+    assert log_probs.isnan().tolist() == [False, True, False]

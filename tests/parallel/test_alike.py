@@ -1,0 +1,131 @@
+"""Processes that compute together warm up, capture, replay and give up alike, on a stand-in for CUDA's graphs."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from graph_stand_in import StandIn
+from patch_models import quantize, tiny
+
+import halfbyte
+from halfbyte.data.collate import PackedCollator, PaddedCollator
+from halfbyte.models.head import causal_lm_loss
+from halfbyte.models.sharding import shard_model
+from halfbyte.parallel import ALONE
+from halfbyte.train import stepper
+from halfbyte.train.alike import AGREED, Alike
+from halfbyte.train.graph import WARMUP
+from halfbyte.train.rows import COUNTS
+
+pytestmark = pytest.mark.dist
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+LENGTHS = [(5, 9), (40,), (5, 4, 7, 3), (150, 30)]  # of the documents of a window's micro-batches
+WINDOWS = WARMUP + 3  # the wider micro-batches' graph ends the others', which are captured again
+
+
+def micro_batch(lengths, packed):
+    generator = torch.Generator().manual_seed(sum(lengths))
+    ids = [torch.randint(2, 40, (length,), generator=generator).tolist() for length in lengths]
+    if not packed:
+        return PaddedCollator(1, rounded=True)([{"input_ids": row, "labels": row} for row in ids])
+    row = [token for document in ids for token in document]
+    packed = PackedCollator(1, fused=True, max_length=256)
+    return packed([{"input_ids": row, "labels": row, "seq_lengths": list(lengths)}])
+
+
+def case_agrees(mesh, packed):
+    """The micro-batches of a step here, as they were and as they are."""
+    own = [micro_batch(lengths, packed) | {COUNTS: {}} for lengths in LENGTHS[mesh.place("shard") :: 2]]
+    return list(zip(own, Alike(mesh).agree(own), strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batches_become_as_wide_as_the_widest(two, packed):
+    results = two.run(case_agrees, packed, layout={"shard": 2})
+    for (_, first), (_, other) in zip(*results, strict=True):
+        assert first[AGREED] == other[AGREED]
+        for name in first.keys() - {COUNTS}:
+            mine, theirs = (
+                each[name].shape[-1] if torch.is_tensor(each[name]) else each[name] for each in (first, other)
+            )
+            assert mine == theirs, name
+    for before, after in (pair for found in results for pair in found):
+        width = before["input_ids"].shape[1]
+        for name in ("input_ids", "labels"):
+            assert torch.equal(after[name][:, :width], before[name])
+        assert bool((after["labels"][:, width:] == -100).all())
+        if not packed:
+            assert not after["attention_mask"][:, width:].any()
+            continue
+        begins = after["cu_seq_lens_q"].unique().tolist()
+        assert begins[-1] == after["input_ids"].numel()
+        positions = [place for a, b in itertools.pairwise(begins) for place in range(b - a)]
+        assert after["position_ids"].flatten().tolist() == positions
+        assert max(positions) < after["max_length_q"]
+
+
+def test_what_cannot_grow_is_a_shape_of_all(two):
+    """Rows of a kind that this does not know stay as they are; what differs anywhere tells shapes apart."""
+    first, other = two.run(case_others, layout={"shard": 2})
+    assert first == other
+    assert len(set(first)) == 2
+
+
+def case_others(mesh):
+    sizes = [(2, 2), (2, 3), (2, 3)]
+    own = [{"pairs": torch.zeros(pair[mesh.place("shard")])} for pair in sizes]
+    agreed = Alike(mesh).agree(own)
+    assert [each["pairs"].shape for each in agreed] == [each["pairs"].shape for each in own]
+    return [each[AGREED] for each in agreed]
+
+
+def model_of():
+    torch.manual_seed(0)
+    return quantize(tiny("Llama", shape=SIZES))
+
+
+def trains(model, make, mesh=ALONE):
+    """Losses and gradients of each step of SGD, and the agreed shapes that have a graph at the end."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    halfbyte.patch(model)
+    steps, record = make(lambda batch: {"loss": causal_lm_loss(model, batch)[0]}, trained), []
+    window = [micro_batch(lengths, True) for lengths in LENGTHS]
+    count = sum((each["labels"][:, 1:] != -100).sum() for each in window).float()
+    for _ in range(WINDOWS):
+        own = copy.deepcopy(window[mesh.place("shard") :: mesh.ways("shard")])
+        sums = mesh.sum(steps(steps.agree(own), count))
+        record.append((sums, [mesh.sum(parameter.grad.clone()) for parameter in trained]))
+        for parameter, gradient in zip(trained, record[-1][1], strict=True):
+            parameter.data.sub_(0.1 * gradient)
+            parameter.grad = None
+    graphs = steps.graphs._captured if isinstance(steps, stepper.GraphedStepper) else {}
+    return record, {dict(shapes)[AGREED] for shapes, found in graphs.items() if found is not None}
+
+
+def case_trains(mesh, free):
+    model = model_of()
+    shard_model(model, mesh)
+    with pytest.MonkeyPatch.context() as patched:
+        stand_in = StandIn(free=free[mesh.place("shard")]).install(patched)
+        patched.setattr(stepper, "GraphedBackward", stand_in.backwards)
+
+        def graphed(sums, trained):
+            return stepper.GraphedStepper(sums, trained, lambda: True, Alike(mesh))
+
+        return trains(model, graphed, mesh)
+
+
+@pytest.mark.parametrize("free", [(10, 10), (10, 9)])
+def test_graphs_of_processes_that_gather_together(two, free):
+    """Each of two shapes has a graph once it is warm; where one process lacks room for it, no process has any."""
+    results = two.run(case_trains, free, layout={"shard": 2})
+    expected, _ = trains(model_of(), lambda sums, trained: stepper.Stepper(sums))
+    for record, captured in results:
+        assert len(captured) == (2 if free == (10, 10) else 0)
+        assert captured == results[0][1]
+        for (loss, gradients), (its, theirs) in zip(record, expected, strict=True):
+            assert loss.item() == pytest.approx(its.item(), rel=1e-6)
+            for mine, other in zip(gradients, theirs, strict=True):
+                assert (mine - other).norm() <= 1e-5 * other.norm()

@@ -1,0 +1,174 @@
+"""Preference training as a run: its reference, its records, resuming, evaluating."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from halfbyte.cli import app
+from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.evaluate import evaluate
+from halfbyte.train.sft import finetune
+
+NUMBERS = ("chosen", "rejected", "accuracies", "margins")
+
+
+@pytest.fixture(scope="module")
+def data(place):
+    """24 sums with a right and a wrong answer."""
+    rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
+    paired = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": f" no {' 7' * (n % 3)} {n}"}
+        for n, row in enumerate(rows)
+    ]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in paired))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "reference"
+
+
+def keys(output, **more):
+    keys = {"output_dir": str(output), "device": "cpu", "dtype": "float32", "load_in_4bit": False, "r": 4}
+    keys |= {"learning_rate": 1e-2, "warmup_steps": 0, "sample_prompts": 0, "max_length": 64, "logging_steps": 1}
+    return keys | {"method": "dpo", "per_device_train_batch_size": 4} | more
+
+
+def run(data, output, **more):
+    return finetune(str(data / "model"), str(data / "pairs.jsonl"), **keys(output, **more))
+
+
+def records(output, kind="train"):
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in lines if record["kind"] == kind]
+
+
+def losses(output):
+    return [record["loss"] for record in records(output)]
+
+
+def adapter(output):
+    return load_file(output / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "cpo"])
+def test_it_learns_to_prefer(data, tmp_path, method):
+    run(data, tmp_path / "out", method=method, num_train_epochs=4, eval_split_size=6)
+    before, *_, after = records(tmp_path / "out", "eval")
+    assert after["loss"] < before["loss"]
+    assert after["rewards/accuracies"] > 0.8
+    assert after["rewards/margins"] > before["rewards/margins"]
+    trained = records(tmp_path / "out")
+    assert {f"rewards/{name}" for name in NUMBERS} | {"logps/chosen", "logps/rejected", "pairs"} <= trained[0].keys()
+    assert trained[0]["pairs"] == 4
+    assert "accuracy" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("layout", [{"packing": True}, {"padding_free": True}], ids=["packed", "flat"])
+def test_first_losses_of_a_reference_of_each_step_and_of_a_precomputed_one(data, tmp_path, layout):
+    """In another layout, in half the micro-batches: the same steps."""
+    steps = {"num_train_epochs": 2, "precompute_ref_log_probs": False}
+    run(data, tmp_path / "each", **steps)
+    run(data, tmp_path / "kept", num_train_epochs=2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    assert losses(tmp_path / "kept") == pytest.approx(losses(tmp_path / "each"), rel=1e-4)
+    assert losses(tmp_path / "each")[0] == pytest.approx(0.6931, abs=1e-4)
+    assert abs(losses(tmp_path / "each")[-1] - 0.6931) > 0.05
+    whole = {"per_device_train_batch_size": 24, "num_train_epochs": 3}
+    run(data, tmp_path / "padded", **whole)
+    run(data, tmp_path / "other", **whole, **layout)
+    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "padded"), rel=1e-4)
+
+
+def test_a_kept_reference_serves_other_losses_and_no_other_model(data, tmp_path, cache):
+    run(data, tmp_path / "first", max_steps=7, precompute_ref_log_probs=True)
+    [kept] = cache.iterdir()
+    written = kept.stat().st_mtime_ns
+    run(data, tmp_path / "second", max_steps=2, precompute_ref_log_probs=True, beta=0.5, loss_type="ipo", seed=1)
+    assert [(file, file.stat().st_mtime_ns) for file in cache.iterdir()] == [(kept, written)]
+    checks = json.loads((tmp_path / "second" / "checks.json").read_text())
+    assert str(kept) in checks["reference"]["from"]
+    assert checks["reference"]["largest_difference"] < 1e-4
+    kept.write_bytes(kept.read_bytes()[:-40])  # damaged: computed again
+    run(data, tmp_path / "third", max_steps=7, precompute_ref_log_probs=True)
+    assert losses(tmp_path / "third") == losses(tmp_path / "first")
+    run(data, tmp_path / "quantized", max_steps=2, precompute_ref_log_probs=True, load_in_4bit=True)
+    run(data, tmp_path / "fewer", max_steps=2, precompute_ref_log_probs=True, eval_split_size=3)
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_a_wrong_kept_reference_stops_the_run(data, tmp_path, cache):
+    from safetensors.torch import save_file
+
+    run(data, tmp_path / "first", max_steps=7)
+    [kept] = cache.iterdir()
+    save_file({name: values - 0.1 for name, values in load_file(kept).items()}, kept)
+    with pytest.raises(TrainingError, match="policy is not its reference"):
+        run(data, tmp_path / "second", max_steps=7)
+
+
+def test_an_adapter_that_adds_something_at_first_is_no_reference(data, tmp_path):
+    for asked in (True, False):
+        with pytest.raises(TrainingError, match="policy is not its reference") as error:
+            run(data, tmp_path / "out", max_steps=7, init_lora_weights=False, precompute_ref_log_probs=asked)
+        assert "init_lora_weights" in error.value.fix
+
+
+def test_continuing_from_an_adapter_it_is_the_reference(data, tmp_path):
+    run(data, tmp_path / "first", num_train_epochs=2)
+    more = {"adapter_path": str(tmp_path / "first" / "adapter"), "eval_split_size": 6}
+    run(data, tmp_path / "second", num_train_epochs=2, **more)
+    before = records(tmp_path / "second", "eval")[0]
+    assert before["loss"] == pytest.approx(0.6931, abs=1e-4)  # against the base it would be lower
+    found = evaluate(str(tmp_path / "second"), str(data / "pairs.jsonl")).numbers
+    against_base = evaluate(str(tmp_path / "second"), str(data / "pairs.jsonl"), ["adapter_path=null"]).numbers
+    assert found["rewards/margins"] < against_base["rewards/margins"]
+    with pytest.raises(ConfigError, match="with adapter_path"):
+        run(data, tmp_path / "third", precompute_ref_log_probs=False, **more)
+
+
+def test_full_fine_tuning_has_its_first_weights_as_reference(data, tmp_path):
+    run(data, tmp_path / "out", use_peft=False, learning_rate=1e-3, num_train_epochs=2)
+    assert losses(tmp_path / "out")[0] == pytest.approx(0.6931, abs=1e-4)
+    assert losses(tmp_path / "out")[-1] < 0.6
+    with pytest.raises(ConfigError, match="use_peft: false"):
+        run(data, tmp_path / "other", use_peft=False, precompute_ref_log_probs=False)
+
+
+@pytest.mark.parametrize("asked", [{}, {"precompute_ref_log_probs": False}, {"method": "orpo", "packing": True}])
+def test_a_resumed_run_has_equal_bytes(data, tmp_path, asked):
+    whole = {"num_train_epochs": 2, "save_steps": 3, "save_total_limit": None, "lora_dropout": 0.1, **asked}
+    run(data, tmp_path / "whole", **whole)
+    first = sorted((tmp_path / "whole").glob("checkpoint-*"))[0]
+    part = tmp_path / "part"
+    (part / first.name).mkdir(parents=True)
+    for name in ("metrics.jsonl", "config.resolved.yaml"):
+        (part / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+    for file in first.iterdir():
+        (part / first.name / file.name).write_bytes(file.read_bytes())
+    run(data, part, **whole, resume_from_checkpoint=True)
+    assert losses(part) == losses(tmp_path / "whole")
+    theirs = adapter(tmp_path / "whole")
+    assert all(torch.equal(weight, theirs[name]) for name, weight in adapter(part).items())
+
+
+def test_the_command_line(data, tmp_path):
+    path = tmp_path / "run.yaml"
+    config = keys(tmp_path / "out", max_steps=3, eval_split_size=6)
+    path.write_text(
+        json.dumps(config | {"model_name_or_path": str(data / "model"), "dataset": str(data / "pairs.jsonl")})
+    )
+    for command in ("check", "train"):
+        found = CliRunner().invoke(app, [command, str(path)])
+        assert found.exit_code == 0, found.output
+    assert "chosen reward " in found.output
+    found = CliRunner().invoke(app, ["eval", str(tmp_path / "out"), str(data / "pairs.jsonl")])
+    assert found.exit_code == 0, found.output
+    assert "accuracy " in found.stdout
+    numbers = evaluate(str(tmp_path / "out"), str(data / "pairs.jsonl")).numbers
+    assert numbers["rewards/margins"] != 0
+    assert numbers["pairs"] == 24
