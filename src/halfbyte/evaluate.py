@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, DataError, ModelError
 from .methods import METHODS, method_of
@@ -108,16 +108,23 @@ def measure(
     import torch
 
     from .adapters import compute, no_input_casts
+    from .train.ahead import Ahead, with_numbers
 
     device, metrics = next(model.parameters()).device, method.numbers.trained
     sums = dict.fromkeys((metric.name for metric in metrics), 0.0)
     counts, started = dict.fromkeys((metric.over for metric in metrics), 0.0), time.perf_counter()
-    with torch.no_grad(), no_input_casts(model):
+
+    def batches() -> Iterator[dict[str, Any]]:
         for first in range(0, len(rows), size):
             batch = collate([rows[index] for index in range(first, min(first + size, len(rows)))])
+            yield {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
+
+    with torch.no_grad(), no_input_casts(model):
+        shared = Ahead(method, model).of_all(batches())
+        for batch in batches():
             counted = method.counts(batch)
             counts = {name: count + counted[name] for name, count in counts.items()}
-            batch = {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
+            batch = with_numbers(batch, shared)
             with compute(model):
                 for name, value in method.sums(model, batch).items():
                     sums[name] += float(value)

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -184,7 +185,7 @@ def test_a_function_that_hangs_and_one_that_gives_nonsense(prompts, tmp_path):
         ({"packing": True}, "answers come as they are written"),
         ({"delta": 1.1}, "within what is clipped anyway"),
         ({"reward_funcs": ["exact"]}, "further columns are: kind, n"),
-        ({"max_completion_length": 60}, "every prompt is longer"),
+        ({"max_completion_length": 60}, "leaves no room for an answer"),
         ({"per_device_train_batch_size": 64}, "a generation takes 32 prompts, and there are 24"),
     ],
 )
@@ -207,6 +208,18 @@ def test_rewards_are_tried_before_a_run(prompts, tmp_path):
     assert not (tmp_path / "out").exists()
     other = ["preview", str(prompts / "model"), str(prompts / "data.jsonl"), "--rollouts", "3"]
     assert CliRunner().invoke(app, other).exit_code == 2
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_init_writes_a_run_that_checks(prompts, tmp_path, method):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"what is {n}?"}) + "\n" for n in range(64)))
+    written = CliRunner().invoke(app, ["init", "--method", method, str(prompts / "model"), str(tmp_path / "p.jsonl")])
+    assert written.exit_code == 0, written.output
+    config = yaml.safe_load(written.stdout)
+    answers = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
+    assert answers % config["num_generations"] == 0
+    assert config["reward_funcs"]
+    load_config(None, config)
 
 
 def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):

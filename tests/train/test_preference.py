@@ -24,6 +24,11 @@ def data(place):
         for n, row in enumerate(rows)
     ]
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in paired))
+    single = [
+        {"prompt": row["prompt"], "completion": row["chosen" if n % 2 else "rejected"], "label": bool(n % 2)}
+        for n, row in enumerate(paired)
+    ]
+    (place / "single.jsonl").write_text("".join(json.dumps(row) + "\n" for row in single))
     return place
 
 
@@ -40,7 +45,8 @@ def keys(output, **more):
 
 
 def run(data, output, **more):
-    return finetune(str(data / "model"), str(data / "pairs.jsonl"), **keys(output, **more))
+    rows = "single" if more.get("method") == "kto" else "pairs"
+    return finetune(str(data / "model"), str(data / f"{rows}.jsonl"), **keys(output, **more))
 
 
 def records(output, kind="train"):
@@ -67,6 +73,21 @@ def test_it_learns_to_prefer(data, tmp_path, method):
     assert {f"rewards/{name}" for name in NUMBERS} | {"logps/chosen", "logps/rejected", "pairs"} <= trained[0].keys()
     assert trained[0]["pairs"] == 4
     assert "accuracy" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("asked", [{}, {"loss_type": "apo_zero_unpaired", "padding_free": True}])
+def test_single_answers_with_a_label(data, tmp_path, asked):
+    run(data, tmp_path / "out", method="kto", num_train_epochs=4, eval_split_size=6, **asked)
+    before, *_, after = records(tmp_path / "out", "eval")
+    assert after["loss"] < before["loss"] == pytest.approx(0.5, abs=1e-4)
+    assert after["rewards/margins"] > 0.1
+    assert "kl" in after
+    assert after["desirable"] + after["undesirable"] == after["answers"] == 6
+    found = evaluate(str(tmp_path / "out"), str(data / "single.jsonl")).numbers
+    halves = evaluate(str(tmp_path / "out"), str(data / "single.jsonl"), ["per_device_eval_batch_size=5"]).numbers
+    assert halves["loss"] == pytest.approx(found["loss"], rel=1e-5)
+    with pytest.raises(ConfigError, match="packing"):
+        run(data, tmp_path / "other", method="kto", packing=True)
 
 
 @pytest.mark.parametrize("layout", [{"packing": True}, {"padding_free": True}], ids=["packed", "flat"])
@@ -139,7 +160,9 @@ def test_full_fine_tuning_has_its_first_weights_as_reference(data, tmp_path):
         run(data, tmp_path / "other", use_peft=False, precompute_ref_log_probs=False)
 
 
-@pytest.mark.parametrize("asked", [{}, {"precompute_ref_log_probs": False}, {"method": "orpo", "packing": True}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"precompute_ref_log_probs": False}, {"method": "orpo", "packing": True}, {"method": "kto"}]
+)
 def test_a_resumed_run_has_equal_bytes(data, tmp_path, asked):
     whole = {"num_train_epochs": 2, "save_steps": 3, "save_total_limit": None, "lora_dropout": 0.1, **asked}
     run(data, tmp_path / "whole", **whole)

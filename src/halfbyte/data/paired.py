@@ -29,6 +29,9 @@ NUMBERS_OF_ROWS = ("margin", "label")  # columns that go with the documents
 SHARES = 4  # trained tokens of a batch on a GPU are filled up to multiples of its tokens over this
 IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
 
+MISMATCHED = ("other_ids", "other_mask")
+AHEAD = "ahead_"  # before the names of tensors that a step needs before its losses
+
 Row = dict[str, Any]
 Answer = tuple[str, str]  # columns of its ids and of its mask
 
@@ -73,6 +76,16 @@ def documents_in(config: RunConfig, data: PreparedData, answers: Sequence[Answer
     return replace(data, train=made(data.train), eval=held_out, answers=len(answers))
 
 
+def mismatched(rows: Dataset, most: int) -> Dataset:
+    """`rows` with `MISMATCHED`: each prompt's answer from the row before, cut where both have over `most` tokens."""
+    ids, masks = rows["completion_ids"][:], rows["completion_mask"][:]
+    room = [max(most - len(prompt), 1) for prompt in rows["prompt_ids"][:]]
+    for name, values in zip(MISMATCHED, (ids, masks), strict=True):
+        moved = [each[:limit] for each, limit in zip([values[-1], *values[:-1]], room, strict=True)]
+        rows = rows.add_column(name, moved)
+    return rows
+
+
 def packed(rows: Dataset, most: int) -> Dataset:
     """Several rows of documents in one, of at most `most` tokens."""
     columns = {name: rows[name][:] for name in rows.column_names}
@@ -96,12 +109,14 @@ class AnswerCollator:
         rounded: fill up to few shapes, since each costs a CUDA graph.
         prompts: list the tokens of the chosen documents' prompts, too, with an answer of -1.
         numbers: columns with a number a pair.
+        answers: of which a pair is made; of 1, `real` and `numbers` are [N].
     """
 
     collate: PaddedCollator | PackedCollator
     rounded: bool = False
     prompts: bool = False
     numbers: tuple[str, ...] = ()
+    answers: int = ANSWERS
 
     def __call__(self, rows: list[Row]) -> Batch:
         flat = isinstance(self.collate, PackedCollator)
@@ -109,7 +124,7 @@ class AnswerCollator:
         batch = self.collate(rows if flat else split)
         shape = batch.pop("labels").shape
         begins = _flat_begins(rows, shape) if flat else [shape[1] * number for number in range(len(split))]
-        pairs = len(split) // ANSWERS
+        pairs = len(split) // self.answers
         batch |= self._trained(split, begins, shape.numel())
         batch["real"] = _filled([1.0] * pairs, self._pairs(pairs))
         if "reference" in rows[0]:
@@ -125,7 +140,7 @@ class AnswerCollator:
         for number, (document, begin) in enumerate(zip(documents, begins, strict=True)):
             behind = np.asarray(document["labels"][1:], dtype=np.int64)
             trained = behind != IGNORE_INDEX
-            asked = np.arange(len(behind)) if self.prompts and number % ANSWERS == 0 else np.flatnonzero(trained)
+            asked = np.arange(len(behind)) if self.prompts and number % self.answers == 0 else np.flatnonzero(trained)
             at.append(asked + begin)
             wanted.append(np.asarray(document["input_ids"][1:], dtype=np.int64)[asked])
             answer.append(np.where(trained[asked], number, -1))
@@ -140,6 +155,41 @@ class AnswerCollator:
     def _pairs(self, pairs: int) -> int:
         several = isinstance(self.collate, PackedCollator) and not self.collate.one_row
         return -(-pairs // PAIRS) * PAIRS if self.rounded and several else pairs
+
+
+@dataclass(frozen=True)
+class UnpairedCollator:
+    """Batches of rows of an answer and, where there is one, another prompt's answer, whose tensors `AHEAD` precedes."""
+
+    collate: AnswerCollator
+
+    def __call__(self, rows: list[Row]) -> Batch:
+        own, others = zip(*map(_apart, rows), strict=True)
+        batch = self.collate(list(own))
+        if all(others):
+            batch |= {f"{AHEAD}{name}": value for name, value in self.collate(list(others)).items()}
+        return batch
+
+
+def _apart(row: Row) -> tuple[Row, Row | None]:
+    """The documents of a row as rows, each with what the row says of it."""
+    found, begin = [], 0
+    for document in documents_of(row):
+        part = {**row, **document, "seq_lengths": [len(document["input_ids"])]}
+        if "reference" in row:
+            end = begin + trained_tokens(part)
+            part["reference"], begin = row["reference"][begin:end], end
+        found.append(part)
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def unpaired_collator(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+) -> UnpairedCollator:
+    """The collator of rows with a label that `config` asks for."""
+    rounded = device is not None and rounds_widths(device)
+    collate = make_collator(config, tokenizer, device)
+    return UnpairedCollator(AnswerCollator(collate, rounded, numbers=("label",), answers=1))
 
 
 def answer_collator(

@@ -7,6 +7,7 @@ from ..config import RunConfig
 from ..errors import ConfigError
 from .base import Method, Metric, Numbers
 from .grpo import PolicyOptimization
+from .kto import KahnemanTverskyOptimization
 from .preference import (
     ContrastivePreferenceOptimization,
     DirectPreferenceOptimization,
@@ -22,6 +23,7 @@ METHODS: dict[str, Method] = {
     "cpo": ContrastivePreferenceOptimization(),
     "grpo": PolicyOptimization(),
     "rloo": PolicyOptimization(),
+    "kto": KahnemanTverskyOptimization(),
 }
 
 

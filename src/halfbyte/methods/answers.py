@@ -19,7 +19,7 @@ from ..errors import ModelError
 from ..models.head import aligned_log_probs_at, log_probs_at
 from .base import Batch
 
-OWN = frozenset({"at", "wanted", "answer", "place", "real", "reference", "margin", "desirable"})
+OWN = frozenset({"at", "wanted", "answer", "place", "real", "reference", "margin", "label"})
 REFERENCE = "reference"  # PEFT's name of a frozen adapter; in a batch: its log-probs [M], fp32
 
 

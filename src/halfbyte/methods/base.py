@@ -83,6 +83,7 @@ class Method(ABC):
         rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
             unpaired or prompts (see `data.prepare_answers`).
         numbers: what its records hold.
+        looks_ahead: whether its losses need something of the whole step before any is taken, see `ahead`.
         reference: whether its losses compare the model with what it was before training.
         columns: of text, the columns of the data with a number in each row; a prepared row has them as lists, a number
             a document.
@@ -91,6 +92,7 @@ class Method(ABC):
     rows: Literal["text", "pairs", "unpaired", "prompts"] = "text"
     numbers = Numbers()
     reference = False
+    looks_ahead = False
     columns: tuple[str, ...] = ()
 
     def of(self, config: RunConfig) -> Method:
@@ -143,10 +145,18 @@ class Method(ABC):
         """The batch with nothing left to train on: for a process that has no rows where others have."""
         return {**batch, "labels": batch["labels"].new_full(batch["labels"].shape, IGNORE_INDEX)}
 
-    def shared(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Numbers that each micro-batch of a step gets, by their keys in the batch, from the counts of all the step.
+    def ahead(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Sums that the losses of a step need of all its micro-batches, of those that `looks_ahead`; no gradient."""
+        return {}
 
-        So a loss can weigh means over different counts: accumulated they equal the large batch. Evaluations have none.
+    def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+        """Numbers that each micro-batch of a step gets, by their keys in the batch.
+
+        So a loss can weigh means over different counts: accumulated they equal the large batch.
+
+        Args:
+            counts: of all the step; empty in evaluations, whose counts are known at their end.
+            ahead: what `ahead` gave, summed over all the step, or all held-out rows.
         """
         return {}
 

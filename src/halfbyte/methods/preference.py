@@ -87,8 +87,10 @@ class PairedMethod(Method):
         nothing = {"wanted": IGNORE_INDEX, "answer": -1, "real": 0}
         return {**batch, **{name: batch[name].new_full(batch[name].shape, fill) for name, fill in nothing.items()}}
 
-    def shared(self, counts: Mapping[str, float]) -> dict[str, float]:
-        return {NLL_SCALE: counts["pairs"] / max(counts["likelihood_tokens"], 1)} if self.nll_weight else {}
+    def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+        if not (counts and self.nll_weight):
+            return {}
+        return {NLL_SCALE: counts["pairs"] / max(counts["likelihood_tokens"], 1)}
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         inputs = {key: value for key, value in batch.items() if key != NLL_SCALE}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from halfbyte.hardware import free_cached_memory, is_out_of_memory
 from halfbyte.methods.base import Batch
-from halfbyte.parallel import slice_of
 
+from .ahead import with_numbers
 from .metrics import TOKENS, Window
-from .rows import batches, counts_of, on_device
+from .rows import batches, counts_of
 from .snapshot import random_states
 
 if TYPE_CHECKING:
@@ -33,10 +33,12 @@ def held_out_numbers(loop: TrainingLoop) -> dict[str, float]:
     size = loop.args.per_device_eval_batch_size
     share = batches(loop.held_out, size, loop.collate, loop.mesh, pinned=loop.device.type != "cpu")
     with _beside_graphs(loop), torch.no_grad():
+        shared = loop.ahead.of_all(map(loop.own, share))
         late = iter(loop.unless_late(share, random, evaluates=True))
         while together := list(islice(late, loop.stepper.together)):
             counted = [counts_of([batch]) for batch in together]
-            for own, sums in zip(counted, _sums(loop, [_own(loop, batch) for batch in together]), strict=True):
+            ready: list[Batch] = [with_numbers(loop.own(batch), shared) for batch in together]
+            for own, sums in zip(counted, _sums(loop, ready), strict=True):
                 found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
     found = found.over(loop.mesh)
     counts = {name: count for name, count in found.counts.items() if name != TOKENS}
@@ -55,11 +57,6 @@ def _beside_graphs(loop: TrainingLoop) -> Iterator[None]:
     finally:
         if loop.stepper.holds_graphs:
             free_cached_memory(loop.device)
-
-
-def _own(loop: TrainingLoop, batch: dict[str, Any]) -> Batch:
-    """What this process computes of `batch`, on its device."""
-    return slice_of(on_device(batch, loop.device), loop.mesh)
 
 
 def _sums(loop: TrainingLoop, together: list[Batch]) -> list[Mapping[str, torch.Tensor]]:

@@ -50,6 +50,7 @@ from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
+from .ahead import Ahead
 from .alike import Alike
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
@@ -116,6 +117,7 @@ class TrainingLoop:
         self.model, self.args, self.device, self.mesh = model, args, device, mesh
         self.rows, self.held_out, self.method = rows, held_out, method_of(config)
         self.collate = Counting(self.method, collate)
+        self.ahead = Ahead(self.method, model, compute_dtype, mesh)
         self.loss_count = self.method.numbers.trained[0].over
         self.output, self.row = Path(config.output_dir), OPTIMIZERS[config.optim]
         self.trained = list(trained_parameters(model).values())
@@ -298,6 +300,10 @@ class TrainingLoop:
         taken = [on_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
         return [slice_of(batch, self.mesh) for batch in self.stepper.agree(taken)]
 
+    def own(self, batch: dict[str, Any]) -> Batch:
+        """What this process computes of `batch`, on its device."""
+        return slice_of(on_device(batch, self.device), self.mesh)
+
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
         self.callbacks("on_step_begin")
@@ -307,8 +313,7 @@ class TrainingLoop:
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
         count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
-        shared = {name: torch.full((), value, device=self.device) for name, value in self.method.shared(counts).items()}
-        taken = [{**batch, **shared} for batch in taken]
+        taken = self.ahead.shared(taken, counts)
         before = random_states() if len(taken) > 1 else None
         with self.records.shares.of(number):
             sums = self.stepper(self.unless_late(taken, before), count)

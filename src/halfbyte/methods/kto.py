@@ -1,0 +1,140 @@
+"""Learning from single answers with a label, desirable or not: KTO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from ..errors import ConfigError
+from ..ops import IGNORE_INDEX
+from .base import LOSS, Batch, Collate, Method, Metric, Numbers
+from .preference import check_reference
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from ..config import RunConfig
+    from ..data.prepare import PreparedData
+
+METRICS = (
+    replace(LOSS, over="answers"),
+    Metric("rewards/chosen", "desirable reward", over="desirable"),
+    Metric("rewards/rejected", "undesirable reward", over="undesirable"),
+    Metric("logps/chosen", "desirable log-prob", ".2f", over="desirable"),
+    Metric("logps/rejected", "undesirable log-prob", ".2f", over="undesirable"),
+    Metric("kl", "KL", over="answers"),
+)
+MARGINS = Metric("rewards/margins", "margin", over="answers")
+Z = "z"  # in a micro-batch: the mean log-ratio of mismatched prompts and answers, not below 0; 0-d
+
+
+@dataclass(frozen=True)
+class KahnemanTverskyOptimization(Method):
+    """KTO, and APO of single answers: arXiv:2402.01306 (7, 8), arXiv:2408.06266.
+
+    z is taken over all rows of a step, before any of its losses: each prompt with the answer of the row before it in
+    the data. (TRL takes it over a micro-batch.)
+
+    Attributes:
+        loss: its name in the table.
+        weights: of desirable and of undesirable answers.
+    """
+
+    loss: str = "kto"
+    beta: float = 0.1
+    weights: tuple[float, float] = (1.0, 1.0)
+
+    rows = "unpaired"
+    reference = True
+    numbers = Numbers(METRICS, (*METRICS, MARGINS))
+
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        return self.loss == "kto"
+
+    def of(self, config: RunConfig) -> Self:
+        check_reference(config)
+        if config.packing:
+            raise ConfigError(
+                "packing: true with method: kto: rows are answers, and a step takes as many as are asked for",
+                "set padding_free: true, which pads as little",
+            )
+        weights = config.desirable_weight, config.undesirable_weight
+        return replace(self, loss=str(config.loss_type), beta=config.beta or 0.0, weights=weights)
+
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        from ..data.paired import MISMATCHED, documents_in, mismatched
+
+        answers = [("completion_ids", "completion_mask")]
+        if self.looks_ahead:
+            held_out = None if data.eval is None else mismatched(data.eval, config.max_length)
+            data = replace(data, train=mismatched(data.train, config.max_length), eval=held_out)
+            answers.append(MISMATCHED)
+        return documents_in(config, data, answers)
+
+    def collator(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        from ..data.paired import unpaired_collator
+
+        return unpaired_collator(config, tokenizer, device)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        answers, desirable = int(batch["real"].sum()), int((batch["label"] * batch["real"]).sum())
+        numbers = {"answers": answers, "desirable": desirable, "undesirable": answers - desirable}
+        return {**numbers, "trained_tokens": int((batch["answer"] >= 0).sum())}
+
+    def blank(self, batch: Batch) -> dict[str, Any]:
+        nothing = {"wanted": IGNORE_INDEX, "answer": -1, "real": 0}
+        nothing |= {f"ahead_{name}": fill for name, fill in nothing.items() if f"ahead_{name}" in batch}
+        return {**batch, **{name: batch[name].new_full(batch[name].shape, fill) for name, fill in nothing.items()}}
+
+    def ahead(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The sum of Δ of mismatched prompts and answers, and their number."""
+        from ..data.paired import AHEAD
+
+        others = {key.removeprefix(AHEAD): value for key, value in batch.items() if key.startswith(AHEAD)}
+        ratios = (_ratios(model, others)[0] * others["real"]).sum()
+        return {"ratios": ratios, "answers": others["real"].sum()}
+
+    def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+        if not ahead:
+            return {}
+        return {Z: (ahead["ratios"] / ahead["answers"].clamp(min=1)).clamp(min=0)}
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        import torch
+
+        from .pair_losses import KTO_LOSSES
+
+        batch = {key: value for key, value in batch.items() if not key.startswith("ahead_")}
+        z = batch.pop(Z, None)
+        real, desirable = batch["real"], batch["label"] > 0
+        z = real.new_zeros(()) if z is None else z
+        ratios, log_probs = _ratios(model, batch)
+        losses = KTO_LOSSES[self.loss](ratios, desirable, z, self.beta)
+        good, bad = self.weights
+        sums = {"loss": (losses * real * torch.where(desirable, good, bad)).sum()}
+        for name, values in (("rewards", self.beta * ratios), ("logps", log_probs)):
+            values = values.detach() * real
+            sums[f"{name}/chosen"] = (values * desirable).sum()
+            sums[f"{name}/rejected"] = (values * ~desirable).sum()
+        return {**sums, "kl": z.detach() * real.sum()}
+
+    def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        found = {**means, **counts}
+        if {"rewards/chosen", "rewards/rejected"} <= means.keys():
+            found["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return found
+
+
+def _ratios(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Δ and ℓ [N] of the answers of a batch."""
+    from .answers import log_probs, per_answer, reference_log_probs
+
+    policy, reference = log_probs(model, batch), reference_log_probs(model, batch)
+    answers = len(batch["real"])
+    return per_answer(policy - reference, batch["answer"], answers), per_answer(policy, batch["answer"], answers)

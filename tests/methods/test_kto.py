@@ -1,0 +1,117 @@
+"""KTO beside TRL's trainer in the same process, and z over a whole step."""
+
+import pytest
+import torch
+from datasets import Dataset
+from pair_models import assert_same_gradients, config, gradients, method, model, tokenizer
+from trl import KTOTrainer
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+from halfbyte.data.paired import MISMATCHED, as_documents, mismatched
+from halfbyte.train.ahead import Ahead
+
+OWN = ("completion_ids", "completion_mask")
+
+
+def unpaired(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids():
+        length = int(torch.randint(1, 10, (), generator=generator))
+        return torch.randint(3, 101, (length,), generator=generator).tolist()
+
+    rows = [{"prompt_ids": ids(), "completion_ids": ids(), "label": n % 3 != 1} for n in range(count)]
+    return [row | {"completion_mask": [1] * len(row["completion_ids"])} for row in rows]
+
+
+ROWS = unpaired(5)
+
+
+def prepared(rows, asked):
+    dataset = Dataset.from_list(rows)
+    if asked.looks_ahead:
+        return list(as_documents(mismatched(dataset, 64), [OWN, MISMATCHED], ["label"]))
+    return list(as_documents(dataset, [OWN], ["label"]))
+
+
+def step(asked, policy, parts, **keys):
+    """Mean loss, sums and counts of a step of these micro-batches, as the loop and the stepper have it."""
+    collate = asked.collator(config(method="kto", **keys), tokenizer())
+    batches = [collate(part) for part in parts]
+    counts = [asked.counts(batch) for batch in batches]
+    counts = {name: sum(each[name] for each in counts) for name in counts[0]}
+    sums = [asked.sums(policy, batch) for batch in Ahead(asked, policy).shared(batches, counts)]
+    sums = {name: sum(each[name] for each in sums) for name in sums[0]}
+    return sums["loss"] / counts["answers"], sums, counts
+
+
+def theirs(policy, rows, **keys):
+    """Of TRL's trainer only what computes the loss is made."""
+    from collections import defaultdict
+
+    from accelerate import Accelerator
+    from trl.trainer.utils import add_fused_lm_head
+
+    trainer = KTOTrainer.__new__(KTOTrainer)
+    trainer.accelerator, trainer.model = Accelerator(cpu=True), policy
+    trainer._metrics, trainer._total_train_tokens, trainer._tp_size = defaultdict(lambda: defaultdict(list)), 0, 1
+    trainer.aux_loss_enabled = trainer.precompute_ref_logps = False
+    trainer.ref_model = None
+    trainer.args = type("Arguments", (), {"gradient_checkpointing_kwargs": None})
+    for name, value in keys.items():
+        setattr(trainer, name, value)
+    trainer.calculate_KL = keys["loss_type"] == "kto"
+    add_fused_lm_head(policy.get_base_model(), outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    if trainer.calculate_KL:
+        rows = [row | {"KL_completion_ids": rows[n - 1]["completion_ids"]} for n, row in enumerate(rows)]
+    loss = trainer._compute_loss(policy, DataCollatorForUnpairedPreference(pad_token_id=0)(rows), False)
+    return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])
+def test_it_is_trls(family, loss, layout):
+    policy = model(family, seed=11)  # with which z is above 0
+    keys = {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.6}
+    asked = method(method="kto", loss_type=loss, **keys)
+    found, sums, counts = step(asked, policy, [prepared(ROWS, asked)], **layout)
+    found_gradients = gradients(found, policy)
+    expected, logged = theirs(policy, ROWS, loss_type=loss, **keys)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert_same_gradients(found_gradients, gradients(expected, policy))
+    assert [metric.name for metric in asked.numbers.trained] == list(sums)
+    assert (sums["kl"] > 0) == (loss == "kto")
+    for metric in asked.numbers.trained[1:]:
+        assert float(sums[metric.name]) / counts[metric.over] == pytest.approx(logged[metric.name], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])
+def test_z_is_of_the_whole_step(layout):
+    """In uneven micro-batches, one of them of a single label and one blank: the large batch."""
+    asked = method(method="kto", beta=0.3)
+    for seed in (0, 11):  # z is 0 with the one, and above with the other
+        policy, rows = model(seed=seed), prepared(ROWS, asked)
+        expected, sums, counts = step(asked, policy, [rows])
+        found, found_sums, found_counts = step(asked, policy, [rows[:2], rows[2:4], rows[4:]], **layout)
+        assert found_counts == counts
+        assert float(found) == pytest.approx(float(expected), rel=2e-6)
+        assert float(found_sums["kl"]) == pytest.approx(float(sums["kl"]), rel=1e-5)
+        assert_same_gradients(gradients(found, policy), gradients(expected, policy), 5e-6)
+
+
+def test_a_blank_micro_batch_counts_for_nothing():
+    asked, policy = method(method="kto"), model()
+    batch = asked.collator(config(method="kto"), tokenizer())(prepared(ROWS, asked))
+    blank = asked.blank(batch)
+    assert set(asked.counts(blank).values()) == {0}
+    assert [float(value) for value in asked.ahead(policy, blank).values()] == [0, 0]
+    assert [float(value) for value in asked.sums(policy, blank).values()] == [0] * 6
+
+
+def test_prompts_get_the_answer_of_the_row_before():
+    rows = mismatched(Dataset.from_list(ROWS), 12)
+    for n, row in enumerate(rows):
+        expected = ROWS[n - 1]["completion_ids"][: max(12 - len(row["prompt_ids"]), 1)]
+        assert row["other_ids"] == expected
+        assert row["other_mask"] == [1] * len(expected)
