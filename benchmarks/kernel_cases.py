@@ -41,7 +41,8 @@ losses, decode_attention, decode_layers, e2m1 = map(
 )
 float8, gemv4, gemv8, gemv_planes, glu = map(on_gpu, ("float8", "gemv4", "gemv8", "gemv_planes", "glu"))
 hqq, int4, int8, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "lora_glu", "lora_read"))
-low_rank, norms, partial_sums, rope = map(on_gpu, ("low_rank", "norms", "partial_sums", "rope"))
+low_rank, norms, paged_attention, partial_sums = map(on_gpu, ("low_rank", "norms", "paged_attention", "partial_sums"))
+rope, sample = map(on_gpu, ("rope", "sample"))
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -193,6 +194,34 @@ def attention_cases() -> Iterator[Case]:
                 lambda d=dtype, s=size, e=eight, w=window, c=softcap: attend_call(d, s, E4M3 if e else d, w, c),
                 dtype, (dtype, size) in ((FP16, 256), (FP32, 128)) and not (eight or window or softcap),
             )  # fmt: skip
+
+
+def rollout_cases() -> Iterator[Case]:
+    """Two rows split their pages over programs, many do not."""
+
+    def attend(dtype: torch.dtype, size: int, cache: torch.dtype, window: int | None, softcap: float | None) -> None:
+        for rows in (2, 512):
+            q, keys = empty(rows, 32, size, dtype=dtype), empty(1024, 8, 64, size, dtype=cache)
+            tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
+            paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap)
+
+    for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
+        for window, softcap in ((None, None), (512, None), (None, 30.0)):
+            if (window or softcap) and (size != 256 or eight or dtype is FP32):
+                continue
+            yield Case(
+                f"decoding over pages, heads of {size}" + (" in an 8-bit cache" if eight else ""),
+                lambda d=dtype, s=size, e=eight, w=window, c=softcap: attend(d, s, E4M3 if e else d, w, c),
+                dtype, (dtype, size) == (FP16, 256) and not (eight or window or softcap),
+            )  # fmt: skip
+    for temperature, filtered in itertools.product((1.0, 0.0), (False, True)):
+
+        def draw(temperature: float = temperature, filtered: bool = filtered) -> None:
+            logits, places = empty(4, 128_256), empty(4, 3, dtype=torch.int64)
+            kept = empty(4, 128_256, dtype=torch.bool) if filtered else None
+            sample.draw_tokens(logits, places, empty(1, dtype=torch.int64), temperature, kept)
+
+        yield Case("sampling", draw, FP32, temperature > 0 and not filtered)
 
 
 def attention_backward_cases() -> Iterator[Case]:
@@ -384,7 +413,7 @@ def product_cases() -> Iterator[Case]:
 
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
-    glu_cases, attention_backward_cases,
+    glu_cases, attention_backward_cases, rollout_cases,
 )  # fmt: skip
 
 

@@ -449,9 +449,10 @@ def measure_part(part: tuple[str, int]) -> tuple[str, dict[str, Row]]:
         return name, measure(target, MAKERS[maker]())
 
 
-def measure_all(names: Sequence[str], processes: int) -> dict[str, dict[str, dict]]:
-    """All rows of the targets of these names, as they are written."""
-    parts = [(name, maker) for maker in range(len(MAKERS)) for name in names]  # those that take longest first
+def measure_all(names: Sequence[str], processes: int, makers: Sequence[int] = ()) -> dict[str, dict[str, dict]]:
+    """The rows of these kinds of cases, or all, on the targets of these names, as they are written."""
+    makers = makers or range(len(MAKERS))
+    parts = [(name, maker) for maker in makers for name in names]  # those that take longest first
     joined: dict[str, dict[str, Row]] = {name: {} for name in names}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for name, rows in pool.imap_unordered(measure_part, parts):
@@ -468,12 +469,18 @@ def _sorted(refused: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Measure the targets named on the command line, or all, and write the page anew."""
+    """Measure the targets and the kinds of cases named on the command line, or all, and write the page anew.
+
+    Kinds of cases must be all that launch their kernels: a kernel's row is what they take.
+    """
     if any_nvrtc() is None:
         raise SystemExit("install nvidia-cuda-nvrtc first: CUDA kernels would have no rows")
-    names = sys.argv[1:] or [target.name for target in TARGETS]
-    results = read_results() | measure_all(names, os.cpu_count() or 1)
-    files.write_text(RESULTS, json.dumps({key: results[key] for key in sorted(results)}, indent=1) + "\n")
+    names = [target.name for target in TARGETS if target.name in sys.argv[1:]] or [target.name for target in TARGETS]
+    chosen = [at for at, make in enumerate(MAKERS) if make.__name__ in sys.argv[1:]]
+    results, found = read_results(), measure_all(names, os.cpu_count() or 1, chosen)
+    results |= {name: (results.get(name, {}) if chosen else {}) | rows for name, rows in found.items()}
+    ordered = {key: dict(sorted(results[key].items())) for key in sorted(results)}
+    files.write_text(RESULTS, json.dumps(ordered, indent=1) + "\n")
     files.write_text(PAGE, rendered(read_results()))
 
 

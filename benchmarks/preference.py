@@ -1,9 +1,9 @@
 """Preference training on a CPU beside TRL's trainer: the same tokens, first adapter, order and steps, in one run.
 
     python -m benchmarks.preference --data dpo_en_demo.json --model FOLDER [--method dpo] [--steps 20] [--rows 2]
-                                    [--length 512] [--threads 2] [--json FILE]
+                                    [--length 512] [--held-out 50] [--threads 2] [--json FILE]
 
-Both train LoRA r=16 on the seven linears in float32, from the rows that halfbyte prepares, and hold 50 out. Compared
+Both train LoRA r=16 on the seven linears in float32, from the rows that halfbyte prepares, and hold some out. Compared
 are the losses of the steps, the held-out accuracy after them, and pairs a second without the first steps. TRL runs
 with its defaults but for those of the optimizer and for checkpointing, which neither does here. Each trains in a
 process of its own; halfbyte's reference, which TRL computes in each step, is counted among its seconds.
@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.common import cpu_name, write_result
 
-WARMUP, HELD_OUT = 2, 50
+WARMUP = 2
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -38,6 +38,7 @@ class Settings:
     steps: int
     rows: int
     length: int
+    held_out: int
     threads: int
 
 
@@ -48,7 +49,7 @@ def configured(given: Settings, work: Path) -> Any:
         "model_name_or_path": given.model, "dataset": given.data, "method": given.method, "max_length": given.length,
         "device": "cpu", "dtype": "float32", "load_in_4bit": False, "per_device_train_batch_size": given.rows,
         "max_steps": given.steps, "activation_checkpointing": False, "r": 16, "lora_alpha": 16,
-        "target_modules": TARGETS, "learning_rate": 5e-5, "warmup_steps": 0, "eval_split_size": HELD_OUT,
+        "target_modules": TARGETS, "learning_rate": 5e-5, "warmup_steps": 0, "eval_split_size": given.held_out,
         "output_dir": str(work / "ours"), "sample_prompts": 0, "logging_steps": 1, "overlong": "drop",
         "eval_steps": given.steps, "save_steps": given.steps,
     })  # fmt: skip
@@ -142,11 +143,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--held-out", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json")
     parser.add_argument("--only", choices=["ours", "peer"], help="(internal) one of the two")
     given = parser.parse_args()
-    settings = Settings(given.method, given.data, given.model, given.steps, given.rows, given.length, given.threads)
+    settings = Settings(given.method, given.data, given.model, given.steps, given.rows, given.length,
+                        given.held_out, given.threads)  # fmt: skip
     given.work.mkdir(parents=True, exist_ok=True)
     if given.only:
         import torch

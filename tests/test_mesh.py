@@ -19,6 +19,7 @@ def test_alone_every_verb_is_the_identity():
     value = torch.ones(3)
     assert ALONE.sum(value) is value
     assert ALONE.max(7) == 7
+    assert ALONE.every([7, 8]) == [[7, 8]]
     assert ALONE.first(lambda: "made") == "made"
     assert ALONE.equal({"rows": 3})
     assert (ALONE.rank, ALONE.size, ALONE.is_main) == (0, 1, True)

@@ -40,17 +40,19 @@ from .reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapte
 from .words import brief
 
 COMMON_RANK = 1024
+SCORES = "SEQ_CLS"  # PEFT's type of an adapter with a head that scores texts
 MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
-def add_adapter(model: nn.Module, config: RunConfig | Adapter) -> PeftModel:
+def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: bool = False) -> PeftModel:
     """Freeze `model` and put trainable LoRA adapters on its linear layers.
 
     Args:
         model: any Hugging Face causal LM, 16-bit or with 4-bit linears.
         config: a run's, or its adapter section: `r`, `lora_alpha`, `target_modules`, ... and `adapter_path` to continue
             from a saved adapter, whose own rank, alpha and targets then hold.
+        scores: also train a head `score` that gives texts a number, as transformers' sequence classification has it.
 
     Returns:
         The PeftModel around `model`; trainable weights are `config.adapter_dtype`.
@@ -70,7 +72,11 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter) -> PeftModel:
     else:
         try:
             with quiet_peft():
-                peft_model = get_peft_model(model, _lora_config(model, adapter), autocast_adapter_dtype=False)
+                lora = _lora_config(model, adapter)
+                if scores:
+                    add_score_head(model)
+                    lora.task_type = SCORES
+                peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
             raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
     # PEFT takes the name from the model object, which may have been built in memory.
@@ -81,6 +87,14 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter) -> PeftModel:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return peft_model
+
+
+def add_score_head(model: nn.Module) -> None:
+    """Give `model` the head of transformers' sequence classification with one label, under its name and fresh."""
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    device = next(model.parameters()).device
+    model.score = nn.Linear(config.hidden_size, 1, bias=False, device=device)
+    nn.init.normal_(model.score.weight, std=getattr(config, "initializer_range", 0.02))
 
 
 @contextlib.contextmanager
@@ -294,6 +308,8 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
     """
     trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
     with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft():
+        if lora.task_type == SCORES and not hasattr(model, "score"):
+            add_score_head(model)
         if not isinstance(model, PeftModel):
             model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
         else:

@@ -13,9 +13,9 @@ from halfbyte.files import write_json
 from halfbyte.train import checkpoint
 
 SURFACE = {
-    "init": ["model", "data"],
+    "init": ["model", "data", "--method"],
     "check": ["run", "--gpus", "--gpu-memory"],
-    "preview": ["run", "-n --count"],
+    "preview": ["run", "-n --count", "--rollouts"],
     "train": ["run", "--resume"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", "--trust-remote-code"],

@@ -190,7 +190,9 @@ def test_an_unknown_family_runs_its_own_forward():
     model, prompts = transformers.AutoModelForCausalLM.from_config(config).eval(), prompts_of(11, 2, 5)
     notices.forget()
     options = {"max_new_tokens": 12, "sampling": Sampling(1.0, seed=2), "stops": [9]}
-    found = Rollouts(model, rows=4).generate(prompts, 3, **options)
+    found = Rollouts(model.train(), rows=4).generate(prompts, 3, **options)
+    assert model.training
+    model.eval()  # it has dropout
     assert any("GPT2LMHeadModel is of no family" in text for text in notices.said().values())
     alone = Rollouts(model).generate([prompts[1]], 3, keys=[1], **options)
     assert [each.ids for each in found[3:6]] == [each.ids for each in alone]

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from halfbyte.config import RunConfig
 from halfbyte.data.paired import as_documents
 from halfbyte.methods import METHODS
+from halfbyte.train.ahead import Ahead
 
 VOCABULARY = 101
 PAIRED = (("chosen_ids", "chosen_mask"), ("rejected_ids", "rejected_mask"))
@@ -62,8 +63,7 @@ def mean_loss(asked, model, batches):
     """The loss of a step over these micro-batches, as the loop and the stepper have it, and all sums and counts."""
     counts = [asked.counts(batch) for batch in batches]
     counts = {name: sum(each[name] for each in counts) for name in counts[0]}
-    shared = asked.shared(counts)
-    sums = [asked.sums(model, {**batch, **shared}) for batch in batches]
+    sums = [asked.sums(model, batch) for batch in Ahead(asked, model).shared(batches, counts)]
     sums = {name: sum(each[name] for each in sums) for name in sums[0]}
     return sums["loss"] / counts[asked.numbers.trained[0].over], sums, counts
 

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from datasets import Dataset
-from pair_models import assert_same_gradients, config, gradients, method, model, tokenizer
+from pair_models import assert_same_gradients, config, gradients, mean_loss, method, model, tokenizer
 from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from halfbyte.data.paired import MISMATCHED, as_documents, mismatched
-from halfbyte.train.ahead import Ahead
 
 OWN = ("completion_ids", "completion_mask")
 
@@ -35,14 +34,9 @@ def prepared(rows, asked):
 
 
 def step(asked, policy, parts, **keys):
-    """Mean loss, sums and counts of a step of these micro-batches, as the loop and the stepper have it."""
+    """Mean loss, sums and counts of a step of these micro-batches."""
     collate = asked.collator(config(method="kto", **keys), tokenizer())
-    batches = [collate(part) for part in parts]
-    counts = [asked.counts(batch) for batch in batches]
-    counts = {name: sum(each[name] for each in counts) for name in counts[0]}
-    sums = [asked.sums(policy, batch) for batch in Ahead(asked, policy).shared(batches, counts)]
-    sums = {name: sum(each[name] for each in sums) for name in sums[0]}
-    return sums["loss"] / counts["answers"], sums, counts
+    return mean_loss(asked, policy, [collate(part) for part in parts])
 
 
 def theirs(policy, rows, **keys):

@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 from ranks import Ranks
-from whole import run, write_place
+from whole import Left, run, trains, write_place
+
+from halfbyte.plan import estimate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -47,6 +49,24 @@ def test_two_gpus_are_one(gpus, place, alone, tmp_path, axis, accumulation, tole
     assert all(("graph_pool_bytes" in rank) == (axis in ("data", "shard")) for rank in memory["ranks"]), memory
     if axis == "shard":
         assert memory["ranks"][0]["after_load_bytes"] < 0.75 * alone.memory["measured"]["after_load_bytes"]
+
+
+def captures_more(mesh, place, output, keys):
+    """A case: a whole run in which these axes may be captured, too."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(estimate, "CAPTURED", {"data", "shard", "tensor", "context"})
+        trains(mesh, place, output, keys, None)
+
+
+@pytest.mark.parametrize(("axis", "tolerance"), [("tensor", 4e-3), ("context", 1e-3)])
+def test_graphs_along_other_axes(gpus, place, alone, tmp_path, axis, tolerance):
+    """Not what a run does: whether it could."""
+    keys = {"parallel": {axis: 2}, "gradient_accumulation_steps": 4}
+    gpus.run(captures_more, place, tmp_path / "out", KEYS | keys)
+    found = Left(tmp_path / "out")
+    assert all("graph_pool_bytes" in rank for rank in found.memory["ranks"])
+    for mine, theirs in zip(found.trained, alone.trained, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=tolerance), mine["step"]
 
 
 def test_graphs_of_several_widths(gpus, place, tmp_path):

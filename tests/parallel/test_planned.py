@@ -76,6 +76,15 @@ def test_a_share_is_as_planned(two, family):
     assert 0.5 * alone < planned < 0.56 * alone
 
 
+def test_slices_along_context_too(four):
+    """Processes that have other tokens of the same rows hold other slices."""
+    frozen, layout = frozen_of(model_of("Llama")), Parallel(shard=2, context=2)
+    planned = frozen.share(WHOLE, layout)
+    assert planned < 0.8 * frozen.share(WHOLE, Parallel(shard=2))
+    for held, _ in four.run(case_holds, "Llama", (0, 2), layout={"shard": 2, "context": 2}):
+        assert held == pytest.approx(planned, rel=0.02)
+
+
 def frozen_buffers(family):
     return sum(buffer.nbytes for buffer in model_of(family).buffers())
 

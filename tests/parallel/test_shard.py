@@ -171,3 +171,18 @@ def test_dora_and_trained_modules_are_no_part_of_a_unit(two):
 
 def test_slices_on_the_host(two):
     check(two.run(case_trains, "keep", CALL, "Llama", None, True, layout={"shard": 2}), expected("keep"))
+
+
+def case_groups(mesh):
+    """How many process groups there are before blocks are sharded, and after a micro-batch."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    before, model = len(groups), model_of()
+    shard_model(model, mesh)
+    causal_lm_loss(model, batch())[0].backward()
+    return before, len(groups)
+
+
+def test_blocks_are_gathered_in_the_group_that_is_there(two):
+    """NCCL would take several hundred MB of a GPU for another."""
+    for before, after in two.run(case_groups, layout={"shard": 2}):
+        assert before == after

@@ -1,10 +1,13 @@
 """Products divided over processes, against the same model on one."""
 
+from unittest import mock
+
 import pytest
 import torch
 from patch_models import batch, tiny
 from torch import nn
 
+from halfbyte.autograd.recompute import InPlace
 from halfbyte.errors import ModelError
 from halfbyte.formats import from_spec
 from halfbyte.generation import generate
@@ -14,7 +17,7 @@ from halfbyte.models.patch import patch
 from halfbyte.models.products import check_products, divide_products
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
 from halfbyte.parallel.reduce import cut_along
-from halfbyte.parallel.tensor import part_of, whole_inside
+from halfbyte.parallel.tensor import InSlices, part_of, whole_inside
 
 pytestmark = pytest.mark.dist
 
@@ -121,6 +124,39 @@ def test_linears_without_adapters(two):
 def test_levels(two, level):
     results = two.run(trained, "Mistral", KINDS[0], True, level, layout={"tensor": 2})
     assert_same_training(results, trained(ALONE, "Mistral", KINDS[0], True, level))
+
+
+def kept(mesh, level):
+    """What is kept of the stream in a forward: elements in this process, and of the whole."""
+    model, sizes, pack = prepared(mesh, "Llama", KINDS[0], True, level), [], InSlices.pack
+
+    def seen(self, tensor):
+        packed = pack(self, tensor)
+        sizes.append((packed[0].tensor.numel(), tensor.numel()))
+        return packed
+
+    with mock.patch.object(InSlices, "pack", seen):
+        causal_lm_loss(model, batch())
+    return sizes
+
+
+@pytest.mark.parametrize("level", ["checkpoint", "tiled", "recompute"])
+def test_checkpoints_are_kept_in_slices(two, level):
+    """The input of each layer, which is all that these levels keep; where others keep more, nothing."""
+    stream = batch()["input_ids"].numel() * SHAPE["hidden_size"]
+    expected = [] if level == "recompute" else [(stream // 2, stream)] * 2
+    assert two.run(kept, level, layout={"tensor": 2}) == [expected] * 2
+
+
+def put_together(mesh):
+    """A tensor that does not divide; and one with fewer elements than processes."""
+    store = InSlices(mesh.group("tensor"), InPlace())
+    return [store.unpack(store.pack(torch.arange(float(n)).view(1, n))) for n in (7, 1)]
+
+
+def test_what_slices_come_to(four):
+    for found in four.run(put_together, layout={"tensor": 4}):
+        assert [each.tolist() for each in found] == [[[0, 1, 2, 3, 4, 5, 6]], [[0]]]
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 4}, {"shard": 2, "tensor": 2}], ids=str)

@@ -22,6 +22,7 @@ def verbs(mesh):
         "other": mesh.equal(mesh.rank),
         "main": mesh.from_main(f"of {mesh.rank}"),
         "first": mesh.first(lambda: mesh.rank),
+        "every": mesh.every([mesh.rank, 2**48 + 1]),
     }
 
 
@@ -33,6 +34,7 @@ def test_verbs(two):
         assert (found["same"], found["other"]) == (True, False)
         assert found["main"] == "of 0"
         assert found["first"] == rank
+        assert found["every"] == [[0, 2**48 + 1], [1, 2**48 + 1]]
 
 
 def places(mesh):

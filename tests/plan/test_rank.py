@@ -15,8 +15,10 @@ from halfbyte.parallel import Mesh
 from halfbyte.plan.cards import H200, card_named, card_of_memory
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.meshes import Device, Meshes
-from halfbyte.plan.policy import LATENCY, Choice, Gathers, choose, cost, staying
-from halfbyte.plan.rank import rank_config
+from halfbyte.plan.policy import LATENCY, Choice, Gathers, LayerCost, choose, cost, staying
+from halfbyte.plan.rank import in_slices, rank_config
+from halfbyte.plan.replay import LayerBytes
+from halfbyte.plan.seconds import micro_seconds
 from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = transformers.LlamaConfig(
@@ -142,6 +144,22 @@ def test_room_is_filled_with_blocks_that_stay(shapes_8b, monkeypatch):
     for plan, count in zip(found, (0, 3, 16, 32), strict=True):
         assert plan.gathered == pytest.approx(moved * min(count + 2, 33), rel=0.001)
         assert plan.gathers == pytest.approx(moved * max(0, 2 * (32 - count) - 1), rel=0.001)
+
+
+def test_checkpoints_of_divided_products():
+    """A slice of each layer's input waits for backward; it is gathered there, and attention's result summed again."""
+    stream = 8192 * 4096 * 2
+    replayed = {"keep": LayerBytes(9 * stream, 1, 1), "checkpoint": LayerBytes(stream, 100, 200)}
+    layer = LayerCost.of(LLAMA_8B, rows=1, length=8192, replayed=replayed)
+    found = in_slices(layer, 4).replayed
+    assert found["keep"] == replayed["keep"]
+    less = stream * 3 // 4
+    assert found["checkpoint"] == LayerBytes(stream - less, 100 + less, 200 + less)
+    assert in_slices(layer, 1).replayed == replayed
+    how = {"graphs": True, "gathers": None, "stays": 0}
+    more = micro_seconds(layer, ["checkpoint"], Parallel(tensor=4), **how) - layer.seconds("checkpoint")
+    more -= micro_seconds(layer, ["keep"], Parallel(tensor=4), **how)
+    assert more == pytest.approx(2 * LATENCY + 3 * less / H200.link)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from typer.testing import CliRunner
 from halfbyte.cli import app
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.evaluate import evaluate
+from halfbyte.methods import method_of
+from halfbyte.methods.answers import score
+from halfbyte.runs.saved import load_saved
 from halfbyte.train.sft import finetune
 
 NUMBERS = ("chosen", "rejected", "accuracies", "margins")
@@ -177,6 +180,47 @@ def test_a_resumed_run_has_equal_bytes(data, tmp_path, asked):
     assert losses(part) == losses(tmp_path / "whole")
     theirs = adapter(tmp_path / "whole")
     assert all(torch.equal(weight, theirs[name]) for name, weight in adapter(part).items())
+
+
+def test_a_reward_model_reloads_in_plain_transformers(data, tmp_path):
+    """Its head is saved with the adapter; a resumed run has equal bytes, head and all."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    whole = {"method": "reward", "num_train_epochs": 3, "eval_split_size": 6, "save_steps": 5, "sample_prompts": 2}
+    whole["save_total_limit"] = None
+    run(data, tmp_path / "out", **whole, dtype="float32")
+    before, *_, after = records(tmp_path / "out", "eval")
+    assert after["loss"] < before["loss"]
+    assert after["accuracy"] > 0.8
+    assert json.loads((tmp_path / "out" / "generations.json").read_text()) == []
+    tokenizer = AutoTokenizer.from_pretrained(data / "model")
+    base = AutoModelForSequenceClassification.from_pretrained(data / "model", num_labels=1, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+    saved = adapter(tmp_path / "out")
+    assert "base_model.model.score.weight" in saved
+    saved_model = load_saved(str(tmp_path / "out"))
+    rows = method_of(saved_model.config).ready(saved_model.config, tokenizer).train
+    batch = method_of(saved_model.config).collator(saved_model.config, tokenizer)([rows[n] for n in range(6)])
+    with torch.no_grad():
+        own = score(saved_model.model, batch)
+        theirs.config.pad_token_id = tokenizer.pad_token_id
+        expected = theirs(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1)
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
+    assert own.std() > 0.1
+    found = evaluate(str(tmp_path / "out"), str(data / "pairs.jsonl")).numbers
+    assert found["accuracy"] > 0.8
+    part = tmp_path / "part"
+    (part / "checkpoint-5").mkdir(parents=True)
+    for name in ("metrics.jsonl", "config.resolved.yaml"):
+        (part / name).write_bytes((tmp_path / "out" / name).read_bytes())
+    for file in (tmp_path / "out" / "checkpoint-5").iterdir():
+        (part / "checkpoint-5" / file.name).write_bytes(file.read_bytes())
+    run(data, part, **whole, resume_from_checkpoint=True)
+    assert losses(part) == losses(tmp_path / "out")
+    assert all(torch.equal(weight, saved[name]) for name, weight in adapter(part).items())
+    with pytest.raises(ConfigError, match="use_peft: false"):
+        run(data, tmp_path / "full", method="reward", use_peft=False)
 
 
 def test_the_command_line(data, tmp_path):

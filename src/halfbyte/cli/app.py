@@ -99,7 +99,7 @@ def preview(
         int | None, typer.Option(min=1, help="Answer each prompt so often, and show what reward_funcs say.")
     ] = None,
 ) -> None:
-    """Show trained and masked tokens in colour; with --rollouts, answers to prompts and their rewards."""
+    """Show trained and masked tokens in colour."""
     config = read_run("preview", run, ["--count", "--rollouts"])[0]
     if rollouts is not None:
         from .preview_rollouts import preview_rollouts

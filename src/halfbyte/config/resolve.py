@@ -89,7 +89,8 @@ class Parallel:
 
     Attributes:
         data: ways that rows are, each with all weights.
-        shard: ways that rows and the bytes of the frozen weights are.
+        shard: ways that rows and the bytes of the frozen weights are; where there are any, those bytes are along
+            `context`, too.
         tensor: ways that each product is.
         pipeline: ways that the layers are.
         context: ways that the tokens of each row are.
@@ -104,6 +105,11 @@ class Parallel:
     @property
     def size(self) -> int:
         return math.prod(getattr(self, each.name) for each in fields(self))
+
+    @property
+    def slices(self) -> int:
+        """Of frozen bytes."""
+        return self.shard * self.context if self.shard > 1 else 1
 
     def __str__(self) -> str:
         """As the key is written."""

@@ -108,7 +108,7 @@ class AnswerCollator:
         collate: of documents.
         rounded: fill up to few shapes, since each costs a CUDA graph.
         prompts: list the tokens of the chosen documents' prompts, too, with an answer of -1.
-        numbers: columns with a number a pair.
+        numbers: columns with a number a pair, those that rows have.
         answers: of which a pair is made; of 1, `real` and `numbers` are [N].
     """
 
@@ -127,10 +127,12 @@ class AnswerCollator:
         pairs = len(split) // self.answers
         batch |= self._trained(split, begins, shape.numel())
         batch["real"] = _filled([1.0] * pairs, self._pairs(pairs))
+        ends = [begin + len(document["input_ids"]) - 1 for begin, document in zip(begins, split, strict=True)]
+        batch["ends"] = _joined([np.asarray(ends)], self.answers * len(batch["real"]), 0)
         if "reference" in rows[0]:
             found = [number for row in rows for number in row["reference"]]
             batch["reference"] = _filled(found, len(batch["at"]))
-        for name in self.numbers:
+        for name in (name for name in self.numbers if name in rows[0]):
             batch[name] = _filled([number for row in rows for number in row[name]], len(batch["real"]))
         return batch
 

@@ -55,7 +55,7 @@ class Rollouts:
     """The engine of a model; it keeps its pages, and on a CUDA device its graphs, from one call to the next.
 
     Args:
-        model: a causal LM, or a PeftModel around one; not changed.
+        model: a causal LM, or a PeftModel around one; not changed, and never in training mode meanwhile.
         rows: completions under way at once, at most.
         memory_gib: that pages may take; None: what the rows of a call need, at most 80% of what is free on a GPU, or
             half of it on a CPU.
@@ -142,7 +142,12 @@ class Rollouts:
             decoder, batch = self._ready(rows, name)
         except Unknown as reason:
             notice(f"rollouts: {reason}", f"completions run transformers' own forward, in batches: {reason}")
-            run.in_batches(self.model, name, self.rows)
+            training = self.model.training
+            self.model.eval()
+            try:
+                run.in_batches(self.model, name, self.rows)
+            finally:
+                self.model.train(training)
         else:
             run.over_pages(decoder, batch, self.rows)
         return [Completion(row.ids, torch.tensor(row.log_probs), row.ended) for row in rows]

@@ -13,6 +13,7 @@ from .preference import (
     DirectPreferenceOptimization,
     OddsRatioPreferenceOptimization,
 )
+from .reward import RewardModelling
 from .sft import SupervisedFineTuning
 
 METHODS: dict[str, Method] = {
@@ -24,6 +25,7 @@ METHODS: dict[str, Method] = {
     "grpo": PolicyOptimization(),
     "rloo": PolicyOptimization(),
     "kto": KahnemanTverskyOptimization(),
+    "reward": RewardModelling(),
 }
 
 

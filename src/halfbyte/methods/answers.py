@@ -2,7 +2,8 @@
 
 A batch that `data.paired` makes holds the model's inputs and, for M trained tokens of N answers known on the host:
 `at`, `wanted` and `answer` [M] (the position before each, the token, and whose answer it is in), `place` [M] (its
-number in that answer, from 0) and `real` [N/2] (1 for pairs, 0 for what fills up). What fills up M is answer -1's.
+number in that answer, from 0), `ends` [N] (the last position of each) and `real` [N/2] (1 for pairs, 0 for what fills
+up). What fills up M is answer -1's.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..models.head import aligned_log_probs_at, log_probs_at
+from ..models.head import aligned_log_probs_at, hidden_at, log_probs_at
+from ..models.layer import causal_lm_of
 from .base import Batch
 
-OWN = frozenset({"at", "wanted", "answer", "place", "real", "reference", "margin", "label"})
+OWN = frozenset({"at", "ends", "wanted", "answer", "place", "real", "reference", "margin", "label"})
 REFERENCE = "reference"  # PEFT's name of a frozen adapter; in a batch: its log-probs [M], fp32
 
 
@@ -80,3 +82,11 @@ def shared_lengths(counts: Tensor, answer: Tensor) -> Tensor:
     """[M]: tokens of the shorter answer of the pair that each token is in, from the `counts` [N] of all answers."""
     shorter = counts.view(-1, 2).amin(-1)
     return shorter[answer.clamp(min=0) // 2]
+
+
+def score(model: nn.Module, batch: Batch) -> Tensor:
+    """What the head `score` makes of the last token of each document, fp32 [N], differentiable."""
+    hidden = hidden_at(model, model_inputs(batch), batch["ends"])
+    head = causal_lm_of(model).score
+    with torch.autocast(hidden.device.type, enabled=False):
+        return head(hidden.float()).squeeze(-1)

@@ -83,6 +83,7 @@ class Method(ABC):
         rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
             unpaired or prompts (see `data.prepare_answers`).
         numbers: what its records hold.
+        scores: whether it trains a head that gives a text a number, so that the model answers nothing.
         looks_ahead: whether its losses need something of the whole step before any is taken, see `ahead`.
         reference: whether its losses compare the model with what it was before training.
         columns: of text, the columns of the data with a number in each row; a prepared row has them as lists, a number
@@ -93,6 +94,7 @@ class Method(ABC):
     numbers = Numbers()
     reference = False
     looks_ahead = False
+    scores = False
     columns: tuple[str, ...] = ()
 
     def of(self, config: RunConfig) -> Method:

@@ -290,6 +290,6 @@ def apo_zero_unpaired(ratios: Tensor, desirable: Tensor, z: Tensor, beta: float)
 KTO_LOSSES = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
 
 
-def reward(chosen: Tensor, rejected: Tensor, margin: Tensor, center: float) -> Tensor:
+def reward(chosen: Tensor, rejected: Tensor, margin: Tensor | float, center: float) -> Tensor:
     """−log σ(r_w − r_l − margin) + c·(r_w + r_l)²: arXiv:2203.02155 (1), 2307.09288 (2), 2312.09244 (2); all [P]."""
     return -F.logsigmoid(chosen - rejected - margin) + center * (chosen + rejected) ** 2

@@ -22,6 +22,7 @@ from ..errors import ModelError
 from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
 from ..memory.offload import Offload
 from ..notices import notice
+from ..parallel.tensor import stream_in_slices
 from .blocks import attention_half, mlp_half
 from .copies import run_again
 from .patched import record
@@ -94,7 +95,8 @@ def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwar
             return _block(self, hidden_states, **kwargs)
         kept = OFFLOADED.get(level, level)
         if kept == "checkpoint":
-            return _recomputed(self, hidden_states, level == "tiled", kwargs)
+            with stream_in_slices(self.self_attn, host or InPlace()):
+                return _recomputed(self, hidden_states, level == "tiled", kwargs)
         store = host or InPlace()
         attended, stream = attention_half(self, hidden_states, store, **kwargs)
         if kept == "recompute":

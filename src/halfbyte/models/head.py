@@ -241,6 +241,13 @@ def aligned_log_probs_at(
     return log_probs, doubled - log_probs.detach()
 
 
+def hidden_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> Tensor:
+    """Last hidden states [N, H], after the final norm, at positions `at` [N] of the flattened batch."""
+    causal_lm = causal_lm_of(model)
+    output = causal_lm.base_model(**backbone_inputs(model, inputs), use_cache=False)
+    return output.last_hidden_state.flatten(0, -2)[at]
+
+
 def _rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
     """Hidden states [N, H] at these positions and the head that turns them into logits; or logits [N, V] and None."""
     causal_lm = causal_lm_of(model)

@@ -2,13 +2,14 @@
 
 from .agreement import check_agreement, check_shared
 from .context import Context, bounds_of_longer, slice_of
-from .mesh import ALONE, AXES, ROWS, TOKENS, Mesh, present_mesh
+from .mesh import ALONE, AXES, ROWS, SLICES, TOKENS, Mesh, present_mesh
 from .reduce import clip_gradients, sum_gradients
 
 __all__ = [
     "ALONE",
     "AXES",
     "ROWS",
+    "SLICES",
     "TOKENS",
     "Context",
     "Mesh",

@@ -26,6 +26,7 @@ T = TypeVar("T")
 ONE = Parallel()
 AXES = ("pipeline", "data", "shard", "context", "tensor")  # neighbours on the last ones share the fastest links
 ROWS = ("data", "shard")  # along these, processes take different rows
+SLICES = ("shard", "context")  # along these, different slices of frozen bytes, where there are any
 TOKENS = (*ROWS, "context")  # along these, different tokens
 
 

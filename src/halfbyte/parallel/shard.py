@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ..tensor import BlockShard, QuantizedShard, QuantizedTensor
 from .collectives import gathered
-from .mesh import Mesh
+from .mesh import SLICES, Mesh
 from .placement import Placement
 
 # How long a block stays whole: while it computes; from its forward until after its backward; from the first time on.
@@ -173,11 +173,11 @@ def shard_blocks(
     Args:
         root: the module that calls the blocks; all of its calls go through `root.__call__`.
         blocks: of `root`, in its order; whole, or with the pieces that loading made (`placement`).
-        mesh: slices are as many as its axis "shard" is long.
+        mesh: slices are as many as processes along `SLICES`.
         stays: how long each block stays whole.
         on_host: keep the slices in (pinned) memory of the host, and copy them to the device for each gather.
     """
-    sharded = Sharded(list(blocks), list(stays), mesh.group("shard"))
+    sharded = Sharded(list(blocks), list(stays), mesh.group(*SLICES))
     options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.kind)}
     for block, stay in zip(blocks, stays, strict=True):
         sharded.each.append(_leave_slice(block, mesh, sharded.gathers, on_host, stay == "always"))
@@ -248,15 +248,15 @@ def _leave_slice(block: nn.Module, mesh: Mesh, gathers: Gathers, on_host: bool, 
     for each in frozen:
         each.put(each.whole)
     own, spans = _joined(raws, mesh)
-    whole = own.new_empty(mesh.ways("shard") * own.numel())
+    whole = own.new_empty(mesh.ways(*SLICES) * own.numel())
     for each, span in zip(frozen, spans, strict=True):
         each.put(each.view(whole[span]))
     whole.untyped_storage().resize_(0)
     if on_host:
         own = own.cpu() if whole.device.type == "cpu" else own.cpu().pin_memory()
-    shard = BlockShard(own, mesh.ways("shard"), whole, stays)
+    shard = BlockShard(own, mesh.ways(*SLICES), whole, stays)
     block.register_parameter(BYTES, nn.Parameter(shard, requires_grad=False))
-    return BlockGather(own, whole, mesh.group("shard"), mesh.place("shard"), gathers)
+    return BlockGather(own, whole, mesh.group(*SLICES), mesh.place(*SLICES), gathers)
 
 
 def _joined(raws: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
@@ -268,15 +268,15 @@ def _joined(raws: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
     Returns:
         uint8 [n], this process's part of the row of bytes; and where in that row each parameter is.
     """
-    ways, begin, spans = mesh.ways("shard"), 0, []
+    ways, begin, spans = mesh.ways(*SLICES), 0, []
     for raw in raws:
         spans.append(slice(begin, begin + ways * raw.numel()))
         begin += _up(ways * raw.numel(), ALIGNMENT)
-    columns = gathered(torch.cat(list(raws)), mesh.group("shard")).view(ways, -1).split([len(raw) for raw in raws], 1)
+    columns = gathered(torch.cat(list(raws)), mesh.group(*SLICES)).view(ways, -1).split([len(raw) for raw in raws], 1)
     whole = raws[0].new_zeros(_up(begin, ways * ALIGNMENT))
     for span, column in zip(spans, columns, strict=True):
         whole[span] = column.reshape(-1)
-    return whole.view(ways, -1)[mesh.place("shard")].clone(), spans
+    return whole.view(ways, -1)[mesh.place(*SLICES)].clone(), spans
 
 
 def _up(size: int, step: int) -> int:
@@ -294,10 +294,10 @@ def _sliced(parameter: nn.Parameter, mesh: Mesh) -> tuple[Any, Tensor]:
     if whole is None:
         is_packed = isinstance(piece, QuantizedTensor)
         whole = piece.map(lambda part: part.to("meta")) if is_packed else piece.to("meta")
-        piece = Placement(("shard",)).cut(piece, mesh.ways("shard"))[mesh.place("shard")]
+        piece = Placement(SLICES).cut(piece, mesh.ways(*SLICES))[mesh.place(*SLICES)]
     if isinstance(piece, QuantizedShard):
         return whole, piece.raw.view(-1)
-    rows = -(-whole.shape[0] // mesh.ways("shard"))
+    rows = -(-whole.shape[0] // mesh.ways(*SLICES))
     raw = torch.zeros(rows * whole[:1].nbytes, dtype=torch.uint8, device=piece.device)
     raw[: piece.nbytes] = piece.contiguous().view(-1).view(torch.uint8)
     return whole, raw

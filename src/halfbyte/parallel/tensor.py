@@ -28,7 +28,8 @@ an 8B with 4×2048 tokens. So parts are summed as they come.
 
 The stream between blocks, and its norms, are whole on each process. Slices of its tokens (Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.2) would move as many bytes, but products save what they read whole: on two processes an
-8B's layer would keep a tenth less, and one whose norms are computed again more.
+8B's layer would keep a tenth less, and one whose norms are computed again more. Where the stream is all that a layer
+keeps, each process keeps a slice of it (`InSlices`): 1/n for a gather a layer.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd.function import OnceFunction
+from ..autograd.recompute import Store
 from ..tensor import QuantizedTensor
-from .collectives import gathered, summed
+from .collectives import gathered, members, summed
 from .mesh import Mesh
 from .reduce import CUT
 
@@ -197,7 +201,45 @@ def _changeable(part: Tensor) -> Tensor:
 
 def is_divided(block: nn.Module) -> bool:
     """Whether `sum_around` was called: what computes its products past its own call must sum them."""
-    return any(isinstance(hook, Leaving) for hook in block._forward_hooks.values())
+    return _group_of(block) is not None
+
+
+def _group_of(block: nn.Module) -> Any:
+    return next((hook.group for hook in block._forward_hooks.values() if isinstance(hook, Leaving)), None)
+
+
+@dataclass(frozen=True)
+class InSlices:
+    """The store of what all processes have alike: each keeps a slice until backward, where all ask for the same tensor
+    at the same time.
+
+    Args:
+        store: of the slices.
+    """
+
+    group: Any
+    store: Store
+
+    def pack(self, tensor: Tensor) -> tuple[Any, torch.Size]:
+        size = -(-tensor.numel() // members(self.group))
+        begin = dist.get_rank(self.group) * size
+        own = tensor.detach().reshape(-1)[begin : begin + size]
+        own = F.pad(own, (0, size - len(own))) if len(own) < size else own.clone()
+        return self.store.pack(own), tensor.shape
+
+    def unpack(self, packed: tuple[Any, torch.Size]) -> Tensor:
+        own, shape = packed
+        return gathered(self.store.unpack(own), self.group)[: shape.numel()].view(shape)
+
+
+def stream_in_slices(block: nn.Module, store: Store) -> contextlib.AbstractContextManager[Any]:
+    """Inside, each process of a divided `block` keeps in `store` a slice of what is saved, which must be the same
+    in all: the stream."""
+    group = _group_of(block)
+    if group is None:
+        return contextlib.nullcontext()
+    slices = InSlices(group, store)
+    return torch.autograd.graph.saved_tensors_hooks(slices.pack, slices.unpack)
 
 
 def sum_around(block: nn.Module, mesh: Mesh) -> None:

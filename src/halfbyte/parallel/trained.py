@@ -185,7 +185,9 @@ class Sliced(Whole):
     @torch.no_grad()
     def _reduce(self, bucket: list[int]) -> None:
         """Add the sums of whole gradients to those of the slices."""
-        flat = torch.cat([self._gradient(at) for at in bucket], dim=1)
+        whole = [self._gradient(at) for at in bucket]
+        flat = torch.cat(whole, dim=1) if len(whole) > 1 else whole[0]
+        del whole  # the sum has no need of its memory
         for at in bucket:
             self.parameters[at].grad = None
         own = scattered_sum(flat.view(-1), self.mesh.group(AXIS))

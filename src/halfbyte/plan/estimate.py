@@ -22,7 +22,8 @@ from ..models.sharding import trains_alike
 from ..models.stages import cut_model
 from ..models.unpacking import LIKE
 from ..notices import notice
-from ..optim import OPTIMIZERS
+from ..optim import OPTIMIZERS, trained_parameters
+from ..parallel import AXES
 from ..parallel.reduce import BUCKET
 from ..parallel.schedules import Seconds
 from ..parallel.trained import AT_ONCE, TOGETHER, slices
@@ -40,7 +41,7 @@ from .policy import (
     replayed_level,
     staying,
 )
-from .rank import IN_FLIGHT, ONE, Line, Stage, gathered_bytes, in_context, line, rank_config
+from .rank import IN_FLIGHT, ONE, Line, Stage, gathered_bytes, in_context, in_slices, line, rank_config
 from .replay import Step
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
@@ -50,6 +51,7 @@ MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows d
 GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: at most 1.7% were unused (docs/log.md)
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
+CAPTURED = {"data", "shard"}  # axes along which what is exchanged within a micro-batch can be part of a CUDA graph
 GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the stream of graphs, and gradients that wait to be added up
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
 CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
@@ -206,8 +208,8 @@ class _Planner:
         self.optimizer = row.state_bytes(shapes.model)
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
-        # gradients that are reduced in backward cannot be held, either
-        captures = graphs and layout.size == layout.data * layout.shard and not self._at_once
+        divided = {axis for axis in AXES if getattr(layout, axis) > 1}
+        captures = graphs and divided <= CAPTURED and not self._at_once  # these gradients are reduced in backward
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)
@@ -310,7 +312,7 @@ class _Planner:
         if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
             graphs = max(evaluated, self._moving(self.batches.second, choice, stage))
             graphs += IN_FLIGHT * self._block(stage)  # the pool has those of its own
-        bucket = TOGETHER if self._at_once else BUCKET
+        bucket = self._together if self._at_once else BUCKET
         summed = min(trained.bytes, bucket) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0
         moving = max(moving, evaluated, summed, _step_scratch(self.config.optim, trained, device.type))
         logits = min(self._step(largest, choice).logits, moving) * stage.ends
@@ -319,7 +321,7 @@ class _Planner:
             weights=self._share(stage),
             gathered=gathered_bytes(self._block(stage), stage, choice.stays),
             adapters=self._kept(stage),
-            gradients=trained.bytes // self._parts + 2 * TOGETHER * self._at_once,
+            gradients=trained.bytes // self._parts + 2 * self._together * self._at_once,
             optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
             activations=moving - logits,
             logits=logits,
@@ -356,6 +358,11 @@ class _Planner:
     def _at_once(self) -> bool:
         """Whether gradients are reduced in each backward as they come, which leaves slices of them."""
         return self.slices > 1 and self.trained.bytes >= AT_ONCE and trains_alike(self.shapes.model)
+
+    @functools.cached_property
+    def _together(self) -> int:
+        """Bytes of gradients that are reduced together then: as they came, and beside one another."""
+        return max([TOGETHER, *(each.nbytes for each in trained_parameters(self.shapes.model).values())])
 
     @property
     def _parts(self) -> int:
@@ -463,7 +470,7 @@ class _Planner:
         options |= {"trains_all": not self.config.use_peft, "card": self.card}
         replayed = dict(zip(self.replayed, layers, strict=True))
         found = LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
-        return in_context(found, self.layout.context)
+        return in_slices(in_context(found, self.layout.context), self.layout.tensor)
 
 
 def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:

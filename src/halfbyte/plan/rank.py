@@ -3,7 +3,7 @@
 In these, `shard`, `tensor`, `pipeline` and `context` are the ways of that axis; a mesh of one has 1 everywhere.
 
     frozen blocks       bytes of the process's decoder layers ÷ tensor (a model of a rank's heads, `rank_config`)
-                        ÷ shard, parameter by parameter, rounded up to 16 bytes
+                        ÷ slices (shard · context where shard > 1), parameter by parameter, rounded up to 16 bytes
     embedding, head     rows of the vocabulary ÷ (shard · tensor); tied ones once, or on the first and the last stage
     gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share
     trained             of the process's layers; ÷ `trained.slices`: the optimizer's state, the digits of what products
@@ -33,6 +33,7 @@ from .policy import Gathers, LayerCost
 
 ONE = Parallel()
 IN_FLIGHT = 2  # blocks: the one that computes, and the one that comes
+KEEPS_STREAM = ("checkpoint", "tiled")  # alone
 KEEPS_ATTENTION = ("keep", "recompute", "recompute_mlp")
 
 
@@ -130,7 +131,7 @@ class Frozen:
     def share(self, stage: Stage, layout: Parallel) -> int:
         """Bytes that stay on a process of `stage`."""
         parameters = (size for index in stage.layers for size in self.blocks[index]) if self.blocks else ()
-        blocks = sum(_divided(size, layout.shard) for size in parameters)
+        blocks = sum(_divided(size, layout.slices) for size in parameters)
         ways = layout.shard * layout.tensor
         ends = self.embedding * (stage.begins or (self.tied and stage.ends)) + self.head * stage.ends
         return blocks + _divided(ends, ways) + self.rest
@@ -141,7 +142,7 @@ class Frozen:
 
     def gathers(self, layout: Parallel, stage: Stage, link: float) -> Gathers | None:
         """Of the stage's layers; None where each process holds them whole."""
-        return Gathers(layout.shard, self.largest(stage), link) if layout.shard > 1 and any(self.blocks) else None
+        return Gathers(layout.slices, self.largest(stage), link) if layout.shard > 1 and any(self.blocks) else None
 
 
 def _divided(size: int, ways: int) -> int:
@@ -172,6 +173,23 @@ def in_context(layer: LayerCost, ways: int) -> LayerCost:
         for level, found in layer.replayed.items()
     }
     return replace(layer, length=layer.length * ways, replayed=replayed)
+
+
+def in_slices(layer: LayerCost, ways: int) -> LayerCost:
+    """A layer of which each of `tensor` processes keeps a slice of the stream, where it keeps nothing else; whole, the
+    stream is there while the layer computes."""
+    elsewhere = layer.stream - layer.stream // ways
+    replayed = {
+        level: replace(
+            found,
+            saved=found.saved - elsewhere,
+            forward=found.forward + elsewhere,
+            backward=found.backward + elsewhere,
+        )
+        for level, found in layer.replayed.items()
+        if level in KEEPS_STREAM
+    }
+    return replace(layer, replayed={**layer.replayed, **replayed})
 
 
 def rank_config(model_config: Any, layout: Parallel) -> Any:

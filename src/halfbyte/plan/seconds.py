@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import Level, Parallel
-from .policy import GEMM_FLOPS, LATENCY, Gathers, LayerCost, cost
+from .policy import GEMM_FLOPS, LATENCY, Gathers, LayerCost, cost, replayed_level
+from .rank import KEEPS_STREAM
 
 
 def head_seconds(shape: LayerCost, vocabulary: int) -> float:
@@ -27,7 +28,9 @@ def micro_seconds(
     """
     computed = len(levels) * (shape.forward_seconds + shape.backward_seconds) + cost(shape, levels, graphs)
     waited = gathers.waiting(shape, levels, stays) if gathers else 0.0
-    return computed + waited + len(levels) * _in_layer(shape, layout)
+    return (
+        computed + waited + len(levels) * _in_layer(shape, layout) + sum(_again(shape, layout, each) for each in levels)
+    )
 
 
 def _in_layer(shape: LayerCost, layout: Parallel) -> float:
@@ -40,6 +43,14 @@ def _in_layer(shape: LayerCost, layout: Parallel) -> float:
         ways = layout.context
         seconds += 2 * (moved * (ways - 1) / ways / shape.card.link + 4 * LATENCY)
     return seconds
+
+
+def _again(shape: LayerCost, layout: Parallel, level: Level) -> float:
+    """Exchanges of a layer that is computed again: its input is gathered, and attention's result summed once more."""
+    if layout.tensor == 1 or replayed_level(level) not in KEEPS_STREAM:
+        return 0.0
+    gathered = LATENCY + shape.stream * (layout.tensor - 1) / layout.tensor / shape.card.link
+    return gathered + _reduced(shape.stream, layout.tensor, shape.card.link)
 
 
 def _reduced(size: int, ways: int, link: float) -> float:

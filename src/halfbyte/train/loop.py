@@ -50,14 +50,13 @@ from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
-from .ahead import Ahead
+from .ahead import Ahead, with_numbers
 from .alike import Alike
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered, scaling_state
 from .generations import Generations
-from .held_out import held_out_numbers
-from .metrics import MetricsFile, Window
+from .metrics import TOKENS, MetricsFile, Window
 from .pipelined import PipelinedStepper
 from .readback import StepNumbers, guard
 from .records import Records
@@ -71,7 +70,7 @@ from .snapshot import (
     save_random,
     save_weights,
 )
-from .stepper import GraphedStepper, Stepper
+from .stepper import GraphedStepper, Stepper, beside_graphs
 from .stops import PATIENCE, Stops, announce
 
 Part = TypeVar("Part")
@@ -267,8 +266,9 @@ class TrainingLoop:
         config = self.config
         size, skip = config.per_device_train_batch_size, done * self._micro_batches
         order, pinned = config.seed + epoch, self.device.type != "cpu"
+        share: Any
         if self.generations is not None:
-            share: Any = self.generations.share(self.collate, epoch, skip, self.callbacks)
+            share = self.generations.share(self.collate, epoch, skip, self.callbacks)
         else:
             share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
         micro_batches, seen = skip + share.total, skip
@@ -300,8 +300,7 @@ class TrainingLoop:
         taken = [on_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
         return [slice_of(batch, self.mesh) for batch in self.stepper.agree(taken)]
 
-    def own(self, batch: dict[str, Any]) -> Batch:
-        """What this process computes of `batch`, on its device."""
+    def _own(self, batch: dict[str, Any]) -> Batch:
         return slice_of(on_device(batch, self.device), self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
@@ -316,7 +315,7 @@ class TrainingLoop:
         taken = self.ahead.shared(taken, counts)
         before = random_states() if len(taken) > 1 else None
         with self.records.shares.of(number):
-            sums = self.stepper(self.unless_late(taken, before), count)
+            sums = self.stepper(self._unless_late(taken, before), count)
         sums = self.units.reduce(sums)
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
@@ -390,11 +389,8 @@ class TrainingLoop:
         assert self.held_out is not None
         self.records.read()
         began, size = time.time(), self.args.per_device_eval_batch_size
-        numbers = (
-            held_out_numbers(self)
-            if self.generations is None
-            else self.generations.evaluate(self.held_out, self.callbacks)
-        )
+        rows, answers = self.held_out, self.generations
+        numbers = answers.evaluate(rows, self.callbacks) if answers else self._held_out_numbers(rows, size)
         numbers["seconds"] = time.time() - began
         self.records.write("eval", numbers)
         named = {f"eval_{name}": value for name, value in numbers.items()}
@@ -402,6 +398,24 @@ class TrainingLoop:
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
         return numbers
+
+    def _held_out_numbers(self, rows: Rows, size: int) -> dict[str, float]:
+        """What the method makes of `rows`, `size` a batch."""
+        found, random = Window.of(self.method.numbers.trained), random_states()
+        self.model.eval()
+        share = batches(rows, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
+        with beside_graphs(self.stepper, self.device), torch.no_grad():
+            shared = self.ahead.of_all(map(self._own, share))
+            late = iter(self._unless_late(share, random, evaluates=True))
+            while together := list(islice(late, self.stepper.together)):
+                counted = [counts_of([batch]) for batch in together]
+                ready: list[Batch] = [with_numbers(self._own(batch), shared) for batch in together]
+                for own, sums in zip(counted, self.stepper.evaluate(ready), strict=True):
+                    found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
+        found = found.over(self.mesh)
+        counts = {name: count for name, count in found.counts.items() if name != TOKENS}
+        self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
+        return self.method.evaluation(found.means(self.method.numbers.trained), counts)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.
@@ -458,7 +472,7 @@ class TrainingLoop:
             self.request.number = number  # which may have reached another process alone
             self._leave()
 
-    def unless_late(
+    def _unless_late(
         self, parts: Iterable[Part], random: dict[str, Any] | None, evaluates: bool = False
     ) -> Iterator[Part]:
         """The `parts` of a step, or of an evaluation; once the process has been asked to leave for `PATIENCE`, it does.

@@ -165,12 +165,8 @@ def prepare_run(
     ways = _dealt(layout)
     arguments = _arguments(config, machine, data, ways)
     try_schedule(config, arguments, optimizer, total_steps(config, len(data.train), ways))
-    prompts = samples.pick_prompts(
-        config,
-        tokenizer,
-        data.train if data.eval is None else data.eval,
-        templated=data.report["template"] is not None,
-    )
+    rows, templated = data.train if data.eval is None else data.eval, data.report["template"] is not None
+    prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
     _say_whole_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, ways)

@@ -40,7 +40,7 @@ from halfbyte.models.slices import divided
 from halfbyte.models.stages import Stages
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel import check_agreement, check_shared, present_mesh
+from halfbyte.parallel import SLICES, check_agreement, check_shared, present_mesh
 from halfbyte.parallel.launch import say_idle
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.estimate import GIB
@@ -256,15 +256,16 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     adapter, storage = run.sections.adapter, run.sections.storage
     if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
-        wide = run.mesh.wide(("shard", "tensor"))
-        how["along"] = wide if len(wide) == 1 else ()  # what is cut twice is loaded whole
+        slices = run.mesh.wide(SLICES) if run.mesh.ways("shard") > 1 else ()
+        products = run.mesh.wide(("tensor",))
+        how["along"] = () if slices and products else slices or products  # what is cut twice is loaded whole
         how["elsewhere"] = run.cut.elsewhere if run.cut else None
     model = load_model(run.files, storage, dtype=run.machine.weights_dtype, **how)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         _recompute_activations(model)
-    return add_adapter(model, adapter) if adapter else model
+    return add_adapter(model, adapter, scores=run.method.scores) if adapter else model
 
 
 def _own_part(run: PreparedRun, model: Any) -> Stages | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from halfbyte.hardware import free_cached_memory, is_out_of_memory
 
 from .alike import AGREED, Alike
 from .graph import ONE, GraphedBackward
@@ -58,9 +61,6 @@ class Stepper:
         """The sums of each of `batches`."""
         return [self.sums(batch) for batch in batches]
 
-    def give_up(self) -> None:
-        """Free what can be freed: memory ran out."""
-
     def close(self) -> None:
         """The training is over."""
 
@@ -95,9 +95,29 @@ class GraphedStepper(Stepper):
     def holds_graphs(self) -> bool:  # type: ignore[override]
         return self.graphs.holds_graphs
 
-    def give_up(self) -> None:
-        self.graphs.give_up()
+    def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
+        """The sums of each of `batches`; where there is no room beside the graphs, they go."""
+        try:
+            return super().evaluate(batches)
+        except RuntimeError as error:
+            if not (self.holds_graphs and self.alike.is_alone and is_out_of_memory(error)):
+                raise
+        self.graphs.give_up()  # out of the handler, whose error keeps what the forward has made
+        return super().evaluate(batches)
 
     def close(self) -> None:
         self.most_graph_bytes = self.graphs.most_pool_bytes
         self.graphs.close()
+
+
+@contextlib.contextmanager
+def beside_graphs(stepper: Stepper, device: torch.device) -> Iterator[None]:
+    """Around what is launched while graphs are held: what the allocator caches is of one stream, theirs or the current
+    one, and no use to the other."""
+    if stepper.holds_graphs:
+        free_cached_memory(device)
+    try:
+        yield
+    finally:
+        if stepper.holds_graphs:
+            free_cached_memory(device)
