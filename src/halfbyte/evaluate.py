@@ -60,7 +60,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     from .runs.saved import load_saved
 
     look_over_datasets(dataset)
-    saved = load_saved(name, overrides, dataset)
+    saved = load_saved(name, overrides, dataset, scores=True)
     from .data.collate import make_collator
     from .models.isolation import isolate_run
 
