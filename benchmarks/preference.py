@@ -167,7 +167,8 @@ def main() -> None:
     both = zip(results["ours"]["losses"], results["peer"]["losses"], strict=True)
     apart = max(abs(mine - theirs) / theirs for mine, theirs in both)
     speed = results["ours"]["pairs_per_second"] / results["peer"]["pairs_per_second"]
-    result = {"device": cpu_name(), "settings": asdict(settings), **results, "losses_apart": apart, "speed": speed,
+    named = asdict(settings) | {"data": Path(given.data).name, "model": Path(given.model).name}
+    result = {"device": cpu_name(), "settings": named, **results, "losses_apart": apart, "speed": speed,
               "tokens": results["ours"]["tokens"] / results["peer"]["tokens"]}  # fmt: skip
     print(json.dumps(result, indent=1))
     write_result(given.json, result)

@@ -44,6 +44,8 @@ LONG = (
     "test_pipeline.py::test_a_run_in_stages[interleaved]",
     "test_pipeline.py::test_four_processes",
     "test_fp8.py::test_stages_leave_the_scales",
+    "test_preference_ranks.py::test_two_ranks_are_one_process[reward",
+    "test_preference_ranks.py::test_two_ranks_are_one_process[dpo of",
 )
 
 

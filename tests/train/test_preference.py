@@ -210,6 +210,14 @@ def test_a_reward_model_reloads_in_plain_transformers(data, tmp_path):
     assert own.std() > 0.1
     found = evaluate(str(tmp_path / "out"), str(data / "pairs.jsonl")).numbers
     assert found["accuracy"] > 0.8
+    (tmp_path / "prompts.txt").write_text("what is 1?\n")
+    for refused in (
+        ["generate", str(tmp_path / "out"), str(tmp_path / "prompts.txt")],
+        ["merge", str(tmp_path / "out")],
+    ):
+        answered = CliRunner().invoke(app, refused)
+        assert answered.exit_code == 1
+        assert "a reward model" in answered.output
     part = tmp_path / "part"
     (part / "checkpoint-5").mkdir(parents=True)
     for name in ("metrics.jsonl", "config.resolved.yaml"):

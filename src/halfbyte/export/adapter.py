@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from halfbyte.adapters import load_adapter_weights, place_adapter, saved_adapter_config
+from halfbyte.adapters import SCORES, load_adapter_weights, place_adapter, saved_adapter_config
 from halfbyte.config import Origin, Resolved, Storage
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
@@ -117,6 +117,11 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftM
 def _check_mergeable(lora: Any, folder: Path) -> None:
     if lora.peft_type != PeftType.LORA:
         raise CheckpointError(f"{folder} holds a {lora.peft_type} adapter", "merge takes LoRA and DoRA adapters")
+    if lora.task_type == SCORES:
+        raise CheckpointError(
+            f"{folder} holds a reward model, whose head a merged language model has no place for",
+            "load it with PEFT and AutoModelForSequenceClassification",
+        )
     if lora.init_lora_weights not in KEEPS_BASE:
         raise CheckpointError(
             f"{folder}: init_lora_weights {lora.init_lora_weights!r} changed the base weights while it trained",

@@ -46,6 +46,11 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
     """
     if wrong := obstacle(layout):
         raise ConfigError(*wrong)
+    if config.method != "sft" and layout.size > layout.data:
+        raise ConfigError(
+            f"parallel: {layout} with method: {config.method}: its losses are of whole rows, by the whole head",
+            "divide rows: use parallel: {data: N}",
+        )
     if layout.tensor > 1:
         _check_products(layout.tensor, config, shapes)
     if layout.context > 1:

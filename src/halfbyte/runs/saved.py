@@ -157,7 +157,7 @@ def _is_quantized(model: str) -> bool:
     return bool(model) and Path(model, CONFIG).is_file() and "quantization_config" in read_config(Path(model))
 
 
-def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> Saved:
+def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", *, scores: bool = False) -> Saved:
     """Load a run (its base quantized as it was trained on, its adapter on top), an adapter, or a model.
 
     A run with `qat_scheme` has its linear layers stored in that format, adapters merged.
@@ -167,12 +167,13 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
         overrides: `key=value`, e.g. `load_in_4bit=true` to quantize a plain model, or `trust_remote_code=true`, which
             only counts here.
         dataset: put into the configuration where no run gives one.
+        scores: take a reward model too, which answers nothing.
 
     Raises:
         CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
     """
     place, config = look_up(name, overrides, dataset)
-    from ..adapters import check_adapter_files, load_adapter
+    from ..adapters import SCORES, check_adapter_files, load_adapter
     from ..models.load import load_model, load_tokenizer, resolve_dtype
     from ..qat.model import quantize_trained, round_merged
 
@@ -180,6 +181,11 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none") 
     if template and template.is_file():  # the one trained with, wherever chat_template_path is now
         config.chat_template_path = str(template)
     if place.adapter:
+        if not scores and read_adapter_config(place.adapter).get("task_type") == SCORES:
+            raise CheckpointError(
+                f"{name} is a reward model: it scores texts, and writes none",
+                "measure it with `halfbyte eval`, or load it with PEFT and AutoModelForSequenceClassification",
+            )
         check_adapter_files(place.adapter)
     run = resolve(config)
     files = find_model(run.origin)

@@ -1,0 +1,52 @@
+"""Preference training on two ranks is that of one process: references, z and likelihoods are of the whole step."""
+
+import json
+
+import pytest
+from whole import run, write_place
+
+from halfbyte.errors import ConfigError
+
+pytestmark = pytest.mark.dist
+
+ASKED = {
+    "dpo": {"method": "dpo", "loss_type": ["sigmoid", "sft"]},
+    "dpo of each step": {"method": "dpo", "precompute_ref_log_probs": False},
+    "kto": {"method": "kto"},
+    "reward": {"method": "reward"},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = write_place(tmp_path_factory.mktemp("place"))
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    made = [
+        {"prompt": row["prompt"] + " what?", "chosen": row["completion"], "rejected": f" no{' 2' * (n % 4)}"}
+        for n, row in enumerate(rows)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    return folder
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_two_ranks_are_one_process(place, two, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    asked = {"dataset": str(place / "pairs.jsonl"), "sample_prompts": 0, **ASKED[name]}
+    one = run(None, place, tmp_path / "one", gradient_accumulation_steps=4, **asked)
+    both = run(two, place, tmp_path / "two", gradient_accumulation_steps=2, parallel={"data": 2}, **asked)
+    both.same_as(one, loss=2e-6, weights=1e-4)
+    for mine, theirs in zip(both.trained, one.trained, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
+        assert {key for key in mine if "rewards/" in key} == {key for key in theirs if "rewards/" in key}
+
+
+def test_other_ways_to_divide_a_run_are_refused(place, tmp_path):
+    from halfbyte.config import RunConfig
+    from halfbyte.config.resolve import Parallel
+    from halfbyte.plan.meshes import check_layout
+
+    config = RunConfig(model_name_or_path="m", dataset="d", method="dpo")
+    for axis in ("shard", "tensor", "context", "pipeline"):
+        with pytest.raises(ConfigError, match="method: dpo"):
+            check_layout(Parallel(**{axis: 2}), config, None)
