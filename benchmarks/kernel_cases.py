@@ -197,10 +197,10 @@ def attention_cases() -> Iterator[Case]:
 
 
 def rollout_cases() -> Iterator[Case]:
-    """Two rows split their pages over programs, many do not."""
+    """Two rows split their pages over programs, many do not, which takes no more of anything."""
 
     def attend(dtype: torch.dtype, size: int, cache: torch.dtype, window: int | None, softcap: float | None) -> None:
-        for rows in (2, 512):
+        for rows in (2, 512) if size == 128 else (2,):
             q, keys = empty(rows, 32, size, dtype=dtype), empty(1024, 8, 64, size, dtype=cache)
             tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
             paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap)

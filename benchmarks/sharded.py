@@ -7,8 +7,9 @@ Weights are random and made here. PARTs:
     gathers     8B 4×2048, each block gathered twice a micro-batch, half of the blocks kept, all of them, and slices in
                 the host's memory; beside it data parallel, and NCCL's all-gather of as many bytes
     graphs      8B 2×512 as a CUDA graph: one GPU's, data parallel, and slices
-    ways        how bytes come, by NCCL of more or fewer channels; 8B 4×2048 as Python launches it, 2×512 as a CUDA
-                graph, beside data parallel and all blocks kept; and what the host does in a step
+    ways        how bytes come: by NCCL of more or fewer channels, or read from their owner's memory; 8B 4×2048 as
+                Python launches it, 2×512 as a CUDA graph, beside data parallel and all blocks kept; and what the host
+                does in a step
     seventy     70B 1×2048 in slices, of which no GPU ever has more than a layer whole; and on one GPU, whole
 """
 
@@ -198,20 +199,27 @@ def with_channels(count: int) -> Callable[[Any], None]:
         options.config.max_ctas = count
         group = dist.new_group(backend="nccl", pg_options=options)
         for each in share.each:
-            each.group = group
+            each.slices, each.group = None, group
 
     return use
 
 
 def by_nccl(share: Any) -> None:
     for each in share.each:
-        each.group = share.group
+        each.slices, each.group = None, share.group
+
+
+def by_handles(share: Any) -> None:
+    share.read_peers()
+    if share.why:
+        raise RuntimeError(share.why)
 
 
 GRAPHED = "2x512 as a graph"
 WAYS: dict[str, Callable[[Any], None]] = {
     "NCCL": by_nccl,
     "NCCL, 4 channels": with_channels(4),
+    "handles": by_handles,
 }
 
 
@@ -253,8 +261,17 @@ def ways(mesh: Mesh, results: Results) -> None:
     kept = training.times(sliced)
     results.add("ways", way="all kept", ms=kept, of_alone=kept[GRAPHED] / alone)
     keep(share, ())
+    worked = []
     for way, use in WAYS.items():
-        use(share)
+        try:
+            use(share)
+            told = ""
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"[:300]
+        if any(sliced.gather(told)):
+            results.add("ways", way=way, failed=sliced.gather(told))
+            continue
+        worked.append(way)
         gathered, facts = one_gather(share, sliced), training.times(sliced)
         spent = 2 * len(share.blocks) * gathered["us"] / 1e3
         results.add(
@@ -262,7 +279,7 @@ def ways(mesh: Mesh, results: Results) -> None:
             of_alone=facts[GRAPHED] / alone,
             hidden={shape: 1 - (ms - kept[shape]) / spent for shape, ms in facts.items()},
         )  # fmt: skip
-    host(training, share, sliced, results)
+    host(training, share, sliced, results, {"NCCL", worked[-1]})
 
 
 def keep(share: Any, chosen: Collection[int]) -> None:
@@ -274,11 +291,16 @@ def keep(share: Any, chosen: Collection[int]) -> None:
 
 
 def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
-    """Of a block: its time on the device beside NCCL's all-gather of as many bytes, and FSDP2's on the host."""
+    """Of a block: its time on the device beside NCCL's all-gather of as many bytes, FSDP2's on the host; whether its
+    bytes are those that NCCL gathers."""
     gather, block = share.each[1], share.blocks[1]
     token = torch.empty(16 * mesh.size, dtype=torch.uint8, device="cuda")
     us = event_us([lambda: gather(token, token, None)], 20)
-    found = torch.empty_like(gather.whole)
+    found, slices = gather.whole.clone(), gather.slices
+    gather.slices = None
+    gather(token, token, None)
+    equal = torch.equal(found, gather.whole)
+    gather.slices = slices
     own = torch.empty(gather.raw.numel(), dtype=torch.uint8, device="cuda")
     nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20)
     gather.whole.untyped_storage().resize_(0)
@@ -289,18 +311,19 @@ def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
         block.reshard()
     took = (time.perf_counter() - began) / 20 * 1e6
     torch.cuda.synchronize()
-    return {"us": mesh.max(us), "nccl_us": nccl, "of_nccl": nccl / us, "host_us": took}
+    return {"us": mesh.max(us), "nccl_us": nccl, "of_nccl": nccl / us, "host_us": took, "equal": equal}
 
 
-def host(training: Both, share: Any, mesh: Mesh, results: Results) -> None:
+def host(training: Both, share: Any, mesh: Mesh, results: Results, chosen_ways: Collection[str]) -> None:
     """A short step as Python launches it, which is as slow as the host: milliseconds, and what takes them."""
     layers = len(share.blocks)
     training.batch, training.stepper = training.batches[GRAPHED], training.eager
-    by_nccl(share)
-    for name, chosen in (("each call", ()), ("half kept", range(0, layers, 2)), ("all kept", range(layers))):
-        keep(share, chosen)
-        ms = measured(training, mesh, 1024, steps=4)["ms"]
-        results.add("host", kept=name, ms=ms, top=busiest(training) if name == "half kept" else {})
+    for way in sorted(chosen_ways):
+        WAYS[way](share)
+        for name, chosen in (("each call", ()), ("half kept", range(0, layers, 2)), ("all kept", range(layers))):
+            keep(share, chosen)
+            ms = measured(training, mesh, 1024, steps=4)["ms"]
+            results.add("host", way=way, kept=name, ms=ms, top=busiest(training) if name == "half kept" else {})
     keep(share, ())
 
 
@@ -391,7 +414,6 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with present_mesh(kind="cuda") as mesh:
         results = Results(mesh, given.json)
         for part in given.parts:

@@ -42,7 +42,7 @@ ORDER = [
     ["qat"],
     ["adapters"],
     ["models"],
-    ["data", "generation"],
+    ["data", "generation", "rewards"],
     ["plan"],
     ["runs", "methods"],
     ["report"],  # reads only the files of a run, so a run may end by writing its report

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import DataError, ModelError
+from .errors import ConfigError, DataError, ModelError
 from .methods import METHODS, method_of
 
 if TYPE_CHECKING:
@@ -66,6 +66,11 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
 
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
     method = method_of(config)
+    if method.rows == "prompts":
+        raise ConfigError(
+            f"{name} was trained by {config.method}, whose numbers are rewards of sampled answers",
+            "give the run an eval_dataset, which it evaluates on while it trains",
+        )
     if method.reference:
         _add_reference(saved.model, config)
     rows = method.ready(config, saved.tokenizer).train

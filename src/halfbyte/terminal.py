@@ -29,7 +29,7 @@ from .words import one_line
 
 if TYPE_CHECKING:
     from .config import RunConfig
-    from .methods import Numbers
+    from .methods import Metric, Numbers
 
 
 class Part(NamedTuple):
@@ -403,9 +403,12 @@ class LiveMetrics:
         )
         return Group(progress, Text(self._numbers(record)))
 
+    def _metrics(self) -> list[Metric]:
+        return [each for each in (*self.method_numbers.trained, *self.method_numbers.beside) if each.brief]
+
     def _numbers(self, record: Mapping[str, Any]) -> str:
         capacity = f" of {size(self.capacity_bytes)}" if self.capacity_bytes else ""
-        numbers = [f"{metric.label} {metric.shown(record)}" for metric in self.method_numbers.trained]
+        numbers = [f"{metric.label} {metric.shown(record)}" for metric in self._metrics()]
         if record.get("grad_norm") is not None:
             numbers.append(f"grad-norm {record['grad_norm']:.3g}")
         numbers.append(f"lr {record['learning_rate']:.2e}")

@@ -15,7 +15,7 @@ from halfbyte.train import checkpoint
 SURFACE = {
     "init": ["model", "data", "--method"],
     "check": ["run", "--gpus", "--gpu-memory"],
-    "preview": ["run", "-n --count"],
+    "preview": ["run", "-n --count", "--rollouts"],
     "train": ["run", "--resume"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", "--trust-remote-code"],

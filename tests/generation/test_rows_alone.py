@@ -69,15 +69,16 @@ def test_a_rows_logits_are_those_it_has_alone(family, quantized, dtype):
             torch.testing.assert_close(together[:steps, row], alone[:steps], rtol=1e-4, atol=1e-4)
 
 
-def test_4_bit_rows_are_multiplied_alike():
+@pytest.mark.parametrize("columns", [128, 192, 1024])  # one step of a row's sum, a step and a part, and many
+def test_4_bit_rows_are_multiplied_alike(columns):
     from halfbyte.formats import Blockwise4
 
-    format_, weight = Blockwise4("nf4", 64, True), torch.randn(48, 128)
+    format_, weight = Blockwise4("nf4", 64, True), torch.randn(48, columns)
     parts = format_.quantize(weight)
     of_weight = parts["packed"], parts["absmax"], format_.nested_parts(parts), 64, "nf4", 48, torch.randn(48)
-    x = torch.randn(16, 128)
+    x = torch.randn(16, columns)
     whole = linear_blockwise4(x, *of_weight)
-    expected = x @ format_.dequantize(parts, (48, 128), torch.float32).T + of_weight[-1]
+    expected = x @ format_.dequantize(parts, (48, columns), torch.float32).T + of_weight[-1]
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-4)
     for rows in (1, 2, 4, 5, 13):
         assert torch.equal(linear_blockwise4(x[:rows], *of_weight), whole[:rows])

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import glob
 import importlib
 import json
@@ -109,6 +110,8 @@ def _serve(descriptor: int) -> None:
             for name in request["modules"]:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
+            gc.collect()
+            gc.freeze()  # collections in a child need not go through, and so copy, what all share
             answer = {}
         else:
             answer = _command(request)

@@ -6,9 +6,8 @@ import torch
 from halfbyte.ops.paged_attention import PAGE
 
 LENGTHS = [1, 63, 64, 65, 200, 320]
-VARIANTS = pytest.mark.parametrize(
-    ("window", "softcap"), [(None, None), (70, None), (3, None), (None, 3.0), (100, 5.0)]
-)
+WINDOWS_AND_CAPS = [(None, None), (70, None), (3, None), (None, 3.0), (100, 5.0)]
+VARIANTS = pytest.mark.parametrize(("window", "softcap"), WINDOWS_AND_CAPS)
 
 
 def case(dtype, heads=(4, 2), size=32, lengths=LENGTHS, device="cpu"):

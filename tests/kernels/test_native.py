@@ -31,6 +31,32 @@ def compiler(folder: Path, name: str, body: str) -> str:
     return str(script)
 
 
+@needs_compiler
+def test_a_rows_sums_are_the_same_alone_where_the_compiler_avoids_fmas(monkeypatch):
+    """As GCC does on some CPUs, but in loops over one row only."""
+    import ctypes
+
+    import torch
+
+    from halfbyte.kernels.native.gemv4 import CPU, Weight, codebook4
+
+    version = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout
+    if "Free Software Foundation" not in version:
+        pytest.skip("the compiler is not GCC")
+    native.library.cache_clear()  # that of the import
+    monkeypatch.setenv("CC", "cc --param avoid-fma-max-bits=512")
+    function = native.library("decode4").halfbyte_gemv4
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int] * 2
+    packed, absmax = torch.randint(256, (64, 256), dtype=torch.uint8), torch.rand(64 * 8)
+    given = packed.data_ptr(), absmax.data_ptr()
+    weight = Weight(*given, codebook=codebook4("nf4", CPU).data_ptr(), rows=64, columns=512, blocksize=64)
+    x, whole, alone = torch.randn(4, 512), torch.empty(4, 64), torch.empty(4, 64)
+    function(ctypes.byref(weight), x.data_ptr(), whole.data_ptr(), 4, 1)
+    for row in range(4):
+        function(ctypes.byref(weight), x[row].data_ptr(), alone[row].data_ptr(), 1, 1)
+    assert torch.equal(alone, whole)
+
+
 @pytest.mark.parametrize("body", ["exit 1", "exit 0", "kill -9 $$"], ids=["fails", "writes nothing", "killed"])
 def test_a_compiler_without_a_word(body, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", compiler(tmp_path, "quiet", body))

@@ -3,7 +3,7 @@
 import parity
 import pytest
 import torch
-from paged_cases import LENGTHS, VARIANTS, case, exact
+from paged_cases import LENGTHS, WINDOWS_AND_CAPS, case, exact
 from parity import DEVICE, INTERPRETED, dtypes
 
 from halfbyte.ops.paged_attention import paged_attention
@@ -12,9 +12,12 @@ from halfbyte.ops.sample import draw_tokens
 pytestmark = parity.mark
 pytest.importorskip("triton")
 
-SIZES = [((4, 2), 24)] if INTERPRETED else [((32, 8), 128), ((4, 2), 24), ((8, 8), 80), ((6, 1), 64), ((16, 8), 256)]
-SPLITS = [3] if INTERPRETED else [1, 3, 8]
+# Heads, their size, parts of a row, window and cap: each of them somewhere, since every one is compiled by itself.
+CALLS = [((4, 2), 24, 3, *variant) for variant in WINDOWS_AND_CAPS]
 FEW = (1, 64, 150) if INTERPRETED else LENGTHS
+if not INTERPRETED:
+    CALLS += [((32, 8), 128, splits, None, None) for splits in (1, 3, 8)]
+    CALLS += [((8, 8), 80, 1, None, None), ((6, 1), 64, 8, 70, None), ((16, 8), 256, 3, None, 3.0)]
 
 
 def attend(arguments, splits=None):
@@ -28,9 +31,7 @@ def attend(arguments, splits=None):
 
 
 @dtypes
-@VARIANTS
-@pytest.mark.parametrize("splits", SPLITS)
-@pytest.mark.parametrize(("heads", "size"), SIZES)
+@pytest.mark.parametrize(("heads", "size", "splits", "window", "softcap"), CALLS)
 def test_attention_is_the_references(dtype, heads, size, splits, window, softcap):
     """The fewest splits leave programs with much to do, the most some without a page."""
     on_cpu = case(dtype, heads, size, FEW)
@@ -38,7 +39,9 @@ def test_attention_is_the_references(dtype, heads, size, splits, window, softcap
     found = attend(arguments, splits).cpu()
     truth = paged_attention.reference(*exact(on_cpu), 0.3, window, softcap)
     assert (found.shape, found.dtype) == (truth.shape, dtype)
-    assert (found.double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()
+    # in fp32 it is the scores' own rounding that shows: they go to 12 here, and into an exponential
+    allowed = 20 if dtype is torch.float32 else 4
+    assert (found.double() - truth).norm() <= allowed * torch.finfo(dtype).eps * truth.norm()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs FP8 conversions")

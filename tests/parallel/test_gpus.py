@@ -47,6 +47,7 @@ def test_two_gpus_are_one(gpus, place, alone, tmp_path, axis, accumulation, tole
     memory = json.loads((found.folder / "memory.json").read_text())
     assert len(memory["ranks"]) == 2
     assert all(("graph_pool_bytes" in rank) == (axis in ("data", "shard")) for rank in memory["ranks"]), memory
+    assert "gathers" not in json.loads((found.folder / "environment.json").read_text())["notices"]
     if axis == "shard":
         assert memory["ranks"][0]["after_load_bytes"] < 0.75 * alone.memory["measured"]["after_load_bytes"]
 

@@ -10,6 +10,7 @@ import halfbyte
 from halfbyte.memory.levels import LEVELS
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.sharding import shard_model, sharded
+from halfbyte.parallel import collectives
 from halfbyte.parallel.shard import BYTES
 from halfbyte.tensor import QuantizedTensor
 
@@ -87,11 +88,13 @@ def packed_bytes(model):
 def case_trains(mesh, levels, stays, family="Llama", lora=None, on_host=False, patched="before"):
     model = model_of(family, **(lora or {}))
     if patched == "before":
-        halfbyte.patch(model, levels)
+        halfbyte.patch(model, "keep" if levels == "read" else levels)
     shard_model(model, mesh, stays, on_host=on_host)
     if patched == "after":
         halfbyte.patch(model, levels)
     share = sharded(model)
+    for each in share.each if levels == "read" else ():
+        each.slices = list(collectives.gathered(each.raw.unsqueeze(0), share.group))
     windows, record = micro_batches(3, 2 * mesh.size), []
     with torch.no_grad():
         causal_lm_loss(model, windows[0][0])
@@ -167,6 +170,13 @@ def test_dora_and_trained_modules_are_no_part_of_a_unit(two):
     """DoRA reads its weight inside the layer; a norm that is trained stays whole."""
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"]}
     check(two.run(case_trains, None, ["always"] * LAYERS, "Llama", lora, layout={"shard": 2}), expected(None, **lora))
+
+
+def test_slices_that_are_read_from_their_owners(two):
+    """As GPUs of one host do, which a CPU stands for with copies."""
+    results = two.run(case_trains, "read", CALL, layout={"shard": 2})
+    check(results, expected("keep"))
+    gathered_as_due(results, CALL)
 
 
 def test_slices_on_the_host(two):

@@ -24,6 +24,9 @@ OWN = {
     "parallel/ranks.py": "what a process of this run has left",
     "gguf/tokenizer.py": "what the tokenizers library says of its own object",
     "processes.py": "the kernel's files",
+    "rewards/jail.py": "what the run has asked of it",
+    "rewards/process.py": "what a process of this run answers",
+    "rewards/worker.py": "what the run asks",
 }
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 

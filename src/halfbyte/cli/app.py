@@ -95,11 +95,20 @@ def check(
 def preview(
     run: Words,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Rows to show.")] = 3,
+    rollouts: Annotated[
+        int | None, typer.Option(min=1, help="Answer each prompt so often, and show what reward_funcs say.")
+    ] = None,
 ) -> None:
     """Show trained and masked tokens in colour."""
+    config = read_run("preview", run, ["--count", "--rollouts"])[0]
+    if rollouts is not None:
+        from .preview_rollouts import preview_rollouts
+
+        preview_rollouts(config, count, rollouts)
+        return
     from .preview import preview_rows
 
-    preview_rows(read_run("preview", run, ["--count"])[0], count)
+    preview_rows(config, count)
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)

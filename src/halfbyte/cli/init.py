@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
 from ..config.methods import DEFAULTS
+from ..config.policy import POLICY
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 from ..methods import method_of
@@ -27,6 +29,12 @@ SHOWN = (
     "max_length", "packing", "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "learning_rate",
 )  # fmt: skip
+# Something to begin with, which needs no further column; and few held-out prompts, since each is answered.
+FIRST_KEYS = {
+    "reward_funcs": [{"repetition": {"ngram_size": 3}}],
+    "eval_split_size": 16,
+    "gradient_accumulation_steps": 32,
+}
 
 
 def starting_config(model: str, dataset: str, method: str = "sft") -> str:
@@ -38,8 +46,9 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
     Raises:
         HalfbyteError: there is no such model, dataset or method, or the data cannot be used.
     """
-    asked = {} if method == "sft" else {"method": method}
-    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, "eval_split_size": 0.05, **asked})
+    asked: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
+    asked |= FIRST_KEYS if method in POLICY else {}
+    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, **asked})
     rows = method_of(base).rows
     look_over_inputs(base)
     with quick_imports():
@@ -54,6 +63,8 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
     base, packing = _packed(base, files.config) if rows == "text" else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])
     chosen, plan = _largest(base, files.config, data, lengths)
+    if rows == "prompts":
+        chosen["gradient_accumulation_steps"] = _whole_groups(base, chosen["per_device_train_batch_size"])
     config = base.model_copy(update=chosen)
     fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
     lines = [
@@ -64,12 +75,19 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
     ]
     others = {"parallel"} if divided else set()
     others |= {"method", *DEFAULTS[method]} if method in DEFAULTS else set()
+    others |= {"reward_funcs", "max_completion_length"} if rows == "prompts" else set()
     for section in SECTIONS:
         shown = [key for key in section.model_fields if key in SHOWN or key in others]
         lines += [
             f"{dump_value(key, getattr(config, key)):<38} # {section.model_fields[key].description}" for key in shown
         ]
     return "\n".join(lines) + "\n"
+
+
+def _whole_groups(config: RunConfig, size: int) -> int:
+    """Micro-batches of `size` answers that a step of at least four whole groups has."""
+    group = config.num_generations or 1
+    return math.lcm(size, group) // size * max(1, 4 * group // math.lcm(size, group))
 
 
 def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig, list[str]]:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ..plan.meshes import Device, Meshes, Option
 
 GIB = 2**30
-# GiB that CUDA and NCCL take of each GPU, beside torch's allocator. Measured: 0.5 for CUDA, and 0.9 for NCCL once it
-# has sent 1 GiB at a time (docs/log.md); what the smaller messages of a run take is assumed.
-BESIDE = 0.9
+# GiB that CUDA and NCCL take of each GPU, beside torch's allocator. Measured on two H200s: 0.5 for CUDA, and 0.9 for
+# NCCL once it has sent 1 GiB at a time (docs/log.md). Links with fewer channels, as PCIe, need less.
+BESIDE = 1.4
 
 
 def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..words import brief
 from .methods import DEFAULTS, LOSS_METHODS, LOSS_TYPES, OF_DIFFERENCES, methods_of
+from .policy import POLICY, in_policy
 from .section import nearest
 from .yaml import dump_value
 
@@ -86,6 +87,7 @@ def in_run(config: RunConfig) -> Iterator[Contradiction]:
     if config.method in ("sft", *DEFAULTS):
         yield from _of_other_methods(config)
         yield from _in_losses(config)
+        yield from in_policy(config)
 
 
 def _of_other_methods(config: RunConfig) -> Iterator[Contradiction]:
@@ -113,7 +115,7 @@ def _in_losses(config: RunConfig) -> Iterator[Contradiction]:
     if config.loss_weights is not None and len(config.loss_weights) != len(types):
         wrong = f"{_said(config, 'loss_weights')} beside {_said(config, 'loss_type')}: not as many"
         yield "loss_weights", wrong, "give a weight for each loss type"
-    if config.beta == 0 and config.method in LOSS_TYPES:
+    if config.beta == 0 and config.method in LOSS_TYPES and config.method not in POLICY:
         yield "beta", f"{_said(config, 'beta')} with {chosen}: rewards would all be 0", "give a number above 0"
     if "exo_pair" in types and not config.label_smoothing:
         yield "loss_type", "loss_type: exo_pair needs label_smoothing above 0", "set it to 1e-3, as the EXO paper does"

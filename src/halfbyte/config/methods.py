@@ -23,6 +23,7 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
     ),
     "cpo": ("sigmoid", "hinge", "ipo"),
     "kto": ("kto", "apo_zero_unpaired"),
+    "grpo": ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
 }
 # What a loss type is called where it is a method here, or an option of one.
 LOSS_METHODS = {"simpo": "method: simpo", "orpo": "method: orpo", "alphapo": "method: simpo with alpha"}
@@ -35,6 +36,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # TRL's
     "cpo": {"beta": 0.1, "loss_type": "sigmoid", "cpo_alpha": 1.0},
     "kto": {"beta": 0.1, "loss_type": "kto"},
     "reward": {},
+    "grpo": {"beta": 0.0, "loss_type": "dapo", "num_generations": 8},
+    "rloo": {"beta": 0.05, "num_generations": 2},
 }
 # The learning rate of a full model is TRL's; adapters learn with ten times that ("LoRA Without Regret", 2025), and
 # TRL's for reward models is theirs already.
@@ -70,7 +73,9 @@ class PreferenceSection(Section):
     """Preference training"""
 
     beta: Weight | None = of(
-        (*PAIRED, "kto"), None, "how closely the reference is kept, or the reward's scale; default: by method"
+        (*PAIRED, "kto", "grpo", "rloo"),
+        None,
+        "how closely the reference is kept, or the reward's scale; default: by method",
     )
     loss_type: str | list[str] | None = of(
         tuple(LOSS_TYPES),

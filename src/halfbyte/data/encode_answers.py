@@ -42,11 +42,12 @@ class AnswerEncoder(Encoder):
         tokenizer, template, max_length, overlong: as of `Encoder`; `max_length` is of a prompt with one answer.
         kind: of the rows.
         everything: whether all tokens of an answer are trained, turns of others in it, too.
+        room: tokens that a prompt without answers has to leave for one.
     """
 
-    def __init__(self, *args: Any, kind: Kind, everything: bool = False, **options: Any):
+    def __init__(self, *args: Any, kind: Kind, everything: bool = False, room: int = 1, **options: Any):
         super().__init__(*args, **options)
-        self.kind, self.everything = kind, everything
+        self.kind, self.everything, self.room = kind, everything, room
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """`document` and `where` to prompt_ids; of each answer (see `NAMES`) `_ids` and `_mask`; and the row's own
@@ -142,7 +143,7 @@ class AnswerEncoder(Encoder):
         for row, ids in zip(rows, encoded, strict=True):
             if self.template is None and self.prefix and ids[:1] != self.prefix[:1]:
                 ids = [*self.prefix, *ids]
-            full = len(ids) >= self.max_length
+            full = len(ids) > self.max_length - self.room
             found.append(
                 {
                     "prompt_ids": ids[: self.max_length],

@@ -43,7 +43,7 @@ REMEDIES = {
     **REMEDY,
     ALIKE: "give another answer as the rejected one: equal ones say nothing (check column_mapping)",
     NO_PROMPT: "give a prompt that ends with white space or a turn, or in a column of its own",
-    NO_ROOM: "raise max_length",
+    NO_ROOM: "raise max_length, or lower max_completion_length",
 }
 
 
@@ -76,6 +76,7 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
         overlong=config.overlong,
         kind=kind,
         everything=not config.assistant_only_loss,
+        room=config.max_completion_length,
     )
     training, evaluated = _read(config, config.dataset, template, kind), None
     sources = training.sources

@@ -6,6 +6,7 @@ To add one, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of 
 from ..config import RunConfig
 from ..errors import ConfigError
 from .base import Method, Metric, Numbers
+from .grpo import PolicyOptimization
 from .kto import KahnemanTverskyOptimization
 from .preference import (
     ContrastivePreferenceOptimization,
@@ -21,6 +22,8 @@ METHODS: dict[str, Method] = {
     "orpo": OddsRatioPreferenceOptimization(),
     "simpo": ContrastivePreferenceOptimization(),
     "cpo": ContrastivePreferenceOptimization(),
+    "grpo": PolicyOptimization(),
+    "rloo": PolicyOptimization(),
     "kto": KahnemanTverskyOptimization(),
     "reward": RewardModelling(),
 }

@@ -5,6 +5,7 @@ Nothing here imports torch before it is needed, because reports read the names, 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,12 +35,14 @@ class Metric:
         label: for people.
         format: how it is shown, as in `format(value, ".4f")`.
         over: the count that its sum is divided by.
+        brief: whether the terminal shows it while a run trains.
     """
 
     name: str
     label: str
     format: str = ".4f"
     over: str = "trained_tokens"
+    brief: bool = True
 
     def shown(self, record: Mapping[str, Any]) -> str:
         """The number of a record, in words; a dash where there is none."""
@@ -56,18 +59,20 @@ class Numbers:
 
     Attributes:
         trained: of training records, the loss first.
-        evaluated: of evaluations, the loss first.
+        evaluated: of evaluations, the most telling one first.
+        beside: of training records, what the host knows of their rows.
     """
 
     trained: tuple[Metric, ...] = (LOSS,)
     evaluated: tuple[Metric, ...] = (LOSS,)
+    beside: tuple[Metric, ...] = ()
 
-    def document(self) -> dict[str, list[dict[str, str]]]:
+    def document(self) -> dict[str, list[dict[str, Any]]]:
         """As environment.json has them."""
-        return {name: [asdict(metric) for metric in getattr(self, name)] for name in ("trained", "evaluated")}
+        return {name: [asdict(metric) for metric in getattr(self, name)] for name in ("trained", "evaluated", "beside")}
 
     @classmethod
-    def of_document(cls, document: Mapping[str, Sequence[Mapping[str, str]]]) -> Numbers:
+    def of_document(cls, document: Mapping[str, Sequence[Mapping[str, Any]]]) -> Numbers:
         return cls(**{name: tuple(Metric(**metric) for metric in metrics) for name, metrics in document.items()})
 
 
@@ -113,6 +118,10 @@ class Method(ABC):
     def ready(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
         """`prepare`, and `documents` of what it gives."""
         return self.documents(config, self.prepare(config, tokenizer))
+
+    def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
+        """Micro-batches that an epoch of `rows` has, in all of `ways` processes."""
+        return math.ceil(rows / config.per_device_train_batch_size)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None

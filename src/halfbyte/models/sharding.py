@@ -59,7 +59,12 @@ def shard_model(
         return  # of what is trained, `parallel.trained` slices what can be
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
-    _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=on_host)
+    share = _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=on_host)
+    if share.why:
+        notice(
+            "gathers",
+            f"layers are gathered by a collective, which is slower than reading the others' memory: {share.why}",
+        )
     if why := undivided(model):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     else:

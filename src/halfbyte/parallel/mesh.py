@@ -20,6 +20,7 @@ from torch import Tensor
 from ..config import Parallel
 from ..errors import ConfigError
 from .patience import OWN_LIMITS, finish, say_done, wait_until_done
+from .peers import let_go
 from .ranks import check_device, meeting
 
 T = TypeVar("T")
@@ -228,5 +229,6 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
             dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=OWN_LIMITS)
     mesh = Mesh(dist.get_rank(), Parallel(data=size), local, kind, _groups((1, size, 1, 1, 1)))
     yield mesh.laid_out(parallel) if parallel else mesh
+    let_go(mesh.wait)
     if not joined_before:  # what fails ends the process: the group would wait for the others
         dist.destroy_process_group()

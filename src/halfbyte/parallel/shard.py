@@ -12,7 +12,9 @@ calls of that kind: FSDP2 leaves slices of everything then.
 
 What is gathered are bytes, of packed weights (`tensor.QuantizedShard`) and of norms and biases beside them, bit by bit
 what was sliced. A block's bytes lie one parameter after another, and a slice of them is cut anywhere: so what arrives
-is where it is read, without a copy before or after.
+is where it is read, without a copy before or after. Where a host's processes can read each other's slices (`peers`) no
+collective is needed: a slice never changes, so nobody has to wait for its owner, and copy engines carry it while all
+multiprocessors compute.
 
 Parameters that are trained are in no unit: one that stays whole is not gathered again, and trained numbers in it would
 go stale without an error. Nothing of a unit has a gradient, so nothing is reduced here; and of several shards (`data`)
@@ -37,6 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from ..tensor import BlockShard, QuantizedShard, QuantizedTensor
 from .collectives import gathered
 from .mesh import SLICES, Mesh
+from .peers import Readable, readable
 from .placement import Placement
 
 # How long a block stays whole: while it computes; from its forward until after its backward; from the first time on.
@@ -76,10 +79,14 @@ class BlockGather:
         group: the processes that have the other slices.
         place: of this process among them.
         gathers: of all blocks.
+
+    Attributes:
+        slices: every process's, as this one reads them; None: a collective gathers them.
     """
 
     def __init__(self, raw: Tensor, whole: Tensor, group: Any, place: int, gathers: Gathers):
         self.raw, self.whole, self.group, self.place, self.gathers = raw, whole, group, place, gathers
+        self.slices: Sequence[Tensor] | None = None
         self._arriving = whole.data  # the same bytes with a version of their own: autograd sees no change
         self._parts = self._arriving.view(-1, raw.numel())
 
@@ -96,6 +103,11 @@ class BlockGather:
             self._fill()
 
     def _fill(self) -> None:
+        if self.slices is not None:
+            for step in range(1, len(self.slices) + 1):  # each process begins with another's
+                at = (self.place + step) % len(self.slices)
+                self._parts[at].copy_(self.slices[at], non_blocking=True)
+            return
         own = self.raw
         if own.device != self.whole.device:
             own = self._parts[self.place].copy_(own, non_blocking=True)
@@ -126,6 +138,8 @@ class Sharded:
         group: the processes that have the other slices.
         gathers: what was gathered so far.
         each: how each block gathers; None where nothing of it is frozen.
+        readable: what this process reads of the others; None: a collective gathers.
+        why: a collective gathers, though devices compute; empty where processes read each other's slices.
     """
 
     blocks: list[Any]
@@ -133,6 +147,8 @@ class Sharded:
     group: Any
     gathers: Gathers = field(default_factory=Gathers)
     each: list[BlockGather | None] = field(default_factory=list)
+    why: str = ""
+    readable: Readable | None = None
 
     def agreed(self, tensor: Tensor) -> Tensor:
         """`tensor`, in place, as the first process of the group has it: who decides by it must decide alike, since all
@@ -160,6 +176,13 @@ class Sharded:
         device = next((each.whole.device for each in self.each if each is not None), None)
         if device is not None and device.type != "cpu":
             self.gathers.stream = torch.get_device_module(device).current_stream(device)
+
+    def read_peers(self) -> None:
+        """Read the slices of other processes where they are, if all processes of the group can."""
+        own = [each for each in self.each if each is not None]
+        self.readable, self.why = readable([each.raw for each in own], self.group)
+        for at, each in enumerate(own):
+            each.slices = self.readable.each[at] if self.readable else None
 
 
 def shard_blocks(
@@ -193,6 +216,8 @@ def shard_blocks(
         block.set_reshard_after_backward(stay != "always", recurse=False)
         if stay == "backward":
             block.register_forward_hook(_without_backward)
+    if not on_host:
+        sharded.read_peers()
     return sharded
 
 

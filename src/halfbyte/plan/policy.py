@@ -33,6 +33,8 @@ ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZED_BYTES = 400e12, 4.0e12, 3.1e12
 LORA = 1.16
 ATTENTION_BACKWARD = 2.5  # products of attention's backward for each of its forward
 LATENCY = 30e-6  # seconds of a collective beside its bytes
+# What a gather beside a layer makes that take longer, of the gather's time: as Python launches it, and in a CUDA graph.
+SLOWED = {False: 0.75, True: 0.2}
 # A layer of a step as Python launches it outside of a CUDA graph, and what levels launch more. Hosts differ:
 # Qwen3-0.6B's 28 layers take 90 to 190 ms.
 LAUNCHES = 5e-3
@@ -193,16 +195,17 @@ class Gathers:
         """Of one gather."""
         return LATENCY + self.block * (self.ways - 1) / self.ways / self.link
 
-    def waiting(self, shape: LayerCost, levels: Sequence[Level], stays: int) -> float:
-        """Time of a micro-batch that computes nothing: what gathers take longer than the layers beside them, where the
-        next comes while one computes, and the first, which nothing hides."""
+    def waiting(self, shape: LayerCost, levels: Sequence[Level], stays: int, graphs: bool) -> float:
+        """Time that gathers add to a micro-batch: where the next comes while one computes, what they take longer than
+        the layers beside them, and what those take longer; and the first, which nothing hides."""
         moved = len(levels) - stays
         if not moved:
             return 0.0
         forward = len(levels) * shape.forward_seconds
         backward = len(levels) * shape.backward_seconds + sum(map(shape.seconds, levels))
         again = (moved - 1) * self.seconds  # the last layer's are still there when its backward begins
-        return self.seconds + max(0.0, moved * self.seconds - forward) + max(0.0, again - backward)
+        alone = self.seconds + max(0.0, moved * self.seconds - forward) + max(0.0, again - backward)
+        return alone + SLOWED[graphs] * max(0.0, moved * self.seconds + again - alone)
 
 
 def staying(layers: int, count: int) -> tuple[int, ...]:
@@ -312,7 +315,7 @@ def choose(
         if gathers is None:
             return choice
         stays = min(layers, room // gathers.block)
-        time = times[choice] + gathers.waiting(usual, choice.levels, stays)
+        time = times[choice] + gathers.waiting(usual, choice.levels, stays, choice.graphs)
         if time < best_time:
             best, best_time = replace(choice, stays=stays), time
     return best or min(choices, key=need)

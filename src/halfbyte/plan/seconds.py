@@ -27,7 +27,7 @@ def micro_seconds(
         gathers: of their bytes, and `stays` of them that are not gathered.
     """
     computed = len(levels) * (shape.forward_seconds + shape.backward_seconds) + cost(shape, levels, graphs)
-    waited = gathers.waiting(shape, levels, stays) if gathers else 0.0
+    waited = gathers.waiting(shape, levels, stays, graphs) if gathers else 0.0
     return (
         computed + waited + len(levels) * _in_layer(shape, layout) + sum(_again(shape, layout, each) for each in levels)
     )

@@ -83,7 +83,7 @@ def figures(*pairs: tuple[str, str]) -> str:
 def training(run: Run) -> str:
     if not run.train:
         return missing("No training steps were recorded (metrics.jsonl is missing or empty).")
-    trained = run.numbers.trained
+    trained = (*run.numbers.trained, *run.numbers.beside)
     drawn = [(metric.label.capitalize(), plots.by_step(run.train, run.evals, metric)) for metric in trained]
     drawn.append(("Learning rate", plots.learning_rate(run.train)))
     if any(record.get("grad_norm") is not None for record in run.train):

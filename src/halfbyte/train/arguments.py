@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import ConfigError
+from halfbyte.methods import method_of
 
 
 def steps_per_epoch(config: RunConfig, rows: int, ways: int = 1) -> int:
@@ -18,7 +19,7 @@ def steps_per_epoch(config: RunConfig, rows: int, ways: int = 1) -> int:
     Args:
         ways: processes that rows are dealt to.
     """
-    batches = math.ceil(rows / config.per_device_train_batch_size)
+    batches = method_of(config).micro_batches(config, rows, ways)
     return math.ceil(batches / (config.gradient_accumulation_steps * ways))
 
 

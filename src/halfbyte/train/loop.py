@@ -55,6 +55,7 @@ from .alike import Alike
 from .arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
 from .gathered import Gathered, scaling_state
+from .generations import Generations
 from .metrics import TOKENS, MetricsFile, Window
 from .pipelined import PipelinedStepper
 from .readback import StepNumbers, guard
@@ -123,6 +124,7 @@ class TrainingLoop:
         self.stepper = Stepper(self._sums, self.scaler)
         self.scaling: DelayedScaling | None = None
         self.gathered: Gathered | None = None
+        self.generations: Generations | None = None
         self.callbacks = Callbacks(args, model, reports=mesh.is_main)
         self.request = Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
@@ -154,6 +156,11 @@ class TrainingLoop:
         how = pipeline, stages, self.scaler
         self.stepper = PipelinedStepper(self._sums, names, self.method.blank, around, *how)
         self.gathered = Gathered(self.mesh, stages)
+
+    def use_generations(self, generations: Generations) -> None:
+        """From now on the rows of steps are answers to prompts, sampled as the run goes."""
+        self.generations, self.records.beside = generations, generations.taken
+        self.stops.may_learn_nothing = True
 
     def _settled(self) -> bool:
         """A graph captured before the recipe's scales are there would look for them in every replay; before the first
@@ -197,6 +204,8 @@ class TrainingLoop:
                 load_weights(self.model, checkpoint, self.gathered.stages.elsewhere if self.gathered else None)
             checkpoints.load_scaling(checkpoint, self.scaling, self.gathered.own_scaling if self.gathered else dict)
             state = checkpoints.read_state(checkpoint)
+            if self.generations is not None:
+                self.generations.load(checkpoint)
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
@@ -257,7 +266,11 @@ class TrainingLoop:
         config = self.config
         size, skip = config.per_device_train_batch_size, done * self._micro_batches
         order, pinned = config.seed + epoch, self.device.type != "cpu"
-        share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
+        share: Any
+        if self.generations is not None:
+            share = self.generations.share(self.collate, epoch, skip, self.callbacks)
+        else:
+            share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
         micro_batches, seen = skip + share.total, skip
         iterator = iter(share)
         while taken := self._take(iterator):
@@ -375,10 +388,22 @@ class TrainingLoop:
         """
         assert self.held_out is not None
         self.records.read()
-        began, found, random = time.time(), Window.of(self.method.numbers.trained), random_states()
+        began, size = time.time(), self.args.per_device_eval_batch_size
+        rows, answers = self.held_out, self.generations
+        numbers = answers.evaluate(rows, self.callbacks) if answers else self._held_out_numbers(rows, size)
+        numbers["seconds"] = time.time() - began
+        self.records.write("eval", numbers)
+        named = {f"eval_{name}": value for name, value in numbers.items()}
+        named |= speed_metrics("eval", began, len(self.held_out), math.ceil(len(self.held_out) / size))
+        self.callbacks.log(named)
+        self.callbacks("on_evaluate", metrics=named)
+        return numbers
+
+    def _held_out_numbers(self, rows: Rows, size: int) -> dict[str, float]:
+        """What the method makes of `rows`, `size` a batch."""
+        found, random = Window.of(self.method.numbers.trained), random_states()
         self.model.eval()
-        size = self.args.per_device_eval_batch_size
-        share = batches(self.held_out, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
+        share = batches(rows, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
         with beside_graphs(self.stepper, self.device), torch.no_grad():
             shared = self.ahead.of_all(map(self._own, share))
             late = iter(self._unless_late(share, random, evaluates=True))
@@ -390,14 +415,7 @@ class TrainingLoop:
         found = found.over(self.mesh)
         counts = {name: count for name, count in found.counts.items() if name != TOKENS}
         self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
-        numbers = self.method.evaluation(found.means(self.method.numbers.trained), counts)
-        numbers["seconds"] = time.time() - began
-        self.records.write("eval", numbers)
-        named = {f"eval_{name}": value for name, value in numbers.items()}
-        named |= speed_metrics("eval", began, len(self.held_out), math.ceil(len(self.held_out) / size))
-        self.callbacks.log(named)
-        self.callbacks("on_evaluate", metrics=named)
-        return numbers
+        return self.method.evaluation(found.means(self.method.numbers.trained), counts)
 
     def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
         """Write checkpoint-N aside, rename it, and only then remove older ones.
@@ -433,6 +451,8 @@ class TrainingLoop:
                 save_optimizer(aside, optimizer, self.schedule, self.scaler)
                 save_random(aside, random)
                 checkpoints.save_scaling(aside, scaling)
+                if self.generations is not None:
+                    self.generations.save(aside)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
                 checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation, self.ways)
                 write_manifest(aside, self.state.global_step)

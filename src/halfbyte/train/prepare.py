@@ -51,6 +51,7 @@ from . import samples
 from .arguments import check_dtype, total_steps, training_arguments
 from .look_over import look_over_run
 from .rehearsal import trackers, try_optimizer, try_schedule
+from .rewarding import look_over_rewards
 
 STEPS_A_LENGTH = 50  # a plan of cuDNN's takes 0.12 to 0.2 s and saves 3 to 30 ms a step, by the model's size
 
@@ -163,6 +164,8 @@ def prepare_run(
     data = mesh.first(lambda: method.ready(config, tokenizer))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
+    if method.rows == "prompts":
+        look_over_rewards(config, data, checkpoint, mesh, console)
     if not mesh.equal(size_of(data)):
         raise DataError("the processes of this run read different data", "give each the same files")
     config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Records:
         window: the steps since the last record.
         norm: the last gradient norm that was read.
         mean_losses: the sum of the steps' mean losses.
+        beside: numbers of the rows that the host knows, for a record that is due.
         shares: of the time of this process, of several.
     """
 
@@ -45,12 +46,14 @@ class Records:
         self.window = Window.of(numbers.trained)
         self.norm = math.nan
         self.mean_losses = 0.0
+        self.beside: Callable[[], dict[str, float]] = dict
         self.shares = Shares(None, {})
         self._own = 0.0  # seconds that this process, of several, computed by itself since the last record
         self._launched: StepNumbers | None = None  # the step being launched, from its gradient norm on
         self._unread: StepNumbers | None = None  # the step before
         self._since = Mark(device)  # until when the window counts the time
         self._due: float | None = None  # learning rate of a record that waits for its step's numbers
+        self._beside: dict[str, float] = {}  # of that record
 
     def watch(self, model: Any, stepper: Stepper) -> None:
         """From the next step on know what its time goes into, where several processes train."""
@@ -75,6 +78,8 @@ class Records:
         assert self._launched is not None
         self._launched.finish()
         self._unread, self._launched, self._due = self._launched, None, rate
+        if rate is not None:  # before the next rows are there
+            self._beside = self.beside()
 
     def check(self, step: StepNumbers) -> list[float]:
         """The step's sums.
@@ -104,7 +109,7 @@ class Records:
             window, self.window = self.window, Window.of(metrics)
             norm = self.norm if math.isfinite(self.norm) else None  # float16's overflows: JSON has no Inf
             rates = {"grad_norm": norm, "learning_rate": rate}
-            record = window.means(metrics) | rates | window.totals() | self._of_all(window.steps)
+            record = window.means(metrics) | self._beside | rates | window.totals() | self._of_all(window.steps)
             self.write("train", record)
             self.callbacks.log(record)
 

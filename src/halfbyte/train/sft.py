@@ -44,6 +44,7 @@ from halfbyte.parallel import SLICES, check_agreement, check_shared, present_mes
 from halfbyte.parallel.launch import say_idle
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.estimate import GIB
+from halfbyte.rewards import named
 from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
 from halfbyte.words import one_line
 
@@ -56,6 +57,7 @@ from .pipelined import PipelinedStepper
 from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reference import use_reference
 from .reproducible import repeatable, verdict
+from .rewarding import answering
 from .setup import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .snapshot import save_weights
 
@@ -75,12 +77,14 @@ class RunResult:
 
 
 def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
-    """Fine-tune `model` on `dataset`; `keys` are those of the configuration file.
+    """Fine-tune `model` on `dataset`; `keys` are those of the configuration file, with functions among reward_funcs.
 
     Raises:
         HalfbyteError: with the key, file, line or tensor at fault and the fix.
     """
     forget()
+    if isinstance(entries := keys.get("reward_funcs"), list):
+        keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in entries]
     config = load_config(None, {"model_name_or_path": model, "dataset": dataset, **keys})
     return train(config, console=Console(outlives_reader=True))
 
@@ -175,7 +179,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         if run.method.reference:
             results["reference"] = use_reference(run, loop, console)
         before = _answers(run, loop)
-        with divided(model, run.mesh):
+        with divided(model, run.mesh), answering(job, loop):
             _train(job, loop, console)
         after = _answers(run, loop)
         measured |= _peaks(device, loop, measured["base_bytes"])
@@ -228,7 +232,7 @@ def _make_ready(
         with divided(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
-    if run.plan.use_graphs and by_positions:
+    if run.plan.use_graphs and by_positions and run.method.rows != "prompts":
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
@@ -382,7 +386,7 @@ def _summary(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
         summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
         summary |= {"steps": trained[-1]["step"], "loss": trained[-1]["loss"]}
     if evaluated:
-        summary |= {"eval_loss": evaluated[-1]["loss"], "eval_loss_before": evaluated[0]["loss"]}
-        others = [metric.name for metric in job.prepared.method.numbers.evaluated[1:]]
+        first, *others = (metric.name for metric in job.prepared.method.numbers.evaluated)
+        summary |= {f"eval_{first}": evaluated[-1][first], f"eval_{first}_before": evaluated[0][first]}
         summary |= {name: evaluated[-1][name] for name in others if name in evaluated[-1]}
     return summary

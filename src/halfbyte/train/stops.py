@@ -38,6 +38,7 @@ class Stops:
 
     def __init__(self, config: RunConfig, what: str):
         self.config, self.what = config, what.replace("_", " ").removesuffix("s")
+        self.may_learn_nothing = False  # in the first step: its answers may all be as good
         self._skipped = 0  # steps in a row, by float16's scaler
 
     def check_count(self, step: int, count: float, micro_batches: int) -> None:
@@ -64,7 +65,7 @@ class Stops:
                 f"step {step}: {numbers}; stopped before updating any weight",
                 f"lower learning_rate ({self.config.learning_rate:g}); {self.last_checkpoint()}",
             )
-        if step == 1 and norm == 0:
+        if step == 1 and norm == 0 and not self.may_learn_nothing:
             raise TrainingError("step 1: no gradient reaches the trained weights", "check target_modules")
 
     def check_scale(self, step: int, norm: float, scale: float) -> None:

@@ -1,0 +1,92 @@
+"""`halfbyte preview --rollouts`: answers to a few prompts and what each reward function makes of them, before a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from ..config import RunConfig, resolve
+from ..console import Console
+from ..errors import UsageError
+from ..runs.inputs import look_over_inputs
+from ..words import visible
+from .imports import quick_imports
+
+BEFORE = {"global_step": 0, "max_steps": 0, "num_train_epochs": 0, "epoch": 0.0}  # a run begins
+
+
+def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
+    """Print `answers` to each of the first `count` prompts, sampled as in training, with their rewards.
+
+    Raises:
+        UsageError: the method of the run samples no answers.
+    """
+    look_over_inputs(config)
+    with quick_imports():
+        from ..adapters import compute, compute_dtype_of, load_adapter
+        from ..hardware import chosen_device
+        from ..methods import method_of
+        from ..methods.grpo import PolicyOptimization
+        from ..models.find import find_model
+        from ..models.load import load_model, load_tokenizer
+        from ..train.generations import Generations
+        from ..train.metrics import MetricsFile
+        from ..train.rewarding import answer_ends, rewards_of
+
+    method = method_of(config)
+    if not isinstance(method, PolicyOptimization):
+        raise UsageError(f"--rollouts: method: {config.method} samples no answers", "leave it out, or set method: grpo")
+    run = resolve(config)
+    files = find_model(run.origin)
+    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    data = method.ready(config, tokenizer)
+    rewards = rewards_of(config, data)
+    try:
+        rewards.check()
+        how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
+        model = load_model(files, run.storage, dtype=run.precision.compute, **how)
+        if config.adapter_path:
+            model = load_adapter(model, Path(config.adapter_path), config.model_name_or_path)
+        where: dict[str, Any] = {
+            "device": chosen_device(config.device),
+            "computing": partial(compute, model, compute_dtype_of(model)),
+            "stops": answer_ends(tokenizer, model, data),
+            "file": MetricsFile(Path(os.devnull)),
+        }
+        generations = Generations(config, method, model, tokenizer, data.train, rewards, **where)
+        shown = list(range(min(count, len(data.train))))
+        found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, BEFORE)
+        console = Console(soft_wrap=True)
+        for line in _lines(found, answers, tokenizer):
+            console.print(line)
+    finally:
+        rewards.close()
+
+
+def _lines(found: Any, answers: int, tokenizer: Any) -> Iterator[Text]:
+    """A prompt once, each of its answers with its rewards, and the groups' means."""
+    for at, text in enumerate(found.texts):
+        if at % answers == 0:
+            prompt = str(tokenizer.decode(found.prompts[at]["prompt_ids"]))
+            yield Text(f"\n{f'── prompt {at // answers + 1} ':─<100}", style="cyan")
+            yield Text(visible(prompt), style="dim")
+        completion = found.completions[at]
+        values = [f"{name} {_shown(rewards[at])}" for name, rewards in found.scored.rewards.items()]
+        ended = "" if completion.ended else ", cut off"
+        said = f"answer {at % answers + 1}: {len(completion.ids)} tokens{ended} · {' · '.join(values)}"
+        yield Text(f"{f'── {said} ':─<100}", style="cyan")
+        yield Text(visible(text), style="green")
+    yield Text("")
+    for name in found.scored.rewards:
+        mean, spread = (found.numbers.get(f"rewards/{name}/{kind}") for kind in ("mean", "std"))
+        yield Text(f"{name}: mean {_shown(mean)}, spread {_shown(spread)}")
+    yield Text(f"groups without spread, which teach nothing: {found.numbers.get('frac_reward_zero_std', 0):.0%}")
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

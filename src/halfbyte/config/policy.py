@@ -1,0 +1,121 @@
+"""Keys of policy optimization (grpo, rloo), by TRL's names and with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from ..words import brief
+from .methods import of
+from .section import Section
+
+if TYPE_CHECKING:
+    from .contradictions import Contradiction
+    from .schema import RunConfig
+
+POLICY = ("grpo", "rloo")
+GRPO = ("grpo",)
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class PolicySection(Section):
+    """Policy optimization"""
+
+    reward_funcs: list[str | dict[str, Any]] | None = of(
+        POLICY,
+        None,
+        "FILE.py:FUNCTION, {regex: PATTERN}, {format: think}, exact, math, code, {length: {max: 512}}, soft_overlong,"
+        " repetition; one or several",
+    )
+    reward_weights: list[float] | None = of(POLICY, None, "a weight for each of reward_funcs; default: 1 each")
+    reward_timeout_s: Positive = of(POLICY, 60.0, "seconds that a reward function may take for a generation")
+    num_generations: Annotated[int, Field(ge=2)] | None = of(
+        POLICY, None, "answers to each prompt, which are compared; default: by method"
+    )
+    num_generations_eval: PositiveInt | None = of(POLICY, None, "answers in evaluations; default: as in training")
+    max_completion_length: PositiveInt = of(POLICY, 512, "most tokens of an answer")
+    temperature: Positive = of(POLICY, 1.0, "of sampling, and of the log-probabilities that are trained")
+    top_p: Share = of(POLICY, 1.0, "draw among the likeliest tokens that have this probability together")
+    top_k: Annotated[int, Field(ge=0)] = of(POLICY, 0, "draw among so many of the likeliest tokens; 0: all")
+    steps_per_generation: PositiveInt | None = of(
+        POLICY,
+        None,
+        "micro-batches that a generation gives, of per_device_train_batch_size answers each; default: as many as"
+        " gradient_accumulation_steps",
+    )
+    num_iterations: PositiveInt = of(POLICY, 1, "how often the answers of a generation are trained on")
+    epsilon: Positive = of(POLICY, 0.2, "how far ratios may move down, and up, before they are clipped")
+    epsilon_high: Positive | None = of(POLICY, None, "how far up; default: epsilon")
+    delta: Positive | None = of(GRPO, None, "largest ratio at all (two-sided clipping), above 1 + epsilon_high")
+    importance_sampling_level: Literal["token", "sequence"] = of(
+        GRPO, "token", "what a ratio is of: a token, or the geometric mean over an answer (GSPO)"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = of(
+        GRPO, "group", "whose standard deviation advantages are divided by; none: they are not (Dr. GRPO)"
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = of(
+        GRPO, "sum_then_normalize", "normalize_then_sum: each reward function's rewards on their own first (GDPO)"
+    )
+    use_bias_correction_kl: bool = of(GRPO, True, "multiply the KL by the ratio, which makes its gradient unbiased")
+    top_entropy_quantile: Share = of(GRPO, 1.0, "train on this share of tokens, those of the highest entropy")
+    entropy_coef: float = of(GRPO, 0.0, "weight of the mean entropy, which is added to what is maximized")
+    mask_truncated_completions: bool = of(POLICY, False, "do not train on answers that reach max_completion_length")
+    off_policy_mask_threshold: Positive | None = of(
+        GRPO, None, "leave out bad answers whose mean log-prob has fallen by more than this; default: none"
+    )
+    sapo_temperature_neg: Positive = of(GRPO, 1.05, "loss_type sapo: the gate's temperature for bad answers")
+    sapo_temperature_pos: Positive = of(GRPO, 1.0, "loss_type sapo: for good ones")
+    vespo_k_pos: Positive = of(GRPO, 2.0, "loss_type vespo: k for good answers")
+    vespo_lambda_pos: Positive = of(GRPO, 3.0, "loss_type vespo: λ for good answers")
+    vespo_k_neg: Positive = of(GRPO, 3.0, "loss_type vespo: k for bad answers")
+    vespo_lambda_neg: Positive = of(GRPO, 2.0, "loss_type vespo: λ for bad answers")
+    normalize_advantages: bool = of(("rloo",), False, "scale advantages over a generation to mean 0 and deviation 1")
+    reward_clip_range: list[float] | None = of(("rloo",), None, "[least, most] that a reward counts; default: as it is")
+
+
+def answers_a_generation(config: RunConfig) -> int:
+    """Answers that one process generates at once."""
+    return config.per_device_train_batch_size * micro_batches_a_generation(config)
+
+
+def micro_batches_a_generation(config: RunConfig) -> int:
+    return config.steps_per_generation or config.gradient_accumulation_steps
+
+
+def in_policy(config: RunConfig) -> Iterator[Contradiction]:
+    """Keys of grpo and rloo that cannot all hold."""
+    if config.method not in POLICY:
+        return
+    if not config.reward_funcs:
+        yield "reward_funcs", f"method: {config.method} needs reward_funcs", "say what an answer is rewarded for"
+    elif config.reward_weights is not None and len(config.reward_weights) != len(config.reward_funcs):
+        wrong = f"reward_weights: {brief(config.reward_weights)} beside {len(config.reward_funcs)} reward_funcs"
+        yield "reward_weights", wrong, "give a weight for each function"
+    answers, group = answers_a_generation(config), config.num_generations or 2
+    if answers % group:
+        wrong = f"num_generations: {group} does not divide the {answers} answers of a generation"
+        fix = "they are per_device_train_batch_size · steps_per_generation (or gradient_accumulation_steps)"
+        yield "num_generations", wrong, fix
+    if micro_batches_a_generation(config) % config.gradient_accumulation_steps:
+        wrong = f"steps_per_generation: {config.steps_per_generation} micro-batches are no whole number of steps"
+        yield "steps_per_generation", wrong, "give a multiple of gradient_accumulation_steps"
+    if config.loss_type == "luspo" and config.importance_sampling_level != "sequence":
+        yield "loss_type", "loss_type: luspo is of sequences", "set importance_sampling_level: sequence"
+    if config.loss_type == "vespo" and config.importance_sampling_level != "token":
+        yield "loss_type", "loss_type: vespo takes whole answers itself", "remove importance_sampling_level"
+    if config.delta is not None and config.delta <= 1 + (config.epsilon_high or config.epsilon):
+        yield "delta", f"delta: {config.delta:g} is within what is clipped anyway", "give more than 1 + epsilon_high"
+    if config.packing:
+        yield "packing", f"packing: true with method: {config.method}: answers come as they are written", _FREE
+    if not config.use_peft and config.beta:
+        wrong = "beta needs a reference, which is the model without its adapter"
+        yield "beta", wrong, "set beta: 0, or train an adapter (use_peft: true)"
+    clip = config.reward_clip_range
+    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+        yield "reward_clip_range", f"reward_clip_range: {brief(clip)}", "give [least, most]"
+
+
+_FREE = "set padding_free: true in its place"

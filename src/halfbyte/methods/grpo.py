@@ -1,0 +1,217 @@
+"""Policy optimization: answers are sampled, rewarded, and made more or less likely by how they compare.
+
+GRPO (arXiv:2402.03300) and its kin compare an answer with its group, RLOO (arXiv:2402.14740) with the others of it.
+What is sampled is the loop's business (`train.generations`); here is what a row of it is, and the loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..config.policy import answers_a_generation, micro_batches_a_generation
+from ..errors import DataError
+from ..ops import IGNORE_INDEX
+from .base import Batch, Collate, Method, Metric, Numbers
+from .policy import Policy
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from ..config import RunConfig
+    from ..data.prepare import PreparedData
+
+ITEMS, TOKENS, ANSWERS, BATCHES = "loss_items", "trained_tokens", "answers", "micro_batches"
+APART = 0.1  # how far from 1 a ratio is that is counted as outside
+BONUS = "bonus_weight"
+BESIDE = (
+    Metric("reward", "reward", ".3f"),
+    Metric("reward_std", "spread of rewards", ".3f"),
+    Metric("frac_reward_zero_std", "groups without spread", ".0%"),
+    Metric("completions/mean_length", "tokens", ".0f"),
+    Metric("completions/clipped_ratio", "cut off", ".0%"),
+)
+
+
+class PolicyOptimization(Method):
+    """`grpo` or `rloo`, as a run asks for it.
+
+    A row of a micro-batch is a sampled answer: `input_ids` and `labels` (the answer's tokens), `advantage`, `sampled`,
+    and where they are needed `old` and `reference`: a log-probability for each label. `items` is its part of what the
+    loss is divided by.
+    """
+
+    rows = "prompts"
+
+    def __init__(self, config: RunConfig | None = None):
+        if config is None:
+            return
+        names = [name for name in Policy.__dataclass_fields__ if name != "loss_type"]
+        own = "rloo" if config.method == "rloo" else str(config.loss_type)
+        keys = {name: getattr(config, name) for name in names}
+        keys["beta"] = 0.0 if own == "rloo" else config.beta  # RLOO's is part of the reward
+        self.policy = Policy(loss_type=own, **keys)
+        self.config, self.temperature, self.longest = config, config.temperature, config.max_completion_length
+        self.numbers = self._numbers()
+
+    def of(self, config: RunConfig) -> Method:
+        return type(self)(config)
+
+    def _numbers(self) -> Numbers:
+        ratios = ANSWERS if self.policy.by_answers else TOKENS
+        kl = [Metric("kl", "KL to the reference", ".4f", TOKENS)] if self.policy.beta else []
+        clipped = [
+            Metric("clip_ratio/low_mean", "ratios clipped below", ".2%", ratios, brief=False),
+            Metric("clip_ratio/high_mean", "ratios clipped above", ".2%", ratios, brief=False),
+        ]
+        apart = "sampling/sampling_logp_difference"
+        mismatch = [
+            Metric(f"{apart}/mean", "|Δ log p|, rollout against training", ".2g", TOKENS, brief=False),
+            Metric(f"{apart}/max", "its largest in a micro-batch", ".2g", BATCHES, brief=False),
+            Metric("sampling/outside", "ratios outside 0.9 to 1.1", ".2%", TOKENS, brief=False),
+        ]
+        entropy = Metric("entropy", "entropy", ".3f", TOKENS)
+        trained = (Metric("loss", "loss", ".4f", ITEMS), *kl, entropy, *clipped, *mismatch)
+        return Numbers(trained, BESIDE, BESIDE)
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        """Each prompt beside a text as long as it may become with an answer: what memory is planned for."""
+        from dataclasses import replace
+
+        train = _with_room(data.train, config)
+        held_out = None if data.eval is None else _with_room(data.eval, config)
+        needed = answers_a_generation(config) // (config.num_generations or 1)
+        if len(train) < needed:
+            raise DataError(
+                f"a generation takes {needed} prompts, and there are {len(train)}",
+                "give more data, or lower per_device_train_batch_size or gradient_accumulation_steps",
+            )
+        longest = config.max_completion_length * len(train)
+        sizes = {"rows": len(train), "tokens": sum(map(len, train["input_ids"])), "trained_tokens": longest}
+        report = {**data.report, "train": {**data.report["train"], **sizes}}
+        return replace(data, train=train, eval=held_out, report=report)
+
+    def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
+        """Of an epoch: each generation's, as often as it is trained on; prompts that fill none are left out."""
+        prompts = answers_a_generation(config) // (config.num_generations or 1)
+        return rows // prompts * micro_batches_a_generation(config) * config.num_iterations
+
+    def advantages(self, rewards: Tensor, divergence: Tensor | None) -> Tensor:
+        """Advantages [N] of the answers of a generation, from their rewards [N, F].
+
+        Args:
+            divergence: [N], log π/π_ref of whole answers: RLOO's part of the reward; None where `beta` is 0.
+        """
+        import torch
+
+        from .advantages import combined, group_relative, leave_one_out
+
+        config = self.config
+        weights, group = torch.tensor(config.reward_weights or [1.0] * rewards.shape[1]), config.num_generations or 2
+        if config.method == "grpo":
+            how = config.scale_rewards, config.multi_objective_aggregation
+            return group_relative(rewards, weights, group, *how)
+        total = combined(rewards, weights)
+        if config.reward_clip_range is not None:
+            total = total.clamp(*config.reward_clip_range)
+        if divergence is not None:
+            total = total - (config.beta or 0.0) * divergence
+        return leave_one_out(total, group, config.normalize_advantages)
+
+    def collator(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them."""
+        import torch
+
+        base = super().collator(config, tokenizer, device)
+
+        def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            batch = base(rows)
+            labels = batch.pop("labels")
+            asked = torch.nn.functional.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1))
+            at = asked.flatten().nonzero().flatten()
+            lengths = torch.tensor([len(row["sampled"]) for row in rows])
+            flat = {"sampled": [x for row in rows for x in row["sampled"]]}
+            for name in ("old", "reference"):
+                if row_has(rows, name):
+                    flat[name] = [x for row in rows for x in row[name]]
+            return {
+                **batch,
+                "at": at,
+                "wanted": labels.flatten()[at + 1],
+                "answer": torch.arange(len(rows)).repeat_interleave(lengths),
+                "advantages": torch.tensor([row["advantage"] for row in rows]),
+                "items": torch.tensor([row["items"] for row in rows], dtype=torch.float64),
+                BONUS: torch.tensor([row.get(BONUS, 0.0) for row in rows]).sum(),
+                **{name: torch.tensor(values, dtype=torch.float32) for name, values in flat.items()},
+            }
+
+        return collate
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        items = float(batch["items"].sum())
+        return {ITEMS: items, TOKENS: len(batch["at"]), ANSWERS: len(batch["advantages"]), BATCHES: 1}
+
+    def items(self, tokens: int, share: float) -> float:
+        """What an answer of so many trained tokens adds to what the loss is divided by.
+
+        Args:
+            share: the trained tokens of its generation over the answers of it.
+        """
+        of = {"generated": share, "tokens": float(tokens), "answers": 1.0, "longest": float(self.longest)}
+        return of[self.policy.divisor]
+
+    # --- the loss ----------------------------------------------------------------------------------------------------
+
+    def log_probs(self, model: nn.Module, batch: Batch, *, train: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [N] of a micro-batch's answers; `train`: with a gradient of the entropy."""
+        from ..models.head import log_probs_at
+
+        inputs = {name: value for name, value in batch.items() if name not in OWN}
+        trains = train and self.policy.entropy_coef != 0
+        how: dict[str, Any] = {"temperature": self.temperature, "entropy": True, "entropy_grad": trains}
+        log_probs, entropy = log_probs_at(model, inputs, batch["at"], batch["wanted"], **how)
+        assert entropy is not None
+        return log_probs, entropy
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        from .policy_losses import Answers, policy_loss
+
+        log_probs, entropy = self.log_probs(model, batch, train=True)
+        names = ("answer", "advantages", "old", "sampled", "reference")
+        answers = Answers(*(batch.get(name) for name in names))  # type: ignore[arg-type]
+        found = policy_loss(log_probs, entropy, answers, self.policy)
+        loss = found["loss"] - self.policy.entropy_coef * batch[BONUS] * found["bonus"]
+        sums = {"loss": loss, "kl": found["kl"], "entropy": entropy.detach().sum()}
+        sums |= {"clip_ratio/low_mean": found["low"], "clip_ratio/high_mean": found["high"]}
+        sums |= _mismatch((log_probs if answers.old is None else answers.old).detach() - answers.sampled)
+        return {metric.name: sums[metric.name] for metric in self.numbers.trained}
+
+
+OWN = frozenset({"at", "wanted", "answer", "advantages", "items", BONUS, "sampled", "old", "reference"})
+
+
+def row_has(rows: list[dict[str, Any]], name: str) -> bool:
+    return rows[0].get(name) is not None
+
+
+def _mismatch(apart: Tensor) -> dict[str, Tensor]:
+    """How far the log-probabilities [N] of training are from those that the tokens were drawn with, as sums."""
+    size = apart.abs()
+    outside = (apart.exp() - 1).abs() > APART
+    name = "sampling/sampling_logp_difference"
+    largest = size.max() if len(size) else size.sum()
+    return {f"{name}/mean": size.sum(), f"{name}/max": largest, "sampling/outside": outside.to(size).sum()}
+
+
+def _with_room(rows: Dataset, config: RunConfig) -> Dataset:
+    """`rows`, each with `input_ids` and `labels` as long as its prompt with the longest answer."""
+    new = config.max_completion_length
+    ids = [[*prompt, *prompt[-1:] * new] for prompt in rows["prompt_ids"]]
+    labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
+    return rows.add_column("input_ids", ids).add_column("labels", labels)

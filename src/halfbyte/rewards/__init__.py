@@ -1,0 +1,6 @@
+"""Rewards of sampled answers: TRL's reward functions, run so that none of them can stop or hang a run."""
+
+from .score import Rewards, Scored
+from .specs import RewardSpec, named, read_specs
+
+__all__ = ["RewardSpec", "Rewards", "Scored", "named", "read_specs"]

@@ -1,0 +1,362 @@
+"""Where the rows of policy optimization come from: prompts are answered, the answers rewarded and compared.
+
+A generation is of `answers_a_generation` answers, to the next prompts of the epoch's order. It is drawn from the
+weights as they are when its first micro-batch is asked for, and it lasts for `steps_per_generation` micro-batches,
+`num_iterations` times. Checkpoints hold it, with log-probabilities, rewards and advantages, so a run that resumes
+within it trains on the very same rows; what is drawn for the next one depends on the run's seed and its number alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.config import RunConfig
+from halfbyte.config.policy import answers_a_generation, micro_batches_a_generation
+from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.files import write_json
+from halfbyte.generation import Completion, Rollouts, Sampling
+from halfbyte.methods.answers import as_reference
+from halfbyte.methods.grpo import BONUS, PolicyOptimization
+from halfbyte.ops import IGNORE_INDEX
+from halfbyte.rewards import Rewards, Scored
+
+from ..reading import read_json
+from .metrics import MetricsFile
+from .rewarded import means_of, numbers_of
+from .rows import Counting, on_device
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+    from .callbacks import Callbacks
+
+STATE = "generation.json"  # in a checkpoint
+COMPLETIONS = "completions.jsonl"
+KEPT = 64  # answers of a generation that are written there
+EVALUATION = 2**30  # the number of the generation whose draws evaluations have
+AGAIN = "resume from an earlier checkpoint, or start a new run in another output_dir"
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Generation:
+    """The answers that a run is training on.
+
+    Attributes:
+        number: of this generation in the run, from 0.
+        rows: the answers, in the order of training; see `PolicyOptimization`.
+    """
+
+    number: int
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass
+class Answered:
+    """Answers to some prompts, a prompt's behind each other, before they are compared.
+
+    Attributes:
+        prompts: the prompt of each.
+        scored: their rewards.
+        numbers: what is recorded of them.
+    """
+
+    prompts: list[Row]
+    completions: list[Completion]
+    texts: list[str]
+    scored: Scored
+    numbers: dict[str, float]
+
+
+class _Share:
+    """The micro-batches of an epoch, from one of them on; `total` of them."""
+
+    def __init__(self, total: int, made: Callable[[], Iterator[dict[str, Any]]]):
+        self.total, self._made = total, made
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._made()
+
+
+class Generations:
+    """Answers prompts for a run.
+
+    Args:
+        model: that trains; answers are drawn from it as it is, its adapter included.
+        rows: the prompts.
+        computing: what a forward of training runs in.
+        stops: tokens that end an answer.
+        file: completions.jsonl.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        method: PolicyOptimization,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Dataset,
+        rewards: Rewards,
+        *,
+        device: torch.device,
+        computing: Callable[[], AbstractContextManager[Any]],
+        stops: list[int],
+        file: MetricsFile,
+    ):
+        self.config, self.method, self.model, self.tokenizer = config, method, model, tokenizer
+        self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
+        self.stops, self.file = stops, file
+        self.engine = Rollouts(model, rows=answers_a_generation(config))
+        self.group = config.num_generations or 2
+        self.size = config.per_device_train_batch_size
+        self.batches = micro_batches_a_generation(config)
+        self._current: Generation | None = None
+        self._since: list[dict[str, float]] = []  # numbers of the generations since the last record
+        self._last: dict[str, float] = {}
+
+    # --- rows for the loop -------------------------------------------------------------------------------------------
+
+    def share(self, collate: Counting, epoch: int, skip: int, callbacks: Callbacks) -> _Share:
+        """The micro-batches of an epoch after the first `skip`; generations are made as they are reached."""
+        prompts = answers_a_generation(self.config) // self.group
+        count, lasts = len(self.rows) // prompts, self.batches * self.config.num_iterations
+        order = torch.randperm(
+            len(self.rows), generator=torch.Generator().manual_seed(self.config.seed + epoch)
+        ).tolist()
+
+        def made() -> Iterator[dict[str, Any]]:
+            for at in range(skip // lasts, count):
+                chosen = order[at * prompts : (at + 1) * prompts]
+                rows = self._generation(epoch * count + at, chosen, collate, callbacks).rows
+                for batch in range(max(skip - at * lasts, 0), lasts):
+                    begin = batch % self.batches * self.size
+                    yield collate(rows[begin : begin + self.size])
+
+        return _Share(count * lasts - skip, made)
+
+    def taken(self) -> dict[str, float]:
+        """Means over the generations since the last record, or else those of the one that is trained on."""
+        found, self._since = means_of(self._since) if self._since else self._last, []
+        return found
+
+    def _generation(self, number: int, chosen: list[int], collate: Counting, callbacks: Callbacks) -> Generation:
+        """The generation of a number: the present one, or a new one."""
+        if self._current is None or self._current.number != number:
+            prompts = [self.rows[index] for index in chosen]
+            answered = self.answer(chosen, prompts, self.group, number, _progress(callbacks))
+            began = time.perf_counter()
+            rows = self._compared(answered, collate)
+            answered.numbers["compare_seconds"] = time.perf_counter() - began
+            self._write(answered, rows, callbacks)
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.config.seed + number))
+            self._current = Generation(number, self._weighed([rows[at] for at in order.tolist()]))
+            self._last = answered.numbers
+            self._since.append(self._last)
+        return self._current
+
+    # --- answers and rewards -----------------------------------------------------------------------------------------
+
+    def answer(
+        self, indices: list[int], prompts: list[Row], each: int, number: int, progress: Mapping[str, Any]
+    ) -> Answered:
+        """Draw `each` answers to every prompt, and ask for their rewards.
+
+        Args:
+            indices: of the prompts; they and `number`, of a generation, decide what is drawn.
+            progress: what reward functions are told of the run.
+        """
+        config, began = self.config, time.perf_counter()
+        self.model.eval()
+        sampling = Sampling(config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32))
+        completions = self.engine.generate(
+            [row["prompt_ids"] for row in prompts],
+            each,
+            max_new_tokens=config.max_completion_length,
+            sampling=sampling,
+            stops=self.stops,
+            keys=indices,
+        )
+        if self.device.type != "cpu":
+            self.engine.free()
+        drawn = time.perf_counter()
+        texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
+        asked = [row for row in prompts for _ in range(each)]
+        columns = {name: [row["columns"].get(name) for row in asked] for name in self.rewards.columns}
+        turns = [_as_turns(row["prompt"], text) for row, text in zip(asked, texts, strict=True)]
+        ids = [list(completion.ids) for completion in completions]
+        scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress)
+        numbers = numbers_of(completions, scored, self.weights, each)
+        numbers |= {"rollout_seconds": drawn - began, "reward_seconds": time.perf_counter() - drawn}
+        return Answered(asked, completions, texts, scored, numbers)
+
+    @property
+    def weights(self) -> list[float]:
+        """Of the reward functions."""
+        return self.config.reward_weights or [1.0] * len(self.rewards.specs)
+
+    def _compared(self, answered: Answered, collate: Counting) -> list[Row]:
+        """The answers as rows of training, with their advantages."""
+        rows = []
+        for prompt, completion in zip(answered.prompts, answered.completions, strict=True):
+            ids, given = list(completion.ids), list(prompt["prompt_ids"])
+            trained = completion.ended or not self.config.mask_truncated_completions
+            labels = ids if trained else [IGNORE_INDEX] * len(ids)
+            sampled = completion.log_probs.tolist() if trained else []
+            row: Row = {"input_ids": given + ids, "labels": [IGNORE_INDEX] * len(given) + labels, "sampled": sampled}
+            rows.append(row | {"advantage": 0.0, "items": 0.0})
+        divergence = self._add_log_probs(rows, collate)
+        advantages = self.method.advantages(_rewards(answered.scored), divergence)
+        for row, advantage in zip(rows, advantages.tolist(), strict=True):
+            row["advantage"] = advantage
+        return rows
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the model moves on while a generation lasts, so that log-probabilities from before are needed."""
+        return self.batches * self.config.num_iterations > self.config.gradient_accumulation_steps
+
+    def _add_log_probs(self, rows: list[Row], collate: Counting) -> Tensor | None:
+        """What the policy, as it is, and the reference make of the answers, where either is needed.
+
+        Returns:
+            log π/π_ref [N] of whole answers, where the reward has it as a part.
+        """
+        apart = self.config.method == "rloo" and bool(self.config.beta)
+        if self._moves or apart:
+            self._score(rows, "old", collate)
+        if self.config.beta:
+            with as_reference(self.model):
+                self._score(rows, "reference", collate)
+        if not apart:
+            return None
+        found = torch.tensor([sum(row["old"]) - sum(row["reference"]) for row in rows])
+        for row in rows:
+            del row["reference"]
+            if not self._moves:
+                del row["old"]
+        return found
+
+    @torch.no_grad()
+    def _score(self, rows: list[Row], name: str, collate: Counting) -> None:
+        """Give each row the log-probabilities of its answer's tokens, by the training forward, as `name`."""
+        for begin in range(0, len(rows), self.size):
+            some = rows[begin : begin + self.size]
+            batch = on_device(collate.collate(some), self.device)
+            with self.computing():
+                log_probs, _ = self.method.log_probs(self.model, batch)
+            parts = log_probs.cpu().split([len(row["sampled"]) for row in some])
+            for row, part in zip(some, parts, strict=True):
+                row[name] = part.tolist()
+
+    def _weighed(self, rows: list[Row]) -> list[Row]:
+        """`rows`, each with its part of what its step's loss is divided by, and of its step's mean entropy."""
+        share = sum(len(row["sampled"]) for row in rows) / len(rows)
+        for row in rows:
+            row["items"] = self.method.items(len(row["sampled"]), share)
+        step = self.size * self.config.gradient_accumulation_steps
+        for begin in range(0, len(rows), step):
+            some = rows[begin : begin + step]
+            items, tokens = sum(row["items"] for row in some), sum(len(row["sampled"]) for row in some)
+            for row in some:
+                row[BONUS] = items * len(row["sampled"]) / max(tokens, 1)
+        return rows
+
+    # --- what is left behind -----------------------------------------------------------------------------------------
+
+    def _write(self, answered: Answered, rows: list[Row], callbacks: Callbacks) -> None:
+        """Lines of completions.jsonl; a step's are those of the generation that began with it."""
+        scored, step = answered.scored, callbacks.state.global_step + 1
+        for at in range(min(len(rows), KEPT)):
+            completion = answered.completions[at]
+            line = {"kind": "completion", "step": step, "prompt": answered.prompts[at]["prompt"]}
+            line |= {"completion": answered.texts[at], "tokens": len(completion.ids), "ended": completion.ended}
+            line |= {"rewards": {name: values[at] for name, values in scored.rewards.items()}}
+            line |= {"advantage": rows[at]["advantage"]}
+            line |= {name: values[at] for name, values in scored.extra.items() if name not in line}
+            self.file.append(line)
+
+    def save(self, folder: Path) -> None:
+        """Put what resuming needs beside the weights of a checkpoint."""
+        current = None if self._current is None else asdict(self._current)
+        state = {"current": current, "since": self._since, "last": self._last, "files": self.rewards.files}
+        write_json(folder / STATE, state)
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on with the generation that a checkpoint holds.
+
+        Raises:
+            CheckpointError: it holds none.
+        """
+        state = read_generation(checkpoint)
+        self._current = None if state["current"] is None else Generation(**state["current"])
+        self._since, self._last = state["since"], state["last"]
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, held_out: Dataset, callbacks: Callbacks) -> dict[str, float]:
+        """Rewards and lengths of answers to the held-out prompts, which are drawn alike each time."""
+        each = self.config.num_generations_eval or self.group
+        prompts = [held_out[index] for index in range(len(held_out))]
+        answered = self.answer(list(range(len(prompts))), prompts, each, EVALUATION, _progress(callbacks))
+        return {name: value for name, value in answered.numbers.items() if not name.endswith("seconds")}
+
+    def close(self) -> None:
+        """End the processes of reward functions, and give pages back."""
+        self.rewards.close()
+        self.engine.free()
+
+
+def read_generation(checkpoint: Path) -> dict[str, Any]:
+    """The generation that a checkpoint holds.
+
+    Raises:
+        CheckpointError: it is not what halfbyte wrote.
+    """
+    state = read_json(checkpoint / STATE, CheckpointError, AGAIN)
+    if not isinstance(state, dict) or {"current", "since", "last", "files"} - state.keys():
+        raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", AGAIN)
+    return state
+
+
+def check_same_rewards(rewards: Rewards, checkpoint: Path) -> None:
+    """The files of reward functions must be those that the checkpoint's run had.
+
+    Raises:
+        ConfigError: one has changed.
+    """
+    before = read_generation(checkpoint)["files"]
+    for path, digest in rewards.files.items():
+        if path in before and before[path] != digest:
+            raise ConfigError(
+                f"reward_funcs: {path} has changed since {checkpoint} was made",
+                "restore it, or start a new run in another output_dir (adapter_path continues weights)",
+            )
+
+
+def _as_turns(prompt: Any, text: str) -> Any:
+    """An answer in the form of its prompt: a text, or turns."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def _rewards(scored: Scored) -> Tensor:
+    """fp32 [N, F], NaN where a function says nothing."""
+    columns = [[math.nan if value is None else value for value in values] for values in scored.rewards.values()]
+    return torch.tensor(columns, dtype=torch.float32).T.contiguous()
+
+
+def _progress(callbacks: Callbacks) -> Mapping[str, Any]:
+    """What reward functions are told of the run, as transformers names it."""
+    state = callbacks.state
+    names: Sequence[str] = ("global_step", "max_steps", "num_train_epochs", "epoch")
+    return {name: getattr(state, name) for name in names}

@@ -1,0 +1,112 @@
+"""The reward functions of a run: looked over before it begins, and what the loop gets of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.adapters import compute
+from halfbyte.config import RunConfig
+from halfbyte.console import Console
+from halfbyte.data.prepare import PreparedData
+from halfbyte.errors import ConfigError, ModelError
+from halfbyte.generation.stops import stop_tokens
+from halfbyte.methods.grpo import PolicyOptimization
+from halfbyte.parallel import Mesh
+from halfbyte.rewards import Rewards, read_specs
+
+from ..words import one_line
+from .checkpoint import step_of
+from .generations import COMPLETIONS, Generations, check_same_rewards
+from .metrics import MetricsFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .loop import TrainingLoop
+    from .setup import OpenRun
+
+
+def rewards_of(config: RunConfig, data: PreparedData) -> Rewards:
+    """The functions that `reward_funcs` names, for the prompts of `data`.
+
+    Raises:
+        ConfigError: one of them cannot be taken.
+    """
+    columns = sorted(data.train[0]["columns"])
+    specs = read_specs(config.reward_funcs or [], columns)
+    return Rewards(specs, columns, config.reward_timeout_s, config.max_completion_length)
+
+
+def look_over_rewards(
+    config: RunConfig, data: PreparedData, checkpoint: Path | None, mesh: Mesh, console: Console
+) -> None:
+    """Load every reward function once, and say which files are run.
+
+    Raises:
+        ConfigError: one cannot be loaded or called; or several processes train.
+    """
+    if mesh.size > 1 or config.parallel != "auto":
+        raise ConfigError(f"method: {config.method} trains in one process", "set CUDA_VISIBLE_DEVICES to one GPU")
+    if config.adapter_path and config.beta:
+        raise ConfigError(
+            f"adapter_path with beta: {config.beta:g}: the reference would be the model without that adapter",
+            "set beta: 0, or merge the adapter first (halfbyte merge)",
+        )
+    rewards = rewards_of(config, data)
+    if checkpoint is not None:
+        check_same_rewards(rewards, checkpoint)
+    try:
+        rewards.check()
+    finally:
+        rewards.close()
+    for path, digest in rewards.files.items():
+        console.print(one_line(f"rewards: {path} (SHA-256 {digest})"), soft_wrap=True)
+
+
+def answer_ends(tokenizer: PreTrainedTokenizerBase, model: Any, data: PreparedData) -> list[int]:
+    """The tokens that end an answer.
+
+    Raises:
+        ModelError: there is none.
+    """
+    stops = stop_tokens(tokenizer, model, data.report.get("stop_tokens", []))
+    if not stops:
+        said = "no token ends an answer: the tokenizer has no EOS, and its template no end of a turn"
+        raise ModelError(said, "give the tokenizer an eos_token")
+    return stops
+
+
+@contextlib.contextmanager
+def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
+    """Around the training of a run: if its rows are prompts, `loop` gets answers to them.
+
+    Raises:
+        ModelError: no token ends an answer.
+    """
+    run, method = job.prepared, job.prepared.method
+    if not isinstance(method, PolicyOptimization):
+        yield
+        return
+    file = MetricsFile(job.output / COMPLETIONS)
+    file.keep_until(step_of(run.checkpoint) if run.checkpoint else -1)
+    generations = Generations(
+        run.config,
+        method,
+        loop.model,
+        run.tokenizer,
+        run.data.train,
+        rewards_of(run.config, run.data),
+        device=run.machine.device,
+        computing=partial(compute, loop.model, run.machine.compute_dtype),
+        stops=answer_ends(run.tokenizer, loop.model, run.data),
+        file=file,
+    )
+    loop.use_generations(generations)
+    try:
+        yield
+    finally:
+        generations.close()

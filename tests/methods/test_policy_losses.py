@@ -1,0 +1,212 @@
+"""Losses of policy optimization beside TRL's trainers, whose own methods compute them here from the same numbers."""
+
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+
+from halfbyte.config.methods import LOSS_TYPES
+from halfbyte.methods.policy import Policy
+from halfbyte.methods.policy_losses import Answers, gamma_weights, most_uncertain, policy_loss
+
+ROWS, WIDTH, LONGEST = 6, 9, 12
+LENGTHS = torch.tensor([9, 1, 4, 7, 0, 3])  # one answer was masked
+
+
+class Accelerator:
+    num_processes = 1
+    sync_gradients = True
+
+    @staticmethod
+    def reduce(x, reduction="sum"):
+        return x
+
+    @staticmethod
+    def gather(x):
+        return x
+
+    @staticmethod
+    def pad_across_processes(x, **_):
+        return x
+
+
+def numbers(seed=0):
+    """Padded log-probabilities [B, T] and what goes with them."""
+    drawn = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(WIDTH) < LENGTHS.unsqueeze(1)).float()
+
+    def near(x, scale):
+        return x + scale * torch.randn(x.shape, generator=drawn)
+
+    log_probs = -2 * torch.rand(ROWS, WIDTH, generator=drawn) - 0.1
+    return SimpleNamespace(
+        mask=mask,
+        log_probs=log_probs,
+        old=near(log_probs, 0.4),
+        reference=near(log_probs, 0.3),
+        entropy=3 * torch.rand(ROWS, WIDTH, generator=drawn),
+        advantages=torch.tensor([1.3, -0.7, 0.0, -1.1, 0.9, 0.4]),
+    )
+
+
+def trainer(policy: Policy, found, log_probs, entropy):
+    """What TRL's methods look at, with the log-probabilities given."""
+    keys = {name: getattr(policy, name) for name in Policy.__dataclass_fields__ if name != "loss_type"}
+    theirs = SimpleNamespace(
+        **keys,
+        loss_type=policy.loss_type,
+        epsilon_low=policy.epsilon,
+        top_entropy_threshold=policy.top_entropy_quantile,
+        max_completion_length=LONGEST,
+        use_vllm=False,
+        use_adaptive_entropy=False,
+        _entropy_bonus_enabled=policy.entropy_coef != 0,
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+        accelerator=Accelerator,
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(**keys, steps_per_generation=1),
+        _metrics={"train": SimpleNamespace()},
+    )
+    theirs.epsilon_high = policy.high
+    theirs._metrics = {"train": {name: [] for name in METRICS}}
+    theirs._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, entropy, None)
+    theirs.get_off_policy_mask = GRPOTrainer.get_off_policy_mask
+    theirs.get_gamma_weights = GRPOTrainer.get_gamma_weights
+    theirs.get_high_entropy_mask = MethodType(GRPOTrainer.get_high_entropy_mask, theirs)
+    return theirs
+
+
+METRICS = [
+    *("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean"),
+    *(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max")),
+]
+
+
+def of_trl(policy, found, log_probs, entropy):
+    theirs = trainer(policy, found, log_probs, entropy)
+    inputs = {
+        "prompt_ids": torch.zeros(ROWS, 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(ROWS, 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(ROWS, WIDTH, dtype=torch.int64),
+        "completion_mask": found.mask,
+        "advantages": found.advantages,
+        "old_per_token_logps": found.old,
+        "ref_per_token_logps": found.reference,
+        "num_items_in_batch": found.mask.sum(),
+    }
+    return GRPOTrainer._compute_loss(theirs, None, inputs), theirs._metrics["train"]
+
+
+def of_ours(policy, found, log_probs, entropy):
+    kept = found.mask.bool()
+    answer = torch.arange(ROWS).repeat_interleave(LENGTHS)
+    reference = found.reference[kept] if policy.beta else None
+    answers = Answers(answer, found.advantages, found.old[kept], found.old[kept], reference)
+    sums = policy_loss(log_probs[kept], entropy[kept], answers, policy)
+    over = {"generated": len(answer), "tokens": len(answer), "answers": ROWS, "longest": ROWS * LONGEST}
+    return sums["loss"] / over[policy.divisor] - policy.entropy_coef * sums["bonus"], sums, len(answer)
+
+
+OPTIONS = {
+    "plain": {},
+    "higher": {"epsilon_high": 0.28},
+    "two-sided": {"delta": 1.3},
+    "kl": {"beta": 0.1},
+    "kl-biased": {"beta": 0.1, "use_bias_correction_kl": False},
+    "sequence": {"importance_sampling_level": "sequence"},
+    "sequence-kl": {"importance_sampling_level": "sequence", "beta": 0.1, "delta": 1.2},
+    "uncertain": {"top_entropy_quantile": 0.3},
+    "entropy": {"entropy_coef": 0.05},
+    "entropy-uncertain": {"entropy_coef": 0.05, "top_entropy_quantile": 0.5},
+    "off-policy": {"off_policy_mask_threshold": 0.05},
+    "all": {"epsilon_high": 0.3, "beta": 0.02, "top_entropy_quantile": 0.6, "entropy_coef": 0.01, "delta": 1.4},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("loss_type", LOSS_TYPES["grpo"])
+def test_equals_trl(loss_type, options):
+    """Loss, gradients by log-probabilities and entropy, KL and clipped shares."""
+    policy, found = Policy(loss_type, **options), numbers()
+    ours, theirs = ([x.clone().requires_grad_() for x in (found.log_probs, found.entropy)] for _ in range(2))
+    loss, sums, tokens = of_ours(policy, found, *ours)
+    expected, metrics = of_trl(policy, found, *theirs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            torch.zeros_like(mine) if mine.grad is None else mine.grad,
+            torch.zeros_like(other) if other.grad is None else other.grad,
+            rtol=1e-5,
+            atol=1e-7,
+        )
+    over = ROWS if policy.by_answers else tokens
+    if policy.beta:
+        assert float(sums["kl"]) / tokens == pytest.approx(metrics["kl"][0], rel=1e-5)
+    if metrics["clip_ratio/low_mean"]:
+        assert float(sums["low"]) / over == pytest.approx(metrics["clip_ratio/low_mean"][0])
+        assert float(sums["high"]) / over == pytest.approx(metrics["clip_ratio/high_mean"][0])
+    if metrics["cispo_clip_ratio"]:
+        assert float(sums["high"]) / over == pytest.approx(metrics["cispo_clip_ratio"][0])
+
+
+def test_the_policy_that_drew_the_answers_has_ratio_one():
+    """Without `old`, a window's first step: the gradient is that of −A log π."""
+    found, policy = numbers(1), Policy("dapo")
+    kept = found.mask.bool()
+    log_probs = found.log_probs[kept].requires_grad_()
+    answer = torch.arange(ROWS).repeat_interleave(LENGTHS)
+    sums = policy_loss(
+        log_probs, found.entropy[kept], Answers(answer, found.advantages, None, found.old[kept], None), policy
+    )
+    sums["loss"].backward()
+    torch.testing.assert_close(log_probs.grad, -found.advantages[answer])
+    assert sums["low"] == sums["high"] == 0
+
+
+def test_rloo_equals_trl():
+    found, policy = numbers(2), Policy("rloo")
+    found.old = found.log_probs + 0.05 * torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    found.mask[4, 0] = 1  # of an answer without tokens TRL counts a loss that has no gradient
+    lengths = found.mask.sum(1).long()
+    mine, theirs = (found.log_probs.clone().requires_grad_() for _ in range(2))
+    kept, answer = found.mask.bool(), torch.arange(ROWS).repeat_interleave(lengths)
+    answers = Answers(answer, found.advantages, found.old[kept], found.old[kept], None)
+    sums = policy_loss(mine[kept], found.entropy[kept], answers, policy)
+    other = trainer(policy, found, theirs, found.entropy)
+    inputs = {
+        "prompt_ids": torch.zeros(ROWS, 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(ROWS, 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(ROWS, WIDTH, dtype=torch.int64),
+        "completion_mask": found.mask,
+        "advantages": found.advantages,
+        "old_logps": (found.old * found.mask).sum(1),
+    }
+    loss, expected = sums["loss"] / ROWS, RLOOTrainer._compute_loss(other, None, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    assert float(sums["low"]) / ROWS == pytest.approx(other._metrics["train"]["clip_ratio/low_mean"][0])
+
+
+def test_vespo_weights_one_where_nothing_moved():
+    """φ(1) = 1, whatever the sign."""
+    found = numbers()
+    answers = Answers(torch.arange(ROWS), found.advantages, None, torch.zeros(ROWS), None)
+    torch.testing.assert_close(gamma_weights(torch.zeros(ROWS), answers, Policy("vespo")), torch.ones(ROWS))
+
+
+def test_the_most_uncertain_tokens():
+    entropy = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.2])
+    assert most_uncertain(entropy, 0.4).tolist() == [False, True, False, True, False]
+    assert most_uncertain(entropy, 1.0).all()
+
+
+def test_defaults_are_trl_s(tmp_path):
+    theirs, ours = GRPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True), Policy()
+    for name in Policy.__dataclass_fields__:
+        assert getattr(ours, name) == getattr(theirs, name), name

@@ -1,0 +1,87 @@
+"""Memory of other processes: who may read it, and that all of them read or none does."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from halfbyte.parallel import peers
+
+OWN = [torch.arange(80, dtype=torch.uint8)]
+DEVICE = SimpleNamespace(type="cuda", index=0)
+OTHER = [torch.arange(80, dtype=torch.uint8) + 1]
+
+
+def offer(host=None, index=1, tensors=OTHER, sample=None):
+    """Of a process whose tensors are rebuilt from seven arguments and more; the device is the reader's."""
+
+    def rebuild(*given):
+        assert given[peers.DEVICE] == DEVICE.index
+        return given[0]
+
+    handles = [(rebuild, (tensor, *"bcdef", index, "h")) for tensor in tensors]
+    return host or peers._host(), index, handles, sample or OTHER[0][: peers.SAMPLE].tolist()
+
+
+@pytest.fixture
+def access(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other != 7)
+
+
+def test_a_cpu_needs_no_reason():
+    assert peers.readable(OWN, None) == (None, "")
+    assert peers.readable([], None) == (None, "")
+
+
+@pytest.mark.usefixtures("access")
+def test_every_process_is_in_its_place():
+    found, why = peers._opened(OWN, [offer(), offer()], 1, DEVICE)
+    assert not why
+    assert len(found) == 1
+    assert found[0][0] is OTHER[0]
+    assert found[0][1] is OWN[0]
+
+
+@pytest.mark.usefixtures("access")
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (offer(host=("elsewhere", "", "")), "several hosts"),
+        (offer(index=7), "GPU 0 has no access to GPU 7"),
+        (offer(index=0), "GPU 0 has no access to GPU 0"),
+        (offer(sample=[9]), "reads other bytes"),
+        ("operation not permitted", "operation not permitted"),
+    ],
+)
+def test_what_cannot_be_read(other, why):
+    assert why in peers._opened(OWN, [offer(), other], 0, DEVICE)[1]
+
+
+def case_one_cannot(mesh, unable):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "synchronize", lambda _: None)
+        patched.setattr(peers, "_offered", lambda own, device, readers: [()] * readers)
+        patched.setattr(peers, "_opened", lambda *_: ([], "no access") if mesh.rank == unable else ([OWN], ""))
+        patched.setattr(peers, "_ever", [])
+        held, why = peers.readable([SimpleNamespace(device=DEVICE)], mesh.group("shard"))
+        return held is not None, why, list(peers._ever)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("unable", [None, 0, 1])
+def test_all_read_or_none(two, unable):
+    expected = (True, "", [True]) if unable is None else (False, "no access", [False])
+    assert two.run(case_one_cannot, unable, layout={"shard": 2}) == [expected] * 2
+
+
+def test_what_was_read_is_let_go_before_the_others_end(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: said.append("collected"))
+    monkeypatch.setattr(peers, "_ever", [])
+    peers.let_go(lambda: said.append("waited"))
+    assert said == []
+    peers._ever.append(True)
+    held = peers.Readable([[OWN[0], OTHER[0]]])
+    peers.let_go(lambda: said.append("waited"))
+    assert held.each == [[]]
+    assert said == ["waited", "collected"]

@@ -1,0 +1,179 @@
+"""Programs that want out, or want more than they may have: each is contained within its time, and nothing is left."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from halfbyte.rewards import sandbox
+from halfbyte.rewards.sandbox import Limits, run
+
+pytestmark = pytest.mark.skipif(sandbox.obstacle() is not None, reason=f"no sandbox here: {sandbox.obstacle()}")
+
+MIB = 2**20
+LIMITS = Limits(seconds=2)
+SLACK = 2.0  # seconds beyond its limit that a program may take to be gone
+
+
+def contained(program, limits=LIMITS, given=b""):
+    """How a program ended; in time, and with none of its processes left."""
+    began = time.monotonic()
+    outcome = run(program, given, limits)
+    assert time.monotonic() - began < limits.seconds + SLACK
+    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    assert left == []
+    return outcome
+
+
+def test_an_honest_program():
+    outcome = contained("import sys, json, math\nprint(sum(map(int, sys.stdin)))", given=b"1\n2\n39\n")
+    assert (outcome.output, outcome.ended, outcome.code) == (b"42\n", "exit", 0)
+
+
+def test_endless_loop():
+    assert contained("while True: pass").ended in ("time", "exit")
+
+
+def test_sleep_that_ignores_signals():
+    program = "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    assert contained(f"{program}    except (OSError, ValueError): pass\ntime.sleep(600)").ended == "time"
+
+
+def test_fork_bomb():
+    contained("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+
+
+def test_memory():
+    outcome = contained("kept = bytearray(4 << 30)\nprint(len(kept))")
+    assert outcome.output == b""
+    assert outcome.code != 0
+
+
+def test_memory_of_many_processes():
+    program = (
+        "import os, time\nfor n in range(8):\n    if os.fork() == 0: break\nkept = b'x' * (100 << 20)\ntime.sleep(60)"
+    )
+    assert contained(program, Limits(seconds=5, memory=256 * MIB)).ended == "memory"
+
+
+def test_a_gigabyte_of_output():
+    outcome = contained("import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))")
+    assert outcome.ended == "output"
+    assert len(outcome.output) == LIMITS.output_bytes
+
+
+def test_a_full_disk():
+    program = "n = 0\ntry:\n    for i in range(64):\n"
+    program += "        with open(f'/tmp/{i}', 'wb') as f: n += f.write(bytes(8 << 20))\n"
+    outcome = contained(f"{program}except OSError: print('stopped', n)", Limits(seconds=5))
+    assert outcome.output.startswith(b"stopped")
+    assert int(outcome.output.split()[1]) <= LIMITS.temporary_bytes
+
+
+def test_network():
+    program = """
+import socket
+for address in (("127.0.0.1", {port}), ("1.1.1.1", 53)):
+    try:
+        socket.create_connection(address, timeout=1)
+        print("connected", address)
+    except OSError as error:
+        print("no", error.errno)
+"""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        outcome = contained(program.format(port=server.getsockname()[1]), Limits(seconds=5))
+    assert b"connected" not in outcome.output
+    assert outcome.output.count(b"no") == 2
+
+
+def test_home_and_the_parent_s_files(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("tell nobody")
+    places = [secret, Path.home(), Path(__file__), "/etc/passwd", f"/proc/{os.getpid()}/environ", "/proc/self", "/sys"]
+    program = f"import os\nfor place in {[str(p) for p in places]}: print(os.path.exists(place))"
+    if str(Path.home()) == "/root":  # its folder may be there, above the interpreter, with nothing else in it
+        places.remove(Path.home())
+        program = f"import os\nfor place in {[str(p) for p in places]}: print(os.path.exists(place))"
+        assert (
+            b".ssh" not in contained("import os\nprint(os.listdir('/root') if os.path.isdir('/root') else '')").output
+        )
+    assert set(contained(program).output.split()) == {b"False"}
+
+
+def test_open_files_and_environment(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    program = "import os\nprint(dict(os.environ))\nfor n in range(3, 64):\n    try: os.fstat(n); print('open', n)\n"
+    outcome = contained(f"{program}    except OSError: pass")
+    assert b"hf_secret" not in outcome.output
+    assert b"open" not in outcome.output
+
+
+def test_the_system_is_read_only(tmp_path):
+    program = """
+import os, sys
+for path in ("/x", "/usr/x", "/bin/x", "/lib/x", "/dev/x", os.path.dirname(os.__file__) + "/x", sys.executable):
+    try:
+        open(path, "ab").close()
+        print("wrote", path)
+    except OSError:
+        print("no")
+"""
+    outcome = contained(program)
+    assert b"wrote" not in outcome.output
+    assert outcome.output.count(b"no") == 7
+
+
+def test_rights_are_not_won_back():
+    program = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(os.getuid() == 0, libc.mount(None, b"/", None, 32, None), libc.umount2(b"/tmp", 2), libc.setuid(0))
+try: os.mknod("/tmp/mem", 0o666 | 0o020000, os.makedev(1, 1)); print("device")
+except OSError: print("no device")
+print(libc.unshare(0x10000000) == 0 and libc.mount(None, b"/usr", None, 32 | 4096, None) == 0)
+"""
+    outcome = contained(program)
+    assert outcome.output.split() == [b"False", b"-1", b"-1", b"-1", b"no", b"device", b"False"]
+
+
+def test_a_daemon_ends_with_its_program(tmp_path):
+    program = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.close(0); os.close(1); os.close(2)
+        time.sleep(600)
+    os._exit(0)
+print("gone")
+"""
+    before = {p.pid for p in psutil.process_iter()}
+    assert contained(program).output == b"gone\n"
+    time.sleep(0.1)
+    new = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+    assert not [p for p in new if "/tmp/program.py" in (p.info["cmdline"] or [])]
+
+
+def test_killing_everybody():
+    program = "import os, signal\nfor pid in (1, -1, os.getppid(), 0):\n    try: os.kill(pid, signal.SIGKILL)\n"
+    contained(f"{program}    except OSError: pass\nprint('alive')")
+    assert psutil.Process().is_running()
+
+
+def test_the_parent_s_death_is_the_sandbox_s():
+    """Killed with SIGKILL, whoever runs a program leaves nothing behind."""
+    script = "from halfbyte.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
+    process = subprocess.Popen([sys.executable, "-c", script])
+    end = time.monotonic() + 20
+    while not (inside := psutil.Process(process.pid).children(recursive=True)) or len(inside) < 4:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs(inside, timeout=5)[1] == []

@@ -1,0 +1,233 @@
+"""Policy optimization from a configuration to a finished run: rewards rise, records, completions, exact resume."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from halfbyte.cli import app
+from halfbyte.config import load_config
+from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.evaluate import evaluate
+from halfbyte.train.sft import finetune, train
+
+REWARD = '''
+def letters(prompts, completions, completion_ids, kind, **columns):
+    """The share of an answer that is letters."""
+    assert set(kind) == {"sum"}
+    return [sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+'''
+
+
+PT = {"format": "pt"}
+
+
+@pytest.fixture(scope="module")
+def prompts(place):
+    rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
+    lines = (json.dumps({"prompt": row["prompt"], "kind": "sum", "n": n}) for n, row in enumerate(rows))
+    (place / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    (place / "mine.py").write_text(REWARD)
+    shutil.copytree(place / "model", place / "sharp")  # a model that is not sure of nothing, so that it can be moved
+    weights = load_file(place / "sharp/model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 15}, place / "sharp/model.safetensors", PT)
+    return place
+
+
+def keys(prompts, output, **more):
+    found = {"model_name_or_path": str(prompts / "sharp"), "dataset": str(prompts / "prompts.jsonl")}
+    found |= {"output_dir": str(output), "device": "cpu", "dtype": "float32", "load_in_4bit": False, "r": 4}
+    found |= {"method": "grpo", "reward_funcs": [f"{prompts / 'mine.py'}:letters"], "num_generations": 4}
+    found |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_completion_length": 10}
+    return found | {"learning_rate": 2e-2, "warmup_steps": 0, "sample_prompts": 0, "max_length": 64} | more
+
+
+def run(prompts, output, resume=None, **more):
+    return train(load_config(None, keys(prompts, output, **more)), resume=resume)
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_rewards_rise(prompts, tmp_path):
+    run(prompts, tmp_path / "out", max_steps=15, lr_scheduler_type="constant")
+    records = [record for record in lines(tmp_path / "out/metrics.jsonl") if record["kind"] == "train"]
+    rewards = [record["reward"] for record in records]
+    assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
+    last = records[-1]
+    names = {"rewards/letters/mean", "rewards/letters/std", "reward_std", "frac_reward_zero_std", "entropy", "loss"}
+    names |= {"completions/mean_length", "completions/clipped_ratio", "clip_ratio/low_mean", "rollout_seconds"}
+    assert names <= last.keys()
+    assert max(record["sampling/sampling_logp_difference/max"] for record in records) < 1e-4
+    assert all(record["sampling/outside"] == 0 for record in records)
+    answers = lines(tmp_path / "out/completions.jsonl")
+    assert len(answers) == 15 * 16
+    assert {"prompt", "completion", "rewards", "advantage", "step"} <= answers[0].keys()
+    first = [each for each in answers if each["step"] == 1]
+    mean = sum(each["rewards"]["letters"] for each in first) / len(first)
+    assert mean == pytest.approx(records[0]["reward"])
+    assert "spread of rewards" in (tmp_path / "out/report.html").read_text()
+
+
+WAYS = {
+    "grpo": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.05},
+    "rloo": {"method": "rloo", "num_generations": 2, "beta": 0.1, "steps_per_generation": 4},
+    "truncated": {"mask_truncated_completions": True, "loss_type": "grpo", "padding_free": True},
+    "entropy": {"entropy_coef": 0.02, "top_entropy_quantile": 0.5, "loss_type": "dr_grpo", "steps_per_generation": 6},
+}
+
+
+SLOW = ("truncated", "entropy")
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param(WAYS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WAYS]
+)
+def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
+    """From every checkpoint, most of them within a generation: completions, rewards, losses, adapter, bit for bit."""
+    options = {"max_steps": 6, "save_steps": 1, "save_total_limit": 10, "eval_split_size": 4, "eval_steps": 3} | more
+    whole = tmp_path / "whole"
+    run(prompts, whole, **options)
+    expected = records_of(whole)
+    assert any(record.get("sampling/sampling_logp_difference/mean", 1) > 0 for record in expected["train"])
+    for step in (1, 3, 5):
+        other = tmp_path / f"from-{step}"
+        shutil.copytree(whole, other)
+        shutil.rmtree(other / "adapter")
+        run(prompts, other, resume=str(other / f"checkpoint-{step}"), **{**options, "output_dir": str(other)})
+        assert records_of(other) == expected
+        mine, theirs = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (other, whole))
+        assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+TIMES = ("seconds", "time", "memory", "per_second")
+
+
+def records_of(folder):
+    found = {"completions": lines(folder / "completions.jsonl")}
+    for record in lines(folder / "metrics.jsonl"):
+        timeless = {name: value for name, value in record.items() if not any(word in name for word in TIMES)}
+        found.setdefault(record["kind"], []).append(timeless)
+    return found
+
+
+def test_accumulated_equals_the_large_batch(prompts, tmp_path):
+    """Micro-batches of uneven lengths, in steps of two, against steps of one large one."""
+    for loss_type in ("dapo", "grpo", "bnpo"):
+        small, large = tmp_path / f"small-{loss_type}", tmp_path / f"large-{loss_type}"
+        more = {"max_steps": 2, "loss_type": loss_type, "entropy_coef": 0.01}
+        run(prompts, small, **more)
+        run(prompts, large, per_device_train_batch_size=16, gradient_accumulation_steps=1, **more)
+        first, second = (records_of(folder)["train"] for folder in (small, large))
+        for mine, theirs in zip(first, second, strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+def test_a_function_given_in_python(prompts, tmp_path):
+    def long_answers(completion_ids, **columns):
+        return [len(ids) for ids in completion_ids]
+
+    more = keys(prompts, tmp_path / "out", max_steps=1, reward_funcs=[long_answers, {"regex": "a"}])
+    result = finetune(more.pop("model_name_or_path"), more.pop("dataset"), **more)
+    assert result.metrics["steps"] == 1
+    record = lines(tmp_path / "out/metrics.jsonl")[0]
+    assert record["rewards/long_answers/mean"] == record["completions/mean_length"]
+
+
+def test_no_reward_at_all(prompts, tmp_path):
+    """Groups without spread teach nothing; neither do they stop a run."""
+    run(prompts, tmp_path / "out", max_steps=2, reward_funcs=[{"regex": "never this"}])
+    assert [record["grad_norm"] for record in records_of(tmp_path / "out")["train"]] == [0.0, 0.0]
+
+
+def test_a_changed_file_is_not_resumed_with(prompts, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD)
+    more = {"reward_funcs": [f"{file}:letters"], "save_steps": 1}
+    run(prompts, tmp_path / "out", max_steps=2, **more)
+    file.write_text(REWARD + "\n")
+    with pytest.raises(ConfigError, match="has changed since"):
+        run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), max_steps=2, **more)
+
+
+def test_a_function_that_hangs_and_one_that_gives_nonsense(prompts, tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text(
+        "import time\n"
+        "def hangs(completions, trainer_state, **columns):\n"
+        "    if trainer_state.global_step == 1: time.sleep(600)\n"
+        "    return [float(len(c)) for c in completions]\n"
+        "def nonsense(completions, **columns): return ['x'] * len(completions)\n"
+    )
+    more = {"reward_timeout_s": 1.0, "max_steps": 3}
+    run(prompts, tmp_path / "out", reward_funcs=[f"{file}:hangs", {"regex": "i"}], **more)
+    records = records_of(tmp_path / "out")["train"]
+    assert [record.get("rewards/hangs/failed") for record in records] == [None, 16, None]
+    with pytest.raises(TrainingError, match="nonsense gave a str"):
+        run(prompts, tmp_path / "other", reward_funcs=[f"{file}:nonsense"], **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"reward_funcs": None}, "needs reward_funcs"),
+        ({"num_generations": 3}, "does not divide the 16 answers"),
+        ({"steps_per_generation": 3, "num_generations": 8}, "no whole number of steps"),
+        ({"reward_weights": [1.0, 2.0]}, "beside 1 reward_funcs"),
+        ({"loss_type": "luspo"}, "is of sequences"),
+        ({"loss_type": "sigmoid"}, "has no 'sigmoid'"),
+        ({"method": "dpo"}, "has no meaning with method: dpo"),
+        ({"packing": True}, "answers come as they are written"),
+        ({"delta": 1.1}, "within what is clipped anyway"),
+        ({"reward_funcs": ["exact"]}, "further columns are: kind, n"),
+        ({"max_completion_length": 60}, "leaves no room for an answer"),
+        ({"per_device_train_batch_size": 64}, "a generation takes 32 prompts, and there are 24"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(prompts, tmp_path, more, why):
+    with pytest.raises(Exception, match=why) as raised:
+        run(prompts, tmp_path / "out", **more)
+    assert type(raised.value).__module__ == "halfbyte.errors"
+
+
+def test_rewards_are_tried_before_a_run(prompts, tmp_path):
+    """`halfbyte preview --rollouts`."""
+    file = tmp_path / "run.yaml"
+    config = keys(prompts, tmp_path / "out", reward_funcs=[f"{prompts / 'mine.py'}:letters", {"length": {"max": 3}}])
+    file.write_text(json.dumps(config))
+    found = CliRunner().invoke(app, ["preview", str(file), "-n", "2", "--rollouts", "3"])
+    assert found.exit_code == 0, found.output
+    assert found.stdout.count("── answer") == 6
+    assert found.stdout.count("length -1") + found.stdout.count("length 0") >= 6
+    assert "letters: mean " in found.stdout
+    assert not (tmp_path / "out").exists()
+    other = ["preview", str(prompts / "model"), str(prompts / "data.jsonl"), "--rollouts", "3"]
+    assert CliRunner().invoke(app, other).exit_code == 2
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_init_writes_a_run_that_checks(prompts, tmp_path, method):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"what is {n}?"}) + "\n" for n in range(64)))
+    written = CliRunner().invoke(app, ["init", "--method", method, str(prompts / "model"), str(tmp_path / "p.jsonl")])
+    assert written.exit_code == 0, written.output
+    config = yaml.safe_load(written.stdout)
+    answers = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
+    assert answers % config["num_generations"] == 0
+    assert config["reward_funcs"]
+    load_config(None, config)
+
+
+def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(keys(prompts, tmp_path / "out", max_steps=1)))
+    found = CliRunner().invoke(app, ["check", str(file)])
+    assert found.exit_code == 0, found.output
+    assert "SHA-256" in found.output
+    run(prompts, tmp_path / "out", max_steps=1)
+    with pytest.raises(ConfigError, match="rewards of sampled answers"):
+        evaluate(str(tmp_path / "out"), str(prompts / "data.jsonl"))
