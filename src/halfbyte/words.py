@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from typing import Any
@@ -18,6 +19,11 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 4
 def visible(text: str) -> str:
     """`text` with control characters spelled out (`\\x1b`); newlines and tabs stay."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def json_line(value: Any) -> str:
+    """`value` as JSON on one line, control characters escaped as JSON has them (`\\u007f`)."""
+    return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def one_line(text: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from halfbyte.errors import CheckpointError, ConfigError, DataError
 from halfbyte.reading import look, open_bytes, open_text, parse_json, read_json, read_text, why
-from halfbyte.words import brief, cut, visible
+from halfbyte.words import brief, cut, json_line, visible
 
 
 def _pipe(path):
@@ -158,3 +158,11 @@ def test_values_in_messages_are_short_and_no_terminal_obeys_them():
     assert "\x1b" not in str(error)
     assert "\x9b" not in error.fix
     assert error.message.endswith("\nnext")
+
+
+def test_a_line_of_json_holds_nothing_that_a_terminal_obeys():
+    value = {"answer": "a\x7f\x9b2J\u2028\u202eé\ud800\n\x1b"}
+    line = json_line(value)
+    assert json.loads(line) == value
+    assert line.isprintable()
+    assert "é" in line

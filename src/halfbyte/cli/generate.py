@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DataError
 from ..reading import parse_json, read_text
+from ..words import json_line
 from .imports import import_models
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def answer_file(
         )
         for (_, prompt), ids in zip(prompts[some], answers, strict=True):
             answer = saved.tokenizer.decode(ids, skip_special_tokens=True)
-            yield json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False)
+            yield json_line({"prompt": prompt, "answer": answer})
 
 
 def _check_room(talk: Conversation, file: Path, numbers: Sequence[int], lengths: Sequence[int]) -> None:
