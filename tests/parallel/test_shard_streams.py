@@ -15,7 +15,7 @@ import halfbyte
 from halfbyte.config import Parallel
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.layer import decoder_layers
-from halfbyte.parallel import SLICES, Mesh, shard
+from halfbyte.parallel import Mesh, shard
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.graph import WARMUP
 from halfbyte.train.stepper import GraphedStepper, Stepper
@@ -34,7 +34,8 @@ def one_of_two():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield lambda kind: Mesh(0, Parallel(shard=2), 0, kind, dict.fromkeys([("shard",), SLICES], dist.group.WORLD))
+    groups = {("shard",): dist.group.WORLD, ("shard", "context"): dist.group.WORLD}
+    yield lambda kind: Mesh(0, Parallel(shard=2), 0, kind, groups)
     dist.destroy_process_group()
 
 
