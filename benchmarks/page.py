@@ -163,7 +163,21 @@ def gpus_table(results: Results) -> Rows:
             rows.append(
                 (f"**llama-3.1-8b 4×2048**, {run['way']}", f"{run['ms']:.1f}", beside, f"{run['peak_gib']:.1f}")
             )
+        for run in result.get("ways", []):
+            rows += ways_rows(run)
     return rows
+
+
+def ways_rows(run: dict[str, Any]) -> Rows:
+    """A step as Python launches it and one as a CUDA graph, where each call of a layer gathers it in one way."""
+    long, short = run["ms"]["4x2048"], run["ms"]["2x512 as a graph"]
+    gathered = "us" in run
+    way = f"each call, by {run['way']}" if gathered else run["way"]
+    beside = f"{run['of_data']['4x2048']:.3f} of data; a gather takes {run['us']:.0f} µs" if gathered else ""
+    return [
+        (f"**llama-3.1-8b 4×2048**, {way}", f"{long:.1f}", beside, ""),
+        (f"**llama-3.1-8b 2×512, CUDA graphs**, {way}", f"{short:.1f}", f"{run['of_alone']:.2f} × one GPU's time", ""),
+    ]
 
 
 SECTIONS = (
@@ -180,10 +194,12 @@ SECTIONS = (
         "Two GPUs", r"(several_gpus|sharded)_.*",
         "The same step on each of two H200s of one host, in one run: without a word to each other, with gradients "
         "summed (data), and with frozen weights in slices: each decoder layer gathered for each call, every other one "
-        "kept whole, or all.",
+        "kept whole, or all; then by NCCL's collective, and read from its owner's memory by copy engines ('handles', "
+        "what a run on one host does; 'symmetric memory' maps it by other means).",
         {}, gpus_table,
         lambda name, result: "torchrun --nproc-per-node 2 -m benchmarks."
-                             + ("sharded gathers" if "gathers" in result else "several_gpus link data")
+                             + next((f"sharded {part}" for part in ("gathers", "ways") if part in result),
+                                    "several_gpus link data")
                              + f" --json benchmarks/results/{name}.json",
     ),
     Section(

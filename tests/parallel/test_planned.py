@@ -95,6 +95,7 @@ def test_stages_are_those_that_are_cut(name):
     model = model_of("Gemma2")
     cut = cut_model(model, name, 2, 4, recomputed=True)
     found = line(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4)
+    assert line(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4, ahead=True).idle < found.idle
     assert sorted(index for stage in found.stages for index in stage.layers) == list(range(LAYERS))
     assert [stage.begins for stage in found.stages] == [True, False]
     assert [stage.ends for stage in found.stages] == [False, True]

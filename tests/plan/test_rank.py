@@ -251,14 +251,14 @@ def test_auto_takes_data_where_it_fits(shapes_8b):
 
 
 def test_auto_divides_what_does_not_fit(shapes_70b):
-    """Short rows on slow links wait for gathers, so layers are divided; on NVLink the bytes are."""
+    """Short rows on slow links wait for gathers, so layers are divided; on NVLink long ones hide them."""
     keys = {"gradient_accumulation_steps": 8, "length": 512}
     option, reason = meshes_of(shapes_70b, 30, card_named("NVIDIA A10").measured(link=5e9), **keys).choose(2)
     assert option.layout == Parallel(pipeline=2)
     assert option.config.gradient_accumulation_steps == 16  # a step keeps its rows
     assert "the whole model would need" in reason
     assert "as {shard: 2} a step is planned with" in reason
-    option, reason = meshes_of(shapes_70b, 30, H200, **keys).choose(2)
+    option, reason = meshes_of(shapes_70b, 30, H200, **keys | {"length": 2048}).choose(2)
     assert option.layout == Parallel(shard=2)
     assert "as {pipeline: 2}" in reason
 

@@ -1,7 +1,7 @@
 """Policy optimization: answers are sampled, rewarded, and made more or less likely by how they compare.
 
 GRPO (arXiv:2402.03300) and its kin compare an answer with its group, RLOO (arXiv:2402.14740) with the others of it.
-What is sampled is the loop's business (`train.rollouts`); here is what a row of it is, and the loss.
+What is sampled is the loop's business (`train.generations`); here is what a row of it is, and the loss.
 """
 
 from __future__ import annotations

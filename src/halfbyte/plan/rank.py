@@ -71,17 +71,19 @@ class Line:
     idle: float = 0.0
 
 
-def line(cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int) -> Line:
+def line(cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int, *, ahead: bool = False) -> Line:
     """The processes of a pipeline as the model is cut; one that has all, where it is not.
 
     Args:
         layers: what each takes.
         window: micro-batches of a step.
+        ahead: whether stages recompute before the gradient is there.
     """
     if cut is None:
         return Line((Stage(tuple(range(len(layers)))),))
     schedule = cut.schedule
-    simulated = simulate(schedule.orders(window), [stage_seconds(part, layers, head) for part in cut.parts])
+    seconds = [stage_seconds(part, layers, head) for part in cut.parts]
+    simulated = simulate(schedule.orders(window), seconds, ahead=ahead)
     stages = []
     for process in range(schedule.ranks):
         own = schedule.stages_of(process)

@@ -14,9 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-from torch import Tensor
-
 from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import clear_leftovers, remove, write_json
@@ -29,6 +26,8 @@ from ..runs.manifest import FORMAT, damage_by_manifest, read_manifest
 from .metrics import MetricsFile, Window
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from halfbyte.ops.fp8_scaling import DelayedScaling
 
 STATE = "halfbyte.json"
@@ -168,6 +167,8 @@ def reading(checkpoint: Path) -> AbstractContextManager[None]:
 def save_scaling(folder: Path, state: Mapping[str, Tensor] | None) -> None:
     """The amax histories and scales of recipe fp8-hybrid, whole; None: the run has none."""
     if state is not None:
+        from safetensors.torch import save_file
+
         save_file(dict(state), folder / SCALING)
 
 
