@@ -70,7 +70,10 @@ def test_rewards_rise(prompts, tmp_path):
     first = [each for each in answers if each["step"] == 1]
     mean = sum(each["rewards"]["letters"] for each in first) / len(first)
     assert mean == pytest.approx(records[0]["reward"])
-    assert "spread of rewards" in (tmp_path / "out/report.html").read_text()
+    report = (tmp_path / "out/report.html").read_text()
+    assert "Spread of rewards" in report
+    assert "Answers it was trained on" in report
+    assert report.count("letters ") >= 12
 
 
 WAYS = {

@@ -37,6 +37,7 @@ class Run:
     checks: dict[str, Any] | None = None
     merge: dict[str, Any] | None = None
     merges: list[dict[str, Any]] = field(default_factory=list)  # each target's, merge.json among them
+    sampled: list[Record] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -125,6 +126,7 @@ def read_run(path: Path | str) -> Run:
         run.problems.append(f"the run was not finished: {stopped}")
     records = _metrics(run)
     run.train = [record for record in records if record["kind"] == "train"]
+    run.sampled = _sampled(run)
     run.evals = [record for record in records if record["kind"] == "eval"]
     return run
 
@@ -166,6 +168,25 @@ def _json(run: Run, path: Path, kind: type) -> Any:
         return value
     run.problems.append(f"{path.name} cannot be read: it holds no {'list' if kind is list else 'object'}")
     return None
+
+
+GENERATION = 64  # lines of completions.jsonl that a generation has at most
+
+
+def _sampled(run: Run) -> list[Record]:
+    """What completions.jsonl has of the first generation and of the last."""
+    lines = (_read(run, run.path / "completions.jsonl", read_text, CheckpointError) or "").splitlines()
+    try:
+        first, last = (
+            [parse_json(line, "completions.jsonl", CheckpointError) for line in some]
+            for some in (lines[:GENERATION], lines[-GENERATION:])
+        )
+        begin, end = ({record["step"] for record in some} for some in (first[:1], last[-1:]))
+        shown = [record for record in first if record["step"] in begin]
+        return shown + [record for record in last if record["step"] in end - begin]
+    except (HalfbyteError, KeyError, TypeError):
+        run.problems.append("completions.jsonl has lines that cannot be read, and is left out")
+        return []
 
 
 def _metrics(run: Run) -> list[Record]:

@@ -16,6 +16,8 @@ from .run import Run
 
 Section = tuple[str, str, str]  # anchor, title, HTML
 
+SAMPLED = 3  # answers shown of a generation, from either end
+
 
 def sections(run: Run) -> list[Section]:
     """Every section of the report, in reading order."""
@@ -25,6 +27,7 @@ def sections(run: Run) -> list[Section]:
         ("data", "Data", data),
         ("masks", "What is trained on", masks),
         ("answers", "Answers before and after", answers),
+        *([("sampled", "Answers it was trained on", sampled)] if run.sampled else []),
         ("checks", "Merge and checks", checks),
         ("environment", "Environment", environment),
         ("configuration", "Configuration", configuration),
@@ -289,6 +292,20 @@ def answers(run: Run) -> str:
             f'<article><h4>prompt</h4><pre>{text(each.get("prompt"))}</pre><div class="columns">{shown}</div></article>'
         )
     return "".join(cards)
+
+
+def sampled(run: Run) -> str:
+    """Answers of policy optimization with their rewards, of its first generation and its last: best and worst."""
+    rows = []
+    for step in dict.fromkeys(each["step"] for each in run.sampled):
+        ordered = sorted((each for each in run.sampled if each["step"] == step), key=lambda each: -each["advantage"])
+        for each in [*ordered[:SAMPLED], *ordered[SAMPLED:][-SAMPLED:]]:
+            rewards = "; ".join(f"{name} {text(value)}" for name, value in each["rewards"].items())
+            ended = "" if each["ended"] else " (cut off)"
+            answer = f"<pre>{text(each['completion'])}</pre>{ended}"
+            prompt = f"<pre>{text(each['prompt'])}</pre>"
+            rows.append((f"step {text(step)}", prompt, answer, rewards, f"{each['advantage']:+.2f}"))
+    return table(("drawn before", "prompt", "answer", "rewards", "advantage"), rows)
 
 
 def checks(run: Run) -> str:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 STATE = "generation.json"  # in a checkpoint
 COMPLETIONS = "completions.jsonl"
-KEPT = 64  # answers of a generation that are written there
+KEPT, MOST = 64, 64 * 2**20  # answers of a generation that are written there, and bytes of it, as far as possible
 EVALUATION = 2**30  # the number of the generation whose draws evaluations have
 AGAIN = "resume from an earlier checkpoint, or start a new run in another output_dir"
 
@@ -276,6 +276,8 @@ class Generations:
 
     def _write(self, answered: Answered, rows: list[Row], callbacks: Callbacks) -> None:
         """Lines of completions.jsonl; a step's are those of the generation that began with it."""
+        if self.file.path.exists() and self.file.path.stat().st_size > MOST:
+            return
         scored, step = answered.scored, callbacks.state.global_step + 1
         for at in range(min(len(rows), KEPT)):
             completion = answered.completions[at]
