@@ -19,11 +19,15 @@ GIVEN = {"model_name_or_path": "m", "dataset": "d"}
 THEIRS = {
     "dpo": trl.DPOConfig, "kto": trl.KTOConfig, "reward": trl.RewardConfig, "cpo": cpo.CPOConfig,
     "simpo": cpo.CPOConfig, "orpo": orpo.ORPOConfig,
+    "grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig,
 }  # fmt: skip
+NOT_THEIRS = {"reward_funcs", "reward_timeout_s"}  # theirs are arguments of the trainer
+NEEDED = {method: {"reward_funcs": ["exact"], "gradient_accumulation_steps": 8} for method in ("grpo", "rloo")}
 OTHERWISE = {  # where ours is another on purpose
     ("dpo", "loss_type"): ["sigmoid"],  # a list there
     ("simpo", "cpo_alpha"): 1.0,  # without it, as in the paper's own
     ("dpo", "precompute_ref_log_probs"): False, ("kto", "precompute_ref_log_probs"): False,
+    ("grpo", "steps_per_generation"): 1, ("rloo", "steps_per_generation"): 1,  # as many as make a step
 }  # fmt: skip
 
 
@@ -45,12 +49,13 @@ def problem(**keys):
 
 @pytest.mark.parametrize("method", THEIRS)
 def test_names_and_defaults_are_trls(method):
-    ours, theirs = RunConfig(**GIVEN, method=method), THEIRS[method](output_dir="out", report_to="none", use_cpu=True)
+    given = {**GIVEN, "method": method, **NEEDED.get(method, {})}
+    ours, theirs = RunConfig(**given), THEIRS[method](output_dir="out", report_to="none", use_cpu=True)
     assert keys_of(method)
-    for key in keys_of(method):
+    for key in set(keys_of(method)) - NOT_THEIRS:
         expected = OTHERWISE.get((method, key), getattr(ours, key))
         assert getattr(theirs, key) == expected, key
-    full = RunConfig(**GIVEN, method=method, use_peft=False, load_in_4bit=False)
+    full = RunConfig(**given | {"beta": 0.0} if method == "rloo" else given, use_peft=False, load_in_4bit=False)
     if method != "reward":
         assert full.learning_rate == theirs.learning_rate == RATE[False]
     else:
@@ -125,6 +130,17 @@ def test_what_does_not_fit_a_method_is_refused(keys, said, fix):
 def test_other_tools_keys_are_mapped(theirs, ours):
     config = load_config(None, {**GIVEN, **theirs})
     assert {key: getattr(config, key) for key in ours} == ours
+
+
+def test_axolotls_section_of_policy_keys():
+    section = {"num_generations": 4, "max_completion_length": 64, "reward_funcs": ["my.rewards.right", "exact"],
+               "scale_rewards": False, "use_vllm": False, "vllm_server_host": "a", "log_completions": True}  # fmt: skip
+    config = load_config(None, {**GIVEN, "rl": "grpo", "gradient_accumulation_steps": 4, "trl": section})
+    assert (config.method, config.num_generations, config.max_completion_length) == ("grpo", 4, 64)
+    assert (config.reward_funcs, config.scale_rewards) == (["my/rewards.py:right", "exact"], "none")
+    said = problem(rl="grpo", gradient_accumulation_steps=8, trl={"use_vllm": True, "reward_funcs": ["exact"]})
+    assert "trl: use_vllm has no equivalent" in said
+    assert "trl cannot be 3" in problem(rl="grpo", trl=3)
 
 
 def test_axolotls_fields_of_pairs_are_columns():

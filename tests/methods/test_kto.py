@@ -1,13 +1,17 @@
 """KTO beside TRL's trainer in the same process, and z over a whole step."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from datasets import Dataset
-from pair_models import assert_same_gradients, config, gradients, mean_loss, method, model, tokenizer
+from pair_models import assert_same_gradients, config, gradients, mean_loss, method, model, pairs, tokenizer
 from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
+from halfbyte.data.batches import batches_of
 from halfbyte.data.paired import MISMATCHED, as_documents, mismatched
+from halfbyte.data.prepare import PreparedData
 
 OWN = ("completion_ids", "completion_mask")
 
@@ -109,3 +113,22 @@ def test_prompts_get_the_answer_of_the_row_before():
         expected = ROWS[n - 1]["completion_ids"][: max(12 - len(row["prompt_ids"]), 1)]
         assert row["other_ids"] == expected
         assert row["other_mask"] == [1] * len(expected)
+
+
+def test_planned_batches_are_those_of_a_step():
+    """Answers and mismatched ones go through the model apart; chosen and rejected ones together."""
+    device = torch.device("cpu")
+    single, paired = method(method="kto"), method()
+    for layout in ({}, {"padding_free": True}):
+        chosen = config(method="kto", per_device_train_batch_size=3, **layout)
+        data = single.documents(chosen, PreparedData(Dataset.from_list(ROWS), None, {}))
+        collate = single.collator(chosen, tokenizer())
+        steps = [collate([data.train[n] for n in some]) for some in combinations(range(5), 3)]
+        tokens = max(step[name].numel() for step in steps for name in ("input_ids", "ahead_input_ids"))
+        planned = batches_of(chosen, data, device).largest
+        assert tokens <= planned.tokens <= 1.3 * tokens
+        chosen = config(per_device_train_batch_size=3, **layout)
+        data = paired.documents(chosen, PreparedData(Dataset.from_list(pairs(5)), None, {}))
+        batch = paired.collator(chosen, tokenizer())([data.train[n] for n in range(3)])
+        planned = batches_of(chosen, data, device).largest
+        assert (planned.rows, planned.tokens >= batch["input_ids"].numel()) == (1 if layout else 6, True)

@@ -34,7 +34,8 @@ def one_of_two():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield lambda kind: Mesh(0, Parallel(shard=2), 0, kind, {("shard",): dist.group.WORLD})
+    groups = {("shard",): dist.group.WORLD, ("shard", "context"): dist.group.WORLD}
+    yield lambda kind: Mesh(0, Parallel(shard=2), 0, kind, groups)
     dist.destroy_process_group()
 
 

@@ -21,6 +21,7 @@ OWN = {
     "memory/host.py": "the kernel's files",
     "models/divided.py": "slices of safetensors whose heads were looked over",
     "parallel/launch.py": "what a process of this run has written",
+    "parallel/peers.py": "the kernel's files",
     "parallel/ranks.py": "what a process of this run has left",
     "gguf/tokenizer.py": "what the tokenizers library says of its own object",
     "processes.py": "the kernel's files",

@@ -287,8 +287,8 @@ def test_one_pool_and_one_set_of_gradients_on_a_gpu():
     rows = range(256, 2049, 256)
     inputs = sum(4096 * count for count in rows)
 
-    def held(shapes):
-        """Bytes of the pool, and bytes allocated beside it."""
+    def held(shapes, first=False):
+        """Bytes of the pool, and bytes allocated beside it; in the first call cuBLAS may make its workspaces."""
         backward, trained = wide_backward()
         torch.cuda.empty_cache()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -303,10 +303,10 @@ def test_one_pool_and_one_set_of_gradients_on_a_gpu():
         graphed.close()
         del graphed, batch
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() <= reserved + 2**21
+        assert first or torch.cuda.memory_reserved() <= reserved + 2**21
         return pool, beside, sum(parameter.nbytes for parameter in trained)
 
-    held([256])  # cuBLAS's workspaces
+    held([256], first=True)
     one, _, _ = held([2048])
     assert one >= 8 * 2048 * 1024 * 4  # what backward reads of the largest
     for shapes in (rows, rows[::-1]):

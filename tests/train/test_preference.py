@@ -240,7 +240,10 @@ def test_the_command_line(data, tmp_path):
     for command in ("check", "train"):
         found = CliRunner().invoke(app, [command, str(path)])
         assert found.exit_code == 0, found.output
+        assert "reference computed in each step" in found.output
     assert "chosen reward " in found.output
+    found = CliRunner().invoke(app, ["check", str(path), "max_steps=6", f"output_dir={tmp_path / 'other'}"])
+    assert "reference computed once" in found.output
     found = CliRunner().invoke(app, ["eval", str(tmp_path / "out"), str(data / "pairs.jsonl")])
     assert found.exit_code == 0, found.output
     assert "accuracy " in found.stdout

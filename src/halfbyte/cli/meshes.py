@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ..plan.meshes import Device, Meshes, Option
 
 GIB = 2**30
-# GiB that CUDA and NCCL take of each GPU, beside torch's allocator. Measured on two H200s: 0.5 for CUDA, and 0.9 for
-# NCCL once it has sent 1 GiB at a time (docs/log.md). Links with fewer channels, as PCIe, need less.
-BESIDE = 1.4
+# GiB that CUDA and NCCL take of each GPU, beside torch's allocator: in a 70B's sharded step on two H200s, of which CUDA
+# takes 0.5. Links with fewer channels, as PCIe, need less.
+BESIDE = 1.6
 
 
 def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) -> None:

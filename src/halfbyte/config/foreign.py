@@ -14,7 +14,7 @@ from ..words import brief
 from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, RENAMED
 from .datasets import axolotl_datasets, axolotl_test_datasets
 from .divided import SEVERAL, WAYS, divided
-from .foreign_methods import CHOOSING, method_keys
+from .foreign_methods import CHOOSING, TRL, method_keys, policy_keys
 from .methods import DEFAULTS as METHODS
 
 
@@ -332,6 +332,13 @@ def _method(key: str) -> Callable[[Any, Values], Outcome]:
     return convert
 
 
+def _trl(value: Any, values: Values) -> Outcome:
+    keys, other = policy_keys(value)
+    if other:
+        return Refused(f"trl: {other} has no equivalent", "answers come from the packed model itself: remove it")
+    return Mapped(keys) if keys else Ignored("")
+
+
 def _qlora_bnb(value: Any, values: Values) -> Outcome:
     return Mapped({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) if value else Ignored("")
 
@@ -377,6 +384,7 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "gptq": _gptq,
     "qat": _qat,
     **{key: _method(key) for key in CHOOSING},
+    TRL: _trl,
     "bnb_config_kwargs": _bnb_config,
     "qlora_fp8": _stored("fp8"),
     "qlora_fp4": _stored("nvfp4"),

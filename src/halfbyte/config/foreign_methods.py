@@ -9,6 +9,13 @@ from .methods import DEFAULTS, LOSS_TYPES
 # LLaMA-Factory's pref_loss under `stage: dpo`, by method; the others are losses of dpo.
 OWN_METHODS = ("orpo", "simpo")
 STAGES = {"rm": "reward"}
+TRL = "trl"  # Axolotl's section of keys for policy optimization
+OURS = (
+    *("beta", "loss_type", "num_generations", "max_completion_length", "temperature", "top_p", "top_k"),
+    *("num_iterations", "epsilon", "epsilon_high", "delta", "mask_truncated_completions", "reward_weights"),
+)
+# Of an engine of its own, which is not there, or of what is shown.
+BESIDE = ("log_completions", "num_completions_to_print", "use_liger_loss")
 CHOOSING = ("rl", "reward_model", "stage", "pref_loss", "pref_ftx")
 
 
@@ -38,3 +45,26 @@ def method_keys(key: str, values: dict[str, Any]) -> dict[str, Any] | None:
 
 def _method(name: Any) -> dict[str, Any] | None:
     return {"method": name} if name in DEFAULTS else None
+
+
+def policy_keys(section: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Our keys for Axolotl's section `trl`, and the key in it that has no equivalent (empty: none).
+
+    Raises:
+        AttributeError, TypeError: it is no such section.
+    """
+    given = {key: value for key, value in section.items() if value not in (None, False, [], {})}
+    found = {key: value for key, value in given.items() if key in OURS}
+    if "scale_rewards" in section:
+        found["scale_rewards"] = {True: "group", False: "none"}.get(section["scale_rewards"], section["scale_rewards"])
+    if "reward_funcs" in given:
+        found["reward_funcs"] = [_in_a_file(name) for name in given["reward_funcs"]]
+    engine = [] if given.get("use_vllm") else [key for key in given if key.startswith("vllm_")]
+    others = given.keys() - found.keys() - {*BESIDE, *engine}
+    return found, min(others, default="")
+
+
+def _in_a_file(name: str) -> str:
+    """Axolotl's `package.module.function` as a file and a function in it."""
+    module, _, function = name.rpartition(".")
+    return f"{module.replace('.', '/')}.py:{function}" if module else name

@@ -19,9 +19,9 @@ SAMPLES = 64  # batches that the usual one is the mean of
 def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> Batches:
     """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
     or packed ones, which are taken to be full."""
-    train, held_out = (_lengths_for(config, rows, data.answers) for rows in (data.train, data.eval))
-    if data.answers > 1:
-        config = _of_documents(config, data.answers)
+    train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
+    if data.together > 1:
+        config = _of_documents(config, data.together)
     return batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
 
 
@@ -41,9 +41,10 @@ def _of_documents(config: RunConfig, answers: int) -> RunConfig:
     return config.model_copy(update=rows)
 
 
-def _lengths_for(config: RunConfig, rows: Dataset | None, answers: int = 1) -> np.ndarray:
-    """Tokens of each row under `config`; padded, each of several documents is a row of its own."""
-    if answers > 1 and not (config.packing or config.padding_free):
+def _lengths_for(config: RunConfig, rows: Dataset | None, data: PreparedData) -> np.ndarray:
+    """Tokens of each row under `config`; padded or apart, each of several documents is a row of its own."""
+    flat = config.packing or config.padding_free
+    if data.answers > 1 and not (flat and data.together > 1):
         return _document_lengths(rows)
     lengths = _row_lengths(rows)
     if not config.packing or rows is None or "seq_lengths" in rows.column_names:

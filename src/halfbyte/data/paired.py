@@ -62,10 +62,15 @@ def as_documents(rows: Dataset, answers: Sequence[Answer], numbers: Sequence[str
     return Dataset.from_dict({name: [row[name] for row in made] for name in features}, features=Features(features))
 
 
-def documents_in(config: RunConfig, data: PreparedData, answers: Sequence[Answer]) -> PreparedData:
+def documents_in(
+    config: RunConfig, data: PreparedData, answers: Sequence[Answer], *, together: bool = True
+) -> PreparedData:
     """Prepared rows with these answers as documents, several rows in one where `config` packs.
 
     A row that packs holds as many tokens as a pair may have, `ANSWERS` times max_length.
+
+    Args:
+        together: the answers of a row go through the model in one forward.
     """
 
     def made(rows: Dataset) -> Dataset:
@@ -73,7 +78,9 @@ def documents_in(config: RunConfig, data: PreparedData, answers: Sequence[Answer
         return packed(found, ANSWERS * config.max_length) if config.packing else found
 
     held_out = None if data.eval is None else made(data.eval)
-    return replace(data, train=made(data.train), eval=held_out, answers=len(answers))
+    return replace(
+        data, train=made(data.train), eval=held_out, answers=len(answers), together=len(answers) if together else 1
+    )
 
 
 def mismatched(rows: Dataset, most: int) -> Dataset:

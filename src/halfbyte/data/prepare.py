@@ -55,12 +55,14 @@ class PreparedData:
         train, eval: columns input_ids and labels (unshifted, -100 where untrained) and, when packed, seq_lengths.
         report: the contents of data_report.json.
         answers: documents that each row of the data stands for; rows of several have seq_lengths, packed or not.
+        together: how many of these one forward takes.
     """
 
     train: Dataset
     eval: Dataset | None
     report: dict[str, Any]
     answers: int = 1
+    together: int = 1
 
 
 @dataclass

@@ -73,7 +73,7 @@ class KahnemanTverskyOptimization(Method):
             held_out = None if data.eval is None else mismatched(data.eval, config.max_length)
             data = replace(data, train=mismatched(data.train, config.max_length), eval=held_out)
             answers.append(MISMATCHED)
-        return documents_in(config, data, answers)
+        return documents_in(config, data, answers, together=False)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None

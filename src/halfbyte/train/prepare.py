@@ -24,6 +24,7 @@ from halfbyte.errors import CheckpointError, DataError
 from halfbyte.files import check_space
 from halfbyte.hardware import bound_cpu_primitives, chosen_device, free_cached_memory
 from halfbyte.methods import Method, method_of
+from halfbyte.methods.preference import with_all_it_has
 from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
@@ -103,6 +104,16 @@ class PreparedRun:
         return size_of(self.data)
 
     @property
+    def computes_reference_once(self) -> bool:
+        """Whether the reference is computed before training: always where it is asked for or cannot be had later, else
+        where the run takes each row at least once."""
+        asked, config = self.config.precompute_ref_log_probs, self.config
+        if asked != "auto":
+            return bool(asked)
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.ways(*ROWS)
+        return with_all_it_has(config) or self.total_steps * rows >= len(self.data.train)
+
+    @property
     def total_steps(self) -> int:
         return total_steps(self.config, len(self.data.train), self.mesh.ways(*ROWS))
 
@@ -172,9 +183,15 @@ def prepare_run(
         print_processes(console, layout, layout.size, config, ways)
     plan = _planned(config, files, machine, data, shapes, mesh, layout, console)
     cut = _cut(config, layout, shapes, plan)
-    return PreparedRun(
+    run = PreparedRun(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
+    if method.reference:
+        said = "computed in each step: two forwards and a backward"
+        if run.computes_reference_once:
+            said = "computed once, a forward of all rows before the first step, and kept"
+        console.print(f"reference {said}")
+    return run
 
 
 def _say_whole_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:

@@ -52,7 +52,7 @@ def use_reference(run: PreparedRun, loop: TrainingLoop, console: Console) -> dic
         TrainingError: policy and reference differ before training by more than rounding.
     """
     began, origin = time.time(), "each step"
-    if precomputes(run):
+    if run.computes_reference_once:
         splits = {"train": loop.rows, "eval": loop.held_out}
         found, origin = _kept_or_computed(run, loop, {name: rows for name, rows in splits.items() if rows is not None})
         loop.rows = _with_reference(loop.rows, found["train"])
@@ -62,16 +62,6 @@ def use_reference(run: PreparedRun, loop: TrainingLoop, console: Console) -> dic
         said = f"reference: log-probabilities of {tokens:,} tokens, {origin}, {time.time() - began:.1f} s"
         console.print(one_line(said), soft_wrap=True)
     return {"from": origin, **_compared(run, loop)}
-
-
-def precomputes(run: PreparedRun) -> bool:
-    """Whether the reference is computed before training: always where it is asked for or cannot be had later; else
-    where the run takes each row at least once."""
-    asked, config = run.config.precompute_ref_log_probs, run.config
-    if asked != "auto":
-        return bool(asked)
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * run.mesh.ways(*ROWS)
-    return with_all_it_has(config) or run.total_steps * rows >= len(run.data.train)
 
 
 @contextlib.contextmanager
