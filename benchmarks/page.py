@@ -149,6 +149,15 @@ STEPS = (
 )
 
 
+GPU_PARTS = ("link", "data", "tensor", "context", "gathers", "graphs", "ways", "seventy")  # of the two benchmarks
+
+
+def gpus_command(name: str, result: dict[str, Any]) -> str:
+    parts = " ".join(part for part in GPU_PARTS if part in result)
+    module = "sharded" if name.startswith("sharded") else "several_gpus"
+    return f"torchrun --nproc-per-node 2 -m benchmarks.{module} {parts} --json benchmarks/results/{name}.json"
+
+
 def gpus_table(results: Results) -> Rows:
     rows: Rows = [("a step on each of two GPUs", "ms", "beside", "peak GiB")]
     for result in results.values():
@@ -196,11 +205,7 @@ SECTIONS = (
         "summed (data), and with frozen weights in slices: each decoder layer gathered for each call, every other one "
         "kept whole, or all; then by NCCL's collective, and read from its owner's memory by copy engines ('handles', "
         "what a run on one host does; 'symmetric memory' maps it by other means).",
-        {}, gpus_table,
-        lambda name, result: "torchrun --nproc-per-node 2 -m benchmarks."
-                             + next((f"sharded {part}" for part in ("gathers", "ways") if part in result),
-                                    "several_gpus link data")
-                             + f" --json benchmarks/results/{name}.json",
+        {}, gpus_table, gpus_command,
     ),
     Section(
         "The longest context", r"context_.*",

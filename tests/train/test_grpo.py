@@ -185,6 +185,7 @@ def test_a_function_that_hangs_and_one_that_gives_nonsense(prompts, tmp_path):
         ({"loss_type": "luspo"}, "is of sequences"),
         ({"loss_type": "sigmoid"}, "has no 'sigmoid'"),
         ({"method": "dpo"}, "has no meaning with method: dpo"),
+        ({"parallel": {"data": 2}, "method": "grpo"}, "parallel"),
         ({"packing": True}, "answers come as they are written"),
         ({"delta": 1.1}, "within what is clipped anyway"),
         ({"reward_funcs": ["exact"]}, "further columns are: kind, n"),

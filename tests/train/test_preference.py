@@ -199,7 +199,7 @@ def test_a_reward_model_reloads_in_plain_transformers(data, tmp_path):
     theirs = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
     saved = adapter(tmp_path / "out")
     assert "base_model.model.score.weight" in saved
-    saved_model = load_saved(str(tmp_path / "out"))
+    saved_model = load_saved(str(tmp_path / "out"), scores=True)
     rows = method_of(saved_model.config).ready(saved_model.config, tokenizer).train
     batch = method_of(saved_model.config).collator(saved_model.config, tokenizer)([rows[n] for n in range(6)])
     with torch.no_grad():

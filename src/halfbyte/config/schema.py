@@ -206,7 +206,7 @@ class TrainingSection(Section):
     )
     sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
     method: str = Field(
-        "sft", description="what is trained for: sft is supervised fine-tuning; see `Preference training`"
+        "sft", description="what is trained for: sft is supervised fine-tuning, the others have sections below"
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(42, description="seeds data order, adapters and dropout")
     deterministic: bool = Field(

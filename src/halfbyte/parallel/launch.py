@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from ..config import Parallel, RunConfig, resolve
+from ..config.policy import POLICY
 from ..errors import ConfigError, TrainingError
 from ..hardware import chosen_device
 from ..notices import notice
@@ -57,7 +58,8 @@ def layout_wanted(config: RunConfig) -> Parallel:
         return Parallel()
     layout, kind = resolve(config).parallel, config.device
     if layout is None:
-        return Parallel(data=max(1, torch.cuda.device_count()) if kind in (None, "cuda") else 1)
+        several = kind in (None, "cuda") and config.method not in POLICY  # which trains on one
+        return Parallel(data=max(1, torch.cuda.device_count()) if several else 1)
     if layout.size == 1:
         return layout
     gpus = 0 if kind == "cpu" else torch.cuda.device_count()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.adapters import compute
-from halfbyte.config import RunConfig
+from halfbyte.config import RunConfig, resolve
 from halfbyte.console import Console
 from halfbyte.data.prepare import PreparedData
 from halfbyte.errors import ConfigError, ModelError
@@ -49,8 +49,9 @@ def look_over_rewards(
     Raises:
         ConfigError: one cannot be loaded or called; or several processes train.
     """
-    if mesh.size > 1 or config.parallel != "auto":
-        raise ConfigError(f"method: {config.method} trains in one process", "set CUDA_VISIBLE_DEVICES to one GPU")
+    asked = resolve(config).parallel
+    if mesh.size > 1 or (asked is not None and asked.size > 1):
+        raise ConfigError(f"parallel: method: {config.method} trains on one device", "remove parallel")
     if config.adapter_path and config.beta:
         raise ConfigError(
             f"adapter_path with beta: {config.beta:g}: the reference would be the model without that adapter",
