@@ -1,6 +1,7 @@
 """Reading what comes from outside: each thing that can stand at a path, and each text a parser chokes on."""
 
 import errno
+import json
 import os
 import socket
 
