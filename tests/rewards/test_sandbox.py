@@ -21,11 +21,11 @@ SLACK = 2.0  # seconds beyond its limit that a program may take to be gone
 
 def contained(program, limits=LIMITS, given=b""):
     """How a program ended; in time, and with none of its processes left."""
-    began = time.monotonic()
+    before, began = set(psutil.Process().children(recursive=True)), time.monotonic()
     outcome = run(program, given, limits)
     assert time.monotonic() - began < limits.seconds + SLACK
-    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    assert left == []
+    after = set(psutil.Process().children(recursive=True)) - before
+    assert [process for process in after if process.status() != psutil.STATUS_ZOMBIE] == []
     return outcome
 
 

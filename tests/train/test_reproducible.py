@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig, load_config
+from halfbyte.data.prepare import PreparedData
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.files import write_json
 from halfbyte.models.patch import PatchReport
@@ -100,7 +101,8 @@ def test_lengths_that_differ(lengths, steps, keys, differ):
     from datasets import Dataset
 
     rows = Dataset.from_dict({"input_ids": [[1] * length for length in lengths]})
-    job = SimpleNamespace(config=config(**keys), data=SimpleNamespace(train=rows), total_steps=steps)
+    data = PreparedData(rows, None, {})
+    job = SimpleNamespace(config=config(**keys), data=data, total_steps=steps)
     assert lengths_differ(job) == differ
 
 
