@@ -1,6 +1,7 @@
 """GRPO on a processor: how fast a run's rewards rise, and how many steps a minute beside TRL's trainer with `generate`.
 
     python -m benchmarks.grpo MODEL GSM8K_TRAIN.jsonl [--steps 40] [--dtype float32] [--peer 4]
+        [--json FILE]
 
 The reward is 1 for an answer that ends in "#### number": 4 prompts × 8 answers of up to 96 tokens a step, NF4 with
 double quantization, r = 16 on all linears. `--peer N`: also N steps of TRL's GRPOTrainer on halfbyte's model.
@@ -14,12 +15,15 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+from benchmarks.common import write_result
 
 PATTERN = r"#### -?[\d.,]+$"
 RATE = 1e-3
 
 
-def ours(model: str, data: str, steps: int, dtype: str) -> None:
+def ours(model: str, data: str, steps: int, dtype: str) -> dict[str, Any]:
     from halfbyte.train.sft import finetune
 
     with tempfile.TemporaryDirectory() as folder:
@@ -49,16 +53,22 @@ def ours(model: str, data: str, steps: int, dtype: str) -> None:
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     rewards = [record["reward"] for record in records]
-    apart = max(record["sampling/sampling_logp_difference/max"] for record in records)
-    outside = max(record["sampling/outside"] for record in records)
     step = sorted(record["step_seconds"] for record in records)[len(records) // 2]
-    print(json.dumps([round(reward, 3) for reward in rewards]))
-    print(f"reward: first 5 {sum(rewards[:5]) / 5:.3f}, last 5 {sum(rewards[-5:]) / 5:.3f}; whole run {seconds:.0f} s")
-    print(f"{60 / step:.2f} steps/min (median), rollout {records[-1]['rollout_seconds']:.1f} s of the last")
-    print(f"rollout against training forward: largest |Δ log p| {apart:.2g}, ratios outside 0.9 to 1.1 {outside:.2%}")
+    return {
+        "rewards": rewards,
+        "first_5": sum(rewards[:5]) / 5,
+        "last_5": sum(rewards[-5:]) / 5,
+        "seconds": seconds,
+        "steps_per_minute": 60 / step,
+        "rollout_seconds": [record["rollout_seconds"] for record in records],
+        "tokens": [record["completions/mean_length"] for record in records],
+        "largest_log_prob_difference": max(record["sampling/sampling_logp_difference/max"] for record in records),
+        "ratios_outside": max(record["sampling/outside"] for record in records),
+    }
 
 
-def peer(model: str, data: str, steps: int, dtype: str) -> None:
+def peer(model: str, data: str, steps: int, dtype: str) -> float:
+    """Steps a minute."""
     import torch
     from datasets import load_dataset
     from peft import LoraConfig
@@ -96,7 +106,7 @@ def peer(model: str, data: str, steps: int, dtype: str) -> None:
         )
         began = time.perf_counter()
         trainer.train()
-        print(f"TRL: {60 * steps / (time.perf_counter() - began):.2f} steps/min")
+        return 60 * steps / (time.perf_counter() - began)
 
 
 def main() -> None:
@@ -106,10 +116,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--peer", type=int, default=0)
+    parser.add_argument("--json")
     options = parser.parse_args()
-    ours(options.model, options.data, options.steps, options.dtype)
+    found = ours(options.model, options.data, options.steps, options.dtype)
+    print(json.dumps(found), flush=True)
     if options.peer:
-        peer(options.model, options.data, options.peer, options.dtype)
+        found["trl_steps_per_minute"] = peer(options.model, options.data, options.peer, options.dtype)
+        print(json.dumps({"trl_steps_per_minute": found["trl_steps_per_minute"]}), flush=True)
+    write_result(options.json, {"steps": options.steps, "dtype": options.dtype, **found})
 
 
 if __name__ == "__main__":
