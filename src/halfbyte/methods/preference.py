@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -111,13 +112,13 @@ class PairedMethod(Method):
         policy = log_probs(model, batch)
         return policy, pairs_of(batch, policy), batch["real"]
 
+    @abstractmethod
     def pair_losses(self, pairs: Pairs) -> Tensor:
         """[P]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Of the chosen and the rejected answers, [P] each."""
-        raise NotImplementedError
 
     def shown(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Their log-probabilities as the records have them, [P] each."""

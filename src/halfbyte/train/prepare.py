@@ -145,13 +145,7 @@ def prepare_run(
     machine = _machine(config, sections, method, mesh)
     trackers(config.report_to)
     optimizer = try_optimizer(config, machine.device)
-    checkpoint = checkpoints.starting_point(config, resume)
-    if not mesh.equal(checkpoint):
-        raise CheckpointError(
-            "the processes of this run see different checkpoints", "put output_dir on a disk they share"
-        )
-    if checkpoint is not None:
-        config = checkpoints.same_steps(config, checkpoint, _dealt(layout))
+    config, checkpoint = _continued(config, resume, layout, mesh)
     print_header(console, machine.facts, config)
     files = mesh.first(lambda: find_model(sections.origin))  # a GGUF file is unpacked once
     check_stored(files, sections.storage)
@@ -161,18 +155,12 @@ def prepare_run(
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = mesh.first(lambda: method.ready(config, tokenizer))
-    print_data(console, data.report)
-    _check_data(config, shapes, tokenizer, data)
+    data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
     if method.rows == "prompts":
         look_over_rewards(config, data, checkpoint, mesh, console)
-    if not mesh.equal(size_of(data)):
-        raise DataError("the processes of this run read different data", "give each the same files")
     config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.laid_out(layout)
     _check_divided(shapes, mesh)
-    if checkpoint is not None:
-        checkpoints.check_same_data(size_of(data), checkpoint)
     ways = _dealt(layout)
     arguments = _arguments(config, machine, data, ways)
     try_schedule(config, arguments, optimizer, total_steps(config, len(data.train), ways))
@@ -187,11 +175,46 @@ def prepare_run(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
     if method.reference:
-        said = "computed in each step: two forwards and a backward"
-        if run.computes_reference_once:
-            said = "computed once, a forward of all rows before the first step, and kept"
-        console.print(f"reference {said}")
+        console.print(f"reference {_reference_said(run)}")
     return run
+
+
+def _reference_said(run: PreparedRun) -> str:
+    if run.computes_reference_once:
+        return "computed once, a forward of all rows before the first step, and kept"
+    return "computed in each step: two forwards and a backward"
+
+
+def _continued(
+    config: RunConfig, resume: str | bool | None, layout: Parallel, mesh: Mesh
+) -> tuple[RunConfig, Path | None]:
+    """The checkpoint that the run goes on from, and its configuration, in which a step keeps its rows."""
+    checkpoint = checkpoints.starting_point(config, resume)
+    if not mesh.equal(checkpoint):
+        raise CheckpointError(
+            "the processes of this run see different checkpoints", "put output_dir on a disk they share"
+        )
+    return config if checkpoint is None else checkpoints.same_steps(config, checkpoint, _dealt(layout)), checkpoint
+
+
+def _read_data(
+    config: RunConfig,
+    method: Method,
+    shapes: ModelShapes,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Path | None,
+    mesh: Mesh,
+    console: Console,
+) -> PreparedData:
+    """The rows of the run, once for all processes of a host, looked over and said."""
+    data = mesh.first(lambda: method.ready(config, tokenizer))
+    print_data(console, data.report)
+    _check_data(config, shapes, tokenizer, data)
+    if not mesh.equal(size_of(data)):
+        raise DataError("the processes of this run read different data", "give each the same files")
+    if checkpoint is not None:
+        checkpoints.check_same_data(size_of(data), checkpoint)
+    return data
 
 
 def _say_whole_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:
