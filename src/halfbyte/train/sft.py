@@ -227,6 +227,8 @@ def _make_ready(
     isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
+    if run.data.shared and run.method.rows != "prompts":
+        results["shared_prompts"] = checks.shared_check(model, *shared_and_apart(run, device), dtype)
     if run.mesh.ways("context") > 1:
         loss = results.get("fused", results["first_step"])["loss"]
         with divided(model, run.mesh):
