@@ -85,9 +85,11 @@ def documents_in(
     A row that packs holds as many tokens as a pair may have, `PAIR` times max_length.
 
     Args:
-        data: its `shared` says whether the answers of a row share their prompt.
+        data: its `shared` says whether the answers of a row, where it has several, share their prompt.
         together: the answers of a row go through the model in one forward.
     """
+
+    data = replace(data, shared=data.shared and len(answers) > 1)
 
     def made(rows: Dataset) -> Dataset:
         numbers = [name for name in NUMBERS_OF_ROWS if name in rows.column_names]
@@ -247,12 +249,14 @@ def answer_collator(
     *,
     prompts: bool = False,
     numbers: tuple[str, ...] = (),
+    answers: int = PAIR,
 ) -> AnswerCollator:
-    """The collator that `config` asks for; a flat row holds `PAIR` answers of up to max_length tokens."""
+    """The collator that `config` asks for, of rows with so many answers; a flat row holds `PAIR` of up to max_length
+    tokens."""
     if config.packing or config.padding_free:
         config = config.model_copy(update={"max_length": PAIR * config.max_length})
     rounded = device is not None and rounds_widths(device)
-    return AnswerCollator(make_collator(config, tokenizer, device), rounded, prompts, numbers)
+    return AnswerCollator(make_collator(config, tokenizer, device), rounded, prompts, numbers, answers)
 
 
 def documents_of(row: Row) -> list[Row]:
@@ -270,6 +274,13 @@ def documents_of(row: Row) -> list[Row]:
         found.append({"input_ids": row["input_ids"][part], "labels": row["labels"][part]})
         begin += length
     return found
+
+
+def apart(row: Row) -> Row:
+    """The documents of a row whose answers share their prompt, each with a prompt of its own."""
+    documents = documents_of(row)
+    joined = {name: [item for each in documents for item in each[name]] for name in ("input_ids", "labels")}
+    return {**joined, "seq_lengths": [len(document["input_ids"]) for document in documents]}
 
 
 def trained_tokens(row: Row) -> int:

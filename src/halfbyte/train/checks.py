@@ -85,9 +85,7 @@ def fused(loss: float, reference: float) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def shared_check(
-    model: nn.Module, shared: Batch, apart: Batch, dtype: torch.dtype
-) -> dict[str, Any]:
+def shared_check(model: nn.Module, shared: Batch, apart: Batch, dtype: torch.dtype) -> dict[str, Any]:
     """Hidden states of answers that share prompts against those of each answer with a prompt of its own.
 
     Args:
