@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..errors import DataError
 from ..reading import parse_json
+from ..words import brief
 
 # Fields that this server has nothing for, and their values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -118,9 +119,11 @@ class ToolCall(Strict):
         """As chat templates take it: arguments as an object, where OpenAI has them as JSON text.
 
         Raises:
-            DataError: they are not JSON.
+            DataError: they are not JSON, or no object.
         """
         arguments = parse_json(self.function.arguments or "{}", f"the arguments of {self.function.name}", DataError)
+        if not isinstance(arguments, dict):
+            raise DataError(f"the arguments of {self.function.name} are {brief(arguments)}, not an object")
         return {**self.model_dump(), "function": {"name": self.function.name, "arguments": arguments}}
 
 
