@@ -31,7 +31,7 @@ from ..words import cut, visible
 from .guard import HEALTH, LOCAL, Access
 from .model import Served, Work
 from .protocol import Drained
-from .replies import Reply, event
+from .replies import Reply, event, tokens_of
 from .requests import ChatRequest, CompletionRequest, Request, RequestError, parse
 
 HOP_SECONDS = 0.02  # tokens of so long are passed between threads at once
@@ -180,7 +180,7 @@ class Endpoints:
                     if not some:
                         return
                     yield some
-                    new_tokens += len(some)
+                    new_tokens += tokens_of(some)
             except HalfbyteError as error:
                 raise RequestError(500, error.message, kind="server_error") from None
             except (MemoryError, RuntimeError) as error:
@@ -215,10 +215,10 @@ async def _events(
     async with contextlib.aclosing(pieces):
         some: list[Piece] | None = first
         yield "".join(chain(reply.opening(), map(reply.event, first)))
-        new_tokens += len(first)
+        new_tokens += tokens_of(first)
         try:
             async for some in pieces:
-                new_tokens += len(some)
+                new_tokens += tokens_of(some)
                 yield "".join(map(reply.event, some))
         except RequestError as error:
             yield event(error.body)
