@@ -349,7 +349,9 @@ def test_malformed_requests(client, path, body, status, param, message):
 
 
 def test_methods_and_content_types(client):
-    assert "Method Not Allowed" in error_of(client.get(CHAT), 405)["message"]
+    assert "Method Not Allowed" in error_of(client.get(TEXT), 405)["message"]
+    assert "Method Not Allowed" in error_of(client.delete(CHAT), 405)["message"]
+    assert client.get(CHAT).json()["data"] == []  # nothing is stored
     for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
         answer = client.post(CHAT, content=json.dumps(HELLO), headers={"content-type": kind})
         assert "application/json" in error_of(answer, 415)["message"]

@@ -132,6 +132,10 @@ class Endpoints:
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "halfbyte"}
 
+    async def stored(self, _: HttpRequest) -> Response:
+        """The chats that are stored here: none."""
+        return JSONResponse({"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False})
+
     async def chat(self, request: HttpRequest) -> Response:
         return await self._complete(request, ChatRequest)
 
@@ -294,6 +298,7 @@ def application(endpoints: Endpoints, access: Access = LOCAL) -> Starlette:
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.stored, methods=["GET"]),
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
         ],
         exception_handlers={
