@@ -200,7 +200,8 @@ def check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: half a surrogate pair ({error.object[error.start]!r}) is no character") from error
+        wrong = f"{where}: half a surrogate pair ({error.object[error.start]!r}) is no character"
+        raise DataError(wrong, "remove it, or write both halves") from error
 
 
 def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str:

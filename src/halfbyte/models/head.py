@@ -102,7 +102,7 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
     name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
     tokens = batch.get(name)
     if tokens is None:
-        raise DataError("the batch has neither input_ids nor inputs_embeds")
+        raise DataError("the batch has neither input_ids nor inputs_embeds", "give one of them")
     if name == "input_ids" and (tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32)):
         raise DataError(f"input_ids are {tokens.dtype} {list(tokens.shape)}", "give int64 [B, T]")
     shape = tokens.shape[:2]

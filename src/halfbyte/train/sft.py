@@ -85,8 +85,9 @@ def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
         HalfbyteError: with the key, file, line or tensor at fault and the fix.
     """
     forget()
-    if isinstance(entries := keys.get("reward_funcs"), list):
-        keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in entries]
+    if (entries := keys.get("reward_funcs")) is not None:
+        several = entries if isinstance(entries, list) else [entries]
+        keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in several]
     config = load_config(None, {"model_name_or_path": model, "dataset": dataset, **keys})
     return train(config, console=Console(outlives_reader=True))
 
