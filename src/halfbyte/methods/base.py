@@ -81,20 +81,21 @@ class Method(ABC):
 
     Attributes:
         rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
-            unpaired or prompts (see `data.prepare_answers`).
+            unpaired, prompts or stepwise (see `data.prepare_answers`).
         numbers: what its records hold.
-        scores: whether it trains a head that gives a text a number, so that the model answers nothing.
+        scores: of a method that trains a head that scores texts or tokens, so that the model answers nothing, which of
+            `adapters.SCORES`.
         looks_ahead: whether its losses need something of the whole step before any is taken, see `ahead`.
         reference: whether its losses compare the model with what it was before training.
         columns: of text, the columns of the data with a number in each row; a prepared row has them as lists, a number
             a document.
     """
 
-    rows: Literal["text", "pairs", "unpaired", "prompts"] = "text"
+    rows: Literal["text", "pairs", "unpaired", "prompts", "stepwise"] = "text"
     numbers = Numbers()
     reference = False
     looks_ahead = False
-    scores = False
+    scores: str | None = None
     columns: tuple[str, ...] = ()
 
     def of(self, config: RunConfig) -> Method:
