@@ -38,6 +38,7 @@ class RewardModelling(Method):
     center: float = 0.0
 
     rows = "pairs"
+    shares = True
     scores = "SEQ_CLS"
     numbers = Numbers(METRICS, METRICS)
 
