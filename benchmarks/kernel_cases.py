@@ -203,7 +203,9 @@ def rollout_cases() -> Iterator[Case]:
         for rows in (2, 512) if size == 128 else (2,):
             q, keys = empty(rows, 32, size, dtype=dtype), empty(1024, 8, 64, size, dtype=cache)
             tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
-            paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap)
+            bundles = empty(rows // 2, 3, dtype=torch.int32)
+            for shared in (None, paged_attention.Shared(bundles, lengths)):
+                paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap, shared)
 
     for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
         for window, softcap in ((None, None), (512, None), (None, 30.0)):
