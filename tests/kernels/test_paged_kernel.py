@@ -6,7 +6,7 @@ import torch
 from paged_cases import BUNDLES, LENGTHS, WINDOWS_AND_CAPS, case, check_store, exact, shared_case
 from parity import DEVICE, INTERPRETED, dtypes
 
-from halfbyte.ops.paged_attention import paged_attention, store_paged
+from halfbyte.ops.paged_attention import PAGE, paged_attention, rope_store_paged_, store_paged
 from halfbyte.ops.sample import draw_tokens
 
 pytestmark = parity.mark
@@ -79,6 +79,30 @@ def test_new_tokens_are_stored_where_they_belong(dtype, heads, size, eight):
     if eight and INTERPRETED:
         pytest.skip("needs FP8 conversions")
     check_store(store_paged.on("cuda"), dtype, torch.float8_e4m3fn if eight else dtype, heads, size, DEVICE)
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "size", "eight"), [((4, 2), 24, False), ((3, 3), 16, True), ((32, 8), 128, True)])
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3)], ids=["a token of each row", "a prompt"])
+def test_rotated_keys_are_stored(dtype, heads, size, eight, shape):
+    """What two launches do, with q, k and v parts of one projection's result."""
+    if INTERPRETED and (eight or heads[0] > 8):
+        pytest.skip("needs FP8 conversions")
+    batch, tokens = shape
+    whole = torch.randn(batch, tokens, heads[0] + 2 * heads[1] + 1, size).to(dtype).to(DEVICE)
+    cos, sin = torch.randn(2, batch, tokens, size).to(dtype).to(DEVICE)
+    pages, slots = torch.tensor([[4, 1, 4], [0, 63, 7]], device=DEVICE)
+    results = []
+    for function in (rope_store_paged_.on("cuda"), rope_store_paged_.reference):
+        own = whole.clone()
+        cache_dtype = torch.float8_e4m3fn if eight else dtype
+        caches = [torch.zeros(5, heads[1], PAGE, size, dtype=cache_dtype, device=DEVICE) for _ in range(2)]
+        q, k, v, _ = (each.transpose(1, 2) for each in own.split([heads[0], heads[1], heads[1], 1], dim=2))
+        function(q, k, v, cos, sin, *caches, pages, slots)
+        results.append((own, *(each.float() for each in caches)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
+    assert results[0][1].count_nonzero() == results[0][2].count_nonzero() == 3 * heads[1] * size
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs FP8 conversions")

@@ -17,8 +17,8 @@ from .sampling import LOWEST, Sampling
 from .schedule import Row
 
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a captured step; others are filled up
-# Columns of the book. As `bundles_of` gives them: a row's pages that its bundle has, and from BEGIN, one bundle to a line,
-# a bundle's three numbers; last a row's table.
+# Columns of the book. As `bundles_of` gives them: a row's pages that its bundle has, and from BEGIN, one bundle to a
+# line, a bundle's three numbers; last a row's table.
 LENGTH, LIVE, PROMPT, GENERATION, SOURCE, COMMON, BEGIN = range(7)
 TABLE = BEGIN + 3
 SAVED = 1 / 8  # of all reads of pages: from which on those that rows have in common are read once for all of them

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..autograd.attention import varying
 from ..models.head import Head
-from ..ops.paged_attention import PAGE, Shared, paged_attention, store_paged
-from .decoder import Decoder, Layer, prompt_attention
+from ..ops.paged_attention import PAGE, Shared, paged_attention, rope_store_paged_, store_paged
+from .decoder import Angles, Decoder, Layer, prompt_attention
 
 LEAST_ROWS = (
     4  # of a product on a CPU: below, MKL sums in another order, and a row's numbers would depend on the others
@@ -74,13 +74,24 @@ class PagedDecoder(Decoder):
         slots, bounds = places % PAGE, [0, *accumulate(lengths)]
         on_device = to_device(bounds, self.device)
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store_paged(*self.caches[number], pages_of_tokens, slots, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+            q, k = self._kept(number, layer, q, k, v, angles, pages_of_tokens, slots)
             return _over_documents(layer, q, k, v, bounds, on_device.int())
 
         hidden = self.forward(tokens.unsqueeze(0), places.unsqueeze(0), attend)[0]
         last = hidden[on_device[1 : len(documents) + 1] - 1]
         return self.logits(self._enough(last).unsqueeze(1))[: len(documents)]
+
+    def _kept(
+        self, number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles, pages: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q and k as `rotated` gives them; k and v go into the cache."""
+        if layer.attention.norms is None:
+            rope_store_paged_(q, k, v, *angles, *self.caches[number], pages, slots)
+            return q, k
+        q, k = self.rotated(layer, q, k, angles)
+        store_paged(*self.caches[number], pages, slots, *(each.transpose(1, 2).flatten(0, 1) for each in (k, v)))
+        return q, k
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As products leave them where the head does no more than that: who draws computes in fp32."""
@@ -111,11 +122,10 @@ class PagedDecoder(Decoder):
         pages = tables.gather(1, (places // PAGE).unsqueeze(1)).squeeze(1).long()
         slots, seen = places % PAGE, lengths + 1
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self.caches[number]
-            store_paged(keys, values, pages, slots, k[:, :, 0], v[:, :, 0])
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+            q, _ = self._kept(number, layer, q, k, v, angles, pages, slots)
             options = layer.attention.scaling, layer.attention.window, layer.attention.softcap
-            return paged_attention(q[:, :, 0], keys, values, tables, seen, *options, shared).unsqueeze(2)
+            return paged_attention(q[:, :, 0], *self.caches[number], tables, seen, *options, shared).unsqueeze(2)
 
         return self.logits(self.forward(tokens.unsqueeze(1), places.unsqueeze(1), attend))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
+from .rope import rope_
 
 PAGE = 64  # tokens of a page
 BUNDLE = 16  # rows of a bundle at most
@@ -44,6 +45,30 @@ def store_paged(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, k: T
             limit = torch.finfo(cache.dtype).max
             cache, new = cache.view(torch.uint8), new.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
         cache[pages, :, slots] = new.to(cache.dtype)
+
+
+@op("triton.rope")
+def rope_store_paged_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+) -> None:
+    """`rope_` of q and k, and k and v into a cache.
+
+    Args:
+        q: [B, Hq, T, D]; fp32, fp16 or bf16.
+        k, v: [B, H, T, D] in q's dtype.
+        cos, sin: as in `rope_`.
+        keys, values, pages, slots: as in `store_paged`, of B · T tokens.
+    """
+    rope_(q, k, cos, sin, False)
+    store_paged(keys, values, pages, slots, *(each.transpose(1, 2).flatten(0, 1) for each in (k, v)))
 
 
 @op("triton.paged_attention", "native.paged_attention")
