@@ -145,7 +145,8 @@ class Decoder:
         for number, layer in enumerate(self.layers):
             first, second = layer.halves
             x, residual = self.normed(first.norm, branch, residual)
-            out = attend(number, layer, *layer.queries_keys_values(x), ropes[layer.attention.rope])
+            q, k, v = layer.queries_keys_values(x)
+            out = attend(number, layer, q, k, v, ropes[layer.attention.rope])
             branch = self._leave(first, layer.out(out.transpose(1, 2).flatten(2))[0])
             x, residual = self.normed(second.norm, branch, residual)
             branch = self._leave(second, layer.mix(x))
