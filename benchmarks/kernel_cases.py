@@ -23,8 +23,7 @@ from halfbyte.kernels.device import device_of
 from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
-from halfbyte.ops.experts import LowRank
-from halfbyte.ops.experts import Stack as ExpertStack
+from halfbyte.ops.experts import LowRank, StackedWeight
 from halfbyte.ops.experts_unit import Unit
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
 from halfbyte.ops.glu import ACTIVATIONS
@@ -415,11 +414,11 @@ def product_cases() -> Iterator[Case]:
             yield Case(f"adapters' gradients, rank {rank}", read, dtype)
 
 
-def packed_experts(count: int, rows: int, columns: int) -> ExpertStack:
+def packed_experts(count: int, rows: int, columns: int) -> StackedWeight:
     format_ = Blockwise4("nf4", 64, True)
     specs = format_.part_specs((count, rows, columns))
     parts = {name: empty(*size, dtype=dtype) for name, (size, dtype) in specs.items()}
-    return ExpertStack(parts, (count, rows, columns), format_)
+    return StackedWeight(parts, (count, rows, columns), format_)
 
 
 def expert_cases() -> Iterator[Case]:
@@ -431,7 +430,7 @@ def expert_cases() -> Iterator[Case]:
             routing = experts.route(empty(tokens, top_k, dtype=torch.int64), count)
             slots, stacks = (
                 tokens * top_k,
-                [packed_experts(count, *sides), ExpertStack.plain(empty(count, *sides, dtype=dtype))],
+                [packed_experts(count, *sides), StackedWeight.plain(empty(count, *sides, dtype=dtype))],
             )
             for stack, turned in itertools.product(stacks, (False, True)):
                 depth, width = sides if turned else sides[::-1]
@@ -440,7 +439,7 @@ def expert_cases() -> Iterator[Case]:
                 low = LowRank(u, empty(*shape, dtype=dtype), 1.0)
                 experts.grouped_product(x, stack, routing, True, turned, low, None)
             for turned in (False, True):  # with an adapter's own factors
-                stack = ExpertStack.plain(
+                stack = StackedWeight.plain(
                     empty(count, *((sides[0], rank) if turned else (rank, sides[1])), dtype=dtype)
                 )
                 x = empty(slots, sides[0] if turned else sides[1], dtype=dtype)

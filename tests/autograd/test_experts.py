@@ -147,3 +147,24 @@ def test_what_does_not_fit_is_named():
         experts(x, index, routed, held, LoRA(a1.mT, b1, 1.0))
     with pytest.raises(ModelError, match="second requires a gradient"):
         experts(x, index, routed, ExpertWeights(weights["first"], weights["second"].requires_grad_(), SILU))
+
+
+def test_dropout():
+    """Its gradients are those of one and the same function: against differences of values, the seed held."""
+    weights, leaves, index = problem(5, 3, 2)
+
+    def dropped(seed, dropout, x, routed, a1, b1, a2, b2):
+        torch.manual_seed(seed)
+        held = ExpertWeights(**weights, unit=SILU)
+        return experts(x, index, routed, held, LoRA(a1, b1, 1.5), LoRA(a2, b2, 0.7), dropout)
+
+    out = dropped(3, 0.4, *leaves)
+    given = torch.randn_like(out)
+    for at, gradient in enumerate(torch.autograd.grad(out, leaves, given)):
+        step = 1e-5 * torch.randn_like(leaves[at])
+        ends = ([*leaves[:at], leaves[at] + sign * step, *leaves[at + 1 :]] for sign in (1, -1))
+        up, down = ((dropped(3, 0.4, *end) * given).sum().detach() for end in ends)
+        torch.testing.assert_close((gradient * step).sum(), (up - down) / 2, rtol=1e-6, atol=1e-12)
+    whole, mean = ours(weights, SILU, index, *leaves), sum(dropped(seed, 0.1, *leaves) for seed in range(60)) / 60
+    assert (mean - whole).norm() < 0.1 * whole.norm()
+    assert not torch.allclose(out, whole)

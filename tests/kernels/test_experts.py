@@ -7,7 +7,7 @@ from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact,
 from halfbyte.formats import from_spec
 from halfbyte.ops import experts as ops
 from halfbyte.ops import experts_unit as unit_ops
-from halfbyte.ops.experts import LowRank, Stack
+from halfbyte.ops.experts import LowRank, StackedWeight
 from halfbyte.ops.experts_unit import Unit
 
 pytest.importorskip("triton")
@@ -53,7 +53,7 @@ def operands(tokens, experts, top_k, rows, columns, turned, gather, dtype, rank=
 
 def compare(x, stack, routing, *rest, **options):
     """Of values as they are dequantized to x's dtype, as the kernel multiplies them."""
-    values = Stack.plain(stack.values(x.dtype))
+    values = StackedWeight.plain(stack.values(x.dtype))
     mine = grouped.grouped_product(x, stack, routing, *rest, **options)
     torchs = ops.grouped_product.reference(x, values, routing, *rest)
     low = rest[2]
@@ -61,7 +61,7 @@ def compare(x, stack, routing, *rest, **options):
         low = LowRank(exact(low.u), exact(low.factor), low.scale)
     cpu = ops.Routing(*(part.cpu() for part in routing[:4]), *routing[4:])
     truth = ops.grouped_product.reference(
-        exact(x), Stack.plain(exact(values.parts["values"])), cpu, *rest[:2], low, exact(rest[3])
+        exact(x), StackedWeight.plain(exact(values.parts["values"])), cpu, *rest[:2], low, exact(rest[3])
     )
     assert_as_close_as_torch(mine, torchs, truth)
 
@@ -72,7 +72,7 @@ def compare(x, stack, routing, *rest, **options):
 @pytest.mark.parametrize("gather", [False, True], ids=["rows", "gathered"])
 def test_grouped_product_of_plain_values(tokens, experts, top_k, dtype, turned, gather):
     x, routing, low, bias = operands(tokens, experts, top_k, 37, 70, turned, gather, dtype)
-    stack = Stack.plain(random(experts, 37, 70, dtype=dtype))
+    stack = StackedWeight.plain(random(experts, 37, 70, dtype=dtype))
     compare(x, stack, routing, gather, turned, low, bias)
     compare(x, stack, routing, gather, turned, None, None)
 
@@ -88,14 +88,14 @@ def test_grouped_product_of_packed_values(tokens, experts, top_k, dtype, turned,
     x, routing, low, bias = operands(tokens, experts, top_k, 40, 192, turned, True, dtype)
     format_ = from_spec(spec)
     parts = format_.quantize(random(experts, 40, 192))
-    compare(x, Stack(parts, (experts, 40, 192), format_), routing, True, turned, low, bias)
+    compare(x, StackedWeight(parts, (experts, 40, 192), format_), routing, True, turned, low, bias)
 
 
 @pytest.mark.parametrize("tile", [grouped.Tile(64, 64, 4, 2, True), grouped.Tile(128, 64, 4, 1, False)])
 def test_other_tiles_give_the_same(tile):
     x, routing, low, bias = operands(9, 3, 2, 40, 192, False, True, torch.float16)
     format_ = from_spec(SPECS[0])
-    stack = Stack(format_.quantize(random(3, 40, 192)), (3, 40, 192), format_)
+    stack = StackedWeight(format_.quantize(random(3, 40, 192)), (3, 40, 192), format_)
     compare(x, stack, routing, True, False, low, bias, tile=tile)
 
 

@@ -13,7 +13,8 @@ and backward, with q = ∂L/∂out of the row's token:
 
 Kept for backward are x once (not its k copies), c, and u₁ and u₂: at 8,192 tokens of Qwen3-30B-A3B 0.24 GB a layer. y
 is not kept, since ⟨z, h⟩ stands for ⟨q, y⟩, nor h, which the unit's backward makes again where z was; c becomes dc.
-Factors are cast to the compute dtype in either pass and not kept: in 16 bits they are 26 MB a layer there.
+A dropout's masks are a byte a value more. Factors are cast to the compute dtype in either pass and not kept: in 16 bits
+they are 26 MB a layer there.
 
 Source: LoRA and the order of its sums as in `autograd.lora`; ∂L/∂w from h, SonicMoE (arXiv:2512.14080, §3).
 """
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from ..ops.experts import LowRank, Routing, Stack, check_index, combine, grouped_outer, grouped_product, route
+from ..ops.experts import LowRank, Routing, StackedWeight, check_index, combine, grouped_outer, grouped_product, route
 from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from .function import OnceFunction
 from .lora import LoRA, gradient_dtype, is_quantized, to_compute_dtype
@@ -54,6 +55,13 @@ class ExpertWeights:
     second_bias: Tensor | None = None
 
 
+class Applied(NamedTuple):
+    """How an adapter is applied."""
+
+    scaling: float
+    dropout: float
+
+
 def experts(
     x: Tensor,
     top_k_index: Tensor,
@@ -61,6 +69,7 @@ def experts(
     weights: ExpertWeights,
     first: LoRA | None = None,
     second: LoRA | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Σ_j w_tj·expert_tj(x_t) of each token.
 
@@ -69,6 +78,8 @@ def experts(
         top_k_index: integers [T, k], below E.
         top_k_weights: float [T, k]; may want a gradient.
         first, second: adapters of the two stacks, as stacks: A [E, r, K], B [E, N, r]; or None.
+        dropout: probability of dropping an input of each adapter, drawn for tokens and for rows of h; 0 outside
+            training.
 
     Returns:
         [T, H], in the dtype of the products.
@@ -78,9 +89,9 @@ def experts(
     """
     x = to_compute_dtype(x)
     _check(x, top_k_index, top_k_weights, weights, (first, second))
-    scalings = tuple(None if lora is None else lora.scaling for lora in (first, second))
+    applied = tuple(None if lora is None else Applied(lora.scaling, dropout) for lora in (first, second))
     factors = [factor for lora in (first, second) for factor in ((None, None) if lora is None else (lora.a, lora.b))]
-    return _Experts.apply(x, top_k_weights, top_k_index, weights, scalings, *factors)
+    return _Experts.apply(x, top_k_weights, top_k_index, weights, applied, *factors)
 
 
 def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, loras: tuple) -> None:
@@ -104,53 +115,75 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
             raise ModelError(f"experts: the {name} adapter is {found}", "give A [E, r, K] and B [E, N, r]")
 
 
-def stack_of(weight: Tensor) -> Stack:
+def stack_of(weight: Tensor) -> StackedWeight:
     """A frozen parameter [E, N, K], quantized or plain, as ops take it."""
     experts_, rows, columns = weight.shape
     if is_quantized(weight):
-        return Stack(weight.parts, (experts_, rows, columns), weight.format)  # type: ignore[attr-defined]
-    return Stack.plain(weight.detach())
+        return StackedWeight(weight.parts, (experts_, rows, columns), weight.format)  # type: ignore[attr-defined]
+    return StackedWeight.plain(weight.detach())
 
 
 class _Adapter(NamedTuple):
-    """An adapter in the compute dtype."""
+    """An adapter in the compute dtype, and the probability of dropping its inputs."""
 
     a: Tensor
     b: Tensor
     scale: float
+    dropout: float
 
     @classmethod
-    def of(cls, a: Tensor | None, b: Tensor | None, scale: float | None, dtype: torch.dtype) -> _Adapter | None:
-        if a is None or b is None or scale is None:
+    def of(cls, a: Tensor | None, b: Tensor | None, how: Applied | None, dtype: torch.dtype) -> _Adapter | None:
+        if a is None or b is None or how is None:
             return None
-        return cls(a.detach().to(dtype).contiguous(), b.detach().to(dtype).contiguous(), scale)
+        return cls(a.detach().to(dtype).contiguous(), b.detach().to(dtype).contiguous(), how.scaling, how.dropout)
+
+    def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x as the adapter reads it, and which values it reads: bool of x's shape, None if all."""
+        return torch.native_dropout(x, self.dropout, True) if self.dropout else (x, None)
+
+    def dropped(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x, or a gradient of what `drop` gave, with a mask of before."""
+        if mask is None:
+            return x
+        kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return torch.ops.aten.native_dropout_backward(x, mask, kept)
 
 
 def _project(
     x: Tensor, weight: Tensor, bias: Tensor | None, adapter: _Adapter | None, routing: Routing, gather: bool
-) -> tuple[Tensor, Tensor | None]:
-    """x·Wᵀ with the adapter's term and the bias, and u."""
-    low_rank = u = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x·Wᵀ with the adapter's term and the bias, u, and the mask of its dropout."""
+    low_rank = u = mask = None
     if adapter is not None:
-        u = grouped_product(x, Stack.plain(adapter.a), routing, gather)
+        read, mask = adapter.drop(x)
+        u = grouped_product(read, StackedWeight.plain(adapter.a), routing, gather)
         low_rank = LowRank(u, adapter.b, adapter.scale)
     bias = None if bias is None else bias.to(x.dtype)
-    return grouped_product(x, stack_of(weight), routing, gather, low_rank=low_rank, bias=bias), u
+    return grouped_product(x, stack_of(weight), routing, gather, low_rank=low_rank, bias=bias), u, mask
 
 
 def _low_rank_gradient(grad: Tensor, adapter: _Adapter | None, routing: Routing, gather: bool) -> Tensor | None:
     """v = s·grad·B."""
     if adapter is None:
         return None
-    return grouped_product(grad, Stack.plain(adapter.b), routing, gather, turned=True, alpha=adapter.scale)
+    return grouped_product(grad, StackedWeight.plain(adapter.b), routing, gather, turned=True, alpha=adapter.scale)
 
 
 def _input_gradient(
-    grad: Tensor, weight: Tensor, adapter: _Adapter | None, v: Tensor | None, routing: Routing, gather: bool
+    grad: Tensor,
+    weight: Tensor,
+    adapter: _Adapter | None,
+    v: Tensor | None,
+    mask: Tensor | None,
+    routing: Routing,
+    gather: bool,
 ) -> Tensor:
-    """grad·W + v·A."""
+    """grad·W + v·A of each row, the latter where `mask` [S, ·] of the adapter's dropout has ones."""
     low_rank = None if adapter is None or v is None else LowRank(v, adapter.a, 1.0)
-    return grouped_product(grad, stack_of(weight), routing, gather, turned=True, low_rank=low_rank)
+    if mask is None or adapter is None or v is None:
+        return grouped_product(grad, stack_of(weight), routing, gather, turned=True, low_rank=low_rank)
+    term = grouped_product(v, StackedWeight.plain(adapter.a), routing, turned=True)
+    return grouped_product(grad, stack_of(weight), routing, gather, turned=True) + adapter.dropped(term, mask)
 
 
 def _unit(c: Tensor, unit: Unit | Gate) -> Tensor:
@@ -176,41 +209,44 @@ def _unit_backward(
 
 class _Experts(OnceFunction):
     @staticmethod
-    def forward(ctx, x, top_k_weights, index, weights, scalings, a1, b1, a2, b2):
+    def forward(ctx, x, top_k_weights, index, weights, applied, a1, b1, a2, b2):
         routing = route(index, weights.first.shape[0])
-        first, second = (_Adapter.of(*pair, x.dtype) for pair in ((a1, b1, scalings[0]), (a2, b2, scalings[1])))
-        c, u1 = _project(x, weights.first, weights.first_bias, first, routing, True)
-        y, u2 = _project(_unit(c, weights.unit), weights.second, weights.second_bias, second, routing, False)
-        ctx.save_for_backward(x, top_k_weights, index, c, u1, u2, a1, b1, a2, b2, *routing[:4])
+        first, second = (_Adapter.of(*pair, x.dtype) for pair in ((a1, b1, applied[0]), (a2, b2, applied[1])))
+        c, u1, mask1 = _project(x, weights.first, weights.first_bias, first, routing, True)
+        hidden = _unit(c, weights.unit)
+        y, u2, mask2 = _project(hidden, weights.second, weights.second_bias, second, routing, False)
+        del hidden
+        ctx.save_for_backward(x, top_k_weights, index, c, u1, u2, a1, b1, a2, b2, mask1, mask2, *routing[:4])
         # Attributes: frozen weights outlive the graph, and hooks that offload what is saved must not carry them along.
-        ctx.weights, ctx.scalings, ctx.sizes = weights, scalings, routing[4:]
+        ctx.weights, ctx.applied, ctx.sizes = weights, applied, routing[4:]
         return combine(y, routing, top_k_weights)
 
     @staticmethod
     def backward(ctx, grad):
-        x, top_k_weights, index, c, u1, u2, a1, b1, a2, b2, *tensors = ctx.saved_tensors
+        x, top_k_weights, index, c, u1, u2, a1, b1, a2, b2, mask1, mask2, *tensors = ctx.saved_tensors
         weights, needs, grad = ctx.weights, ctx.needs_input_grad, grad.contiguous()
         routing = Routing(*tensors, *ctx.sizes)
-        first, second = (_Adapter.of(*pair, x.dtype) for pair in ((a1, b1, ctx.scalings[0]), (a2, b2, ctx.scalings[1])))
-        exact = torch.promote_types(x.dtype, torch.float32)
-        of_slots = top_k_weights.detach().reshape(-1).to(exact)
+        first, second = (_Adapter.of(*pair, x.dtype) for pair in ((a1, b1, ctx.applied[0]), (a2, b2, ctx.applied[1])))
+        of_slots = top_k_weights.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
         of_rows = of_slots[routing.order][:, None]
         v2 = _low_rank_gradient(grad, second, routing, True)
-        z = _input_gradient(grad, weights.second, second, v2, routing, True)
+        z = _input_gradient(grad, weights.second, second, v2, mask2, routing, True)
         d_slots, hidden, dc = _unit_backward(z, c.detach(), weights.unit, of_slots, routing)
         da1 = db1 = da2 = db2 = dx = None
-        if v2 is not None and needs[7]:
-            da2 = _outer(hidden, (v2 * of_rows).to(x.dtype), routing, False, 1.0, a2).mT
+        if second is not None and v2 is not None and needs[7]:
+            read = second.dropped(hidden, mask2)
+            da2 = _outer(read, (v2 * of_rows).to(x.dtype), routing, False, 1.0, a2).mT
         if second is not None and needs[8]:
             db2 = _outer(grad, (u2 * of_rows).to(x.dtype), routing, True, second.scale, b2)
         del z, hidden
         if first is not None and needs[6]:
             db1 = _outer(dc, u1, routing, False, first.scale, b1)
         v1 = _low_rank_gradient(dc, first, routing, False) if needs[0] or needs[5] else None
-        if v1 is not None and needs[5]:
-            da1 = _outer(x, v1, routing, True, 1.0, a1).mT
+        if first is not None and v1 is not None and needs[5]:
+            da1 = _outer(first.dropped(x, mask1), v1, routing, True, 1.0, a1).mT
         if needs[0]:
-            dx = combine(_input_gradient(dc, weights.first, first, v1, routing, False), routing, None)
+            mask = None if mask1 is None else mask1[routing.tokens]
+            dx = combine(_input_gradient(dc, weights.first, first, v1, mask, routing, False), routing, None)
         d_weights = _routed(d_slots, grad, index, weights.second_bias, top_k_weights) if needs[1] else None
         return dx, d_weights, None, None, None, da1, db1, da2, db2
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..formats import Format
 
 
-class Stack(NamedTuple):
+class StackedWeight(NamedTuple):
     """The weights of a layer's experts, K contiguous.
 
     Args:
@@ -44,7 +44,7 @@ class Stack(NamedTuple):
     format: Format | None = None
 
     @classmethod
-    def plain(cls, values: Tensor) -> Stack:
+    def plain(cls, values: Tensor) -> StackedWeight:
         """Of values [E, N, K] as they stand."""
         experts, rows, columns = values.shape
         return cls({"values": values.contiguous()}, (experts, rows, columns))
@@ -54,6 +54,13 @@ class Stack(NamedTuple):
         if self.format is None:
             return self.parts["values"].to(dtype)
         return self.format.dequantize(self.parts, self.shape, dtype)
+
+    def expert(self, index: int, dtype: torch.dtype) -> Tensor:
+        """`dtype` [N, K]: one of them."""
+        if self.format is None:
+            return self.parts["values"][index].to(dtype)
+        format_, parts = self.format.expert(self.parts, self.shape, index)
+        return format_.dequantize(parts, self.shape[1:], dtype)
 
 
 class Routing(NamedTuple):
@@ -82,7 +89,12 @@ class Routing(NamedTuple):
         return self.order // self.top_k
 
     def groups(self) -> Iterator[tuple[int, slice]]:
-        """Each expert that has rows, and its rows. Waits for the device: for references alone."""
+        """Each expert that has rows, and its rows. Waits for the device: for references alone.
+
+        Of tensors without data none: references then say shapes.
+        """
+        if self.offsets.is_meta:
+            return
         for expert, (start, end) in enumerate(pairwise(self.offsets.tolist())):
             if start < end:
                 yield expert, slice(start, end)
@@ -120,7 +132,13 @@ def route(index: Tensor, experts: int) -> Routing:
 
 
 def check_product(
-    x: Tensor, stack: Stack, routing: Routing, gather: bool, turned: bool, low_rank: LowRank | None, bias: Tensor | None
+    x: Tensor,
+    stack: StackedWeight,
+    routing: Routing,
+    gather: bool,
+    turned: bool,
+    low_rank: LowRank | None,
+    bias: Tensor | None,
 ) -> tuple[int, int]:
     """Rows and width of a grouped product's result.
 
@@ -150,7 +168,7 @@ def check_product(
 @op("triton.grouped")
 def grouped_product(
     x: Tensor,
-    stack: Stack,
+    stack: StackedWeight,
     routing: Routing,
     gather: bool = False,
     turned: bool = False,
@@ -172,10 +190,11 @@ def grouped_product(
         [S, N], or [S, K] where it is turned, in x's dtype.
     """
     slots, width = check_product(x, stack, routing, gather, turned, low_rank, bias)
-    values, out, tokens = stack.values(x.dtype), x.new_empty(slots, width), routing.tokens if gather else None
+    out, tokens = x.new_empty(slots, width), routing.tokens if gather else None
     for expert, rows in routing.groups():
         part = x[rows] if tokens is None else x[tokens[rows]]
-        weight = values[expert] if turned else values[expert].t()
+        weight = stack.expert(expert, x.dtype)
+        weight = weight if turned else weight.t()
         into = out[rows]
         if low_rank is None:
             torch.mm(part, weight, out=into)

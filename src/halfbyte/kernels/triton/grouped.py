@@ -22,7 +22,7 @@ from ...formats.blockwise4 import Blockwise4
 from ...ops import experts as reference
 from ...ops.blockwise4 import NESTED_BLOCK
 from ...ops.codebooks import codebook4
-from ...ops.experts import LowRank, Routing, Stack
+from ...ops.experts import LowRank, Routing, StackedWeight
 from ..tiling import ceil_div, power_of_2
 from .gemv4 import _decode, _lanes, _scales, shuffles
 from .launch import Launcher
@@ -159,7 +159,7 @@ def _grouped(
 _launcher = Launcher(_grouped)
 
 
-def tile_of(stack: Stack, routing: Routing, width: int, turned: bool) -> Tile:
+def tile_of(stack: StackedWeight, routing: Routing, width: int, turned: bool) -> Tile:
     """From shapes alone."""
     if width <= 64:  # an adapter's rank
         return Tile(max(power_of_2(width), 16), STEP, 4, 3, False)
@@ -168,7 +168,7 @@ def tile_of(stack: Stack, routing: Routing, width: int, turned: bool) -> Tile:
     return Tile(128, STEP, 8 if routing.tile_rows > 64 else 4, 3, False)
 
 
-def packed_obstacle(stack: Stack) -> str | None:
+def packed_obstacle(stack: StackedWeight) -> str | None:
     """Why a stack is multiplied by its values instead."""
     format_, (_, _, columns) = stack.format, stack.shape
     if not isinstance(format_, Blockwise4) or format_.blocksize > STEP:
@@ -179,14 +179,14 @@ def packed_obstacle(stack: Stack) -> str | None:
 
 
 def obstacle(
-    x: Tensor, stack: Stack, routing: Routing, gather: bool = False, turned: bool = False, *_: Any, **__: Any
+    x: Tensor, stack: StackedWeight, routing: Routing, gather: bool = False, turned: bool = False, *_: Any, **__: Any
 ) -> str | None:
     if not routing.tile_rows:
         return "needs the table of tiles"
     return None
 
 
-def _weight(stack: Stack, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[int, bool, int]]:
+def _weight(stack: StackedWeight, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[int, bool, int]]:
     """Pointers, and constants of how they are read."""
     format_, parts = stack.format, stack.parts
     if isinstance(format_, Blockwise4) and packed_obstacle(stack) is None:
@@ -203,7 +203,7 @@ def _weight(stack: Stack, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple
 @reference.grouped_product.kernel("cuda", "xpu", unless=obstacle)
 def grouped_product(
     x: Tensor,
-    stack: Stack,
+    stack: StackedWeight,
     routing: Routing,
     gather: bool = False,
     turned: bool = False,
