@@ -8,6 +8,7 @@ import torch
 from expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks
 from safetensors.torch import load_file, save_file
 
+from halfbyte import notices
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4, Stack
 from halfbyte.models import stacks as loading
@@ -131,6 +132,7 @@ def test_layers_left_in_16_bits_still_run(saved):
 
 def test_a_stack_without_whole_blocks_is_left_and_said(saved, caplog):
     _, folder = saved("Qwen3Moe", moe_intermediate_size=17)
+    notices.forget()
     stored = load(folder, bnb_4bit_blocksize=4096)
     assert not stacks(stored)
     assert "stays in 16 bits" in caplog.text

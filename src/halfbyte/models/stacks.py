@@ -20,7 +20,7 @@ from ..formats import Format
 from ..layers import hold_stacks
 from ..notices import notice
 from ..tensor import QuantizedTensor
-from .experts import NAME
+from ..layers.experts import NAME
 
 if TYPE_CHECKING:
     from .quantizer import HalfbyteQuantizer

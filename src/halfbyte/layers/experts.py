@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..layers.plain import Adapter
+from .plain import Adapter
 
 NAME = "halfbyte"
 
