@@ -194,18 +194,21 @@ def _leave_to_experts(lora: LoraConfig, model: nn.Module, adapter: Adapter) -> N
     Raises:
         ModelError: `target_modules` names it.
     """
-    read = copy.deepcopy(lora)
+    read: Any = copy.deepcopy(lora)
     convert_peft_config_for_transformers(read, model=model, conversions=None)
-    if set(read.target_parameters or ()) == set(lora.target_parameters or ()) and isinstance(lora.target_modules, str):
+    named: Any = lora.target_modules
+    if isinstance(named, str):
+        taken = set()
+        if set(read.target_parameters or ()) == set(lora.target_parameters or ()):
+            return
+    elif not (taken := set(named) - set(read.target_modules)):
         return
-    taken = set(lora.target_modules) - set(read.target_modules) if not isinstance(lora.target_modules, str) else set()
-    if not taken and not isinstance(lora.target_modules, str):
-        return
-    what = ", ".join(sorted({name.rpartition(".")[2] for name in taken})) or repr(lora.target_modules)
-    said = f"PEFT takes {what} of a {model.config.model_type} for its routed experts"  # type: ignore[union-attr]
+    what = ", ".join(sorted({name.rpartition(".")[2] for name in taken})) or repr(named)
+    config: Any = model.config
+    said = f"PEFT takes {what} of a {config.model_type} for its routed experts"
     if adapter.target_modules != ALL_LINEAR:
         raise ModelError(f"target_modules: {said}", "leave it out, and name experts in target_parameters")
-    lora.target_modules = set(lora.target_modules) - taken  # type: ignore[arg-type]
+    lora.target_modules = sorted(set(named) - taken)
     notice("experts-names", f"{said}: dense layers and shared experts get no adapter")
 
 

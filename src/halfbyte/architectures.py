@@ -125,7 +125,7 @@ def expert_stacks(model: Any, skip_modules: list[str] | None = None) -> dict[str
 
 
 def expert_targets(model: Any) -> list[str]:
-    """What `all-linear` adapts beside linears: the stacks of a model's routed experts, by names that mean nothing else."""
+    """What `all-linear` adapts beside linears: the stacks of a model's routed experts, by names of nothing else."""
     beside = tuple(beside_text(model))
     stacks = [name for name in expert_stacks(model, []) if not name.startswith(beside)]
     return sorted({".".join(name.split(".")[-2:]) for name in stacks})

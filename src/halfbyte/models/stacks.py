@@ -18,9 +18,9 @@ from ..architectures import expert_stacks
 from ..errors import CheckpointError, ModelError
 from ..formats import Format
 from ..layers import hold_stacks
+from ..layers.experts import NAME
 from ..notices import notice
 from ..tensor import QuantizedTensor
-from ..layers.experts import NAME
 
 if TYPE_CHECKING:
     from .quantizer import HalfbyteQuantizer
