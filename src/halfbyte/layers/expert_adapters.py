@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
+import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
@@ -72,3 +73,15 @@ def read_expert_adapters(wrapper: Any) -> dict[str, Adapter]:
 def by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """[E, r, K] and [E, N, r], views of PEFT's A [E·r, K] and B [N, r·E]."""
     return a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+
+
+@torch.no_grad()
+def changed_experts(model: nn.Module) -> tuple[int, int] | None:
+    """How many experts' matrices the active adapters change, and how many they are on; None: they are on no experts."""
+    changed, total = 0, 0
+    for _, wrapper in expert_wrappers(model):
+        for name in wrapper.active_adapters:
+            if name in wrapper.lora_A:
+                _, b = by_expert(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts)
+                changed, total = changed + int(b.flatten(1).any(1).sum()), total + wrapper.num_experts
+    return (changed, total) if total else None
