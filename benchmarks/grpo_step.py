@@ -3,9 +3,9 @@
     python -m benchmarks.grpo_step [--model llama-3.1-8b] [--prompts 32] [--group 8] [--new 256] [--rows 16]
         [--limit 40] [--steps 3] [--profile] [--json FILE]
 
-Prompts have 128 tokens, every answer as many as it may have; the reward is a number that the answer's ids give. The loop
-is `halfbyte train`'s own, over NF4 with double quantization and r = 16 on the seven linears. The plan's prediction is
-beside the peak.
+Prompts have 128 tokens, every answer as many as it may have; the reward is a number that its ids give. The
+loop is `halfbyte train`'s own, over NF4 with double quantization and r = 16 on the seven linears. The plan's prediction
+is beside the peak.
 """
 
 from __future__ import annotations

@@ -40,6 +40,13 @@ class PolicySection(Section):
     temperature: Positive = of(POLICY, 1.0, "of sampling, and of the log-probabilities that are trained")
     top_p: Share = of(POLICY, 1.0, "draw among the likeliest tokens that have this probability together")
     top_k: Annotated[int, Field(ge=0)] = of(POLICY, 0, "draw among so many of the likeliest tokens; 0: all")
+    rollout_weights: Literal["auto", "packed", "unpacked"] = of(
+        POLICY,
+        "auto",
+        "how rollouts read quantized weights: from their codes, or decoded once a rollout; auto: as is faster and fits",
+    )
+    rollout_memory_gib: Positive | None = of(POLICY, None, "of rollouts' keys and values; default: what fits")
+    kv_cache: Literal["auto", "fp8"] = of(POLICY, "auto", "dtype of rollouts' keys and values; auto: the model's")
     steps_per_generation: PositiveInt | None = of(
         POLICY,
         None,

@@ -11,10 +11,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import psutil
 import torch
 
 from ..config import Level, Parallel, RunConfig
+from ..config.policy import POLICY
 from ..hardware import best_device, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
@@ -27,6 +27,7 @@ from ..parallel import AXES
 from ..parallel.reduce import BUCKET
 from ..parallel.schedules import Seconds
 from ..parallel.trained import AT_ONCE, TOGETHER, slices
+from .capacity import GIB, free_bytes, within_limit
 from .cards import H200, Card
 from .policy import (
     OFFLOADED,
@@ -43,10 +44,10 @@ from .policy import (
 )
 from .rank import IN_FLIGHT, ONE, Line, Stage, gathered_bytes, in_context, in_slices, line, rank_config
 from .replay import Step
+from .rollouts import RolloutPlan, with_rollouts
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
 
-GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
 GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: at most 1.7% were unused (docs/log.md)
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
@@ -89,10 +90,12 @@ class MemoryPlan:
     stays: tuple[int, ...] = ()
     gathers: int = 0
     seconds: float | None = None
+    rollouts: int = 0  # answering prompts, beyond what comes and goes in a step
+    answering: RolloutPlan | None = None
 
     PARTS: ClassVar = (
         *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs"),
-        "runtime",
+        *("rollouts", "runtime"),
     )
 
     @property
@@ -119,6 +122,7 @@ def estimate(
     layout: Parallel = ONE,
     card: Card = H200,
     on_host: int | None = None,
+    answered: tuple[str, int] | None = None,
 ) -> MemoryPlan:
     """Predict the memory of a run and choose what each layer keeps for backward.
 
@@ -133,6 +137,7 @@ def estimate(
         layout: how the run is divided.
         card: whose rates planned seconds go by.
         on_host: processes that share a host's memory; default: all.
+        answered: products and bytes of pages that a run which is resumed has sampled with, see `plan.rollouts`.
 
     Returns:
         The plan of the process that needs most. On CUDA its total is to be compared with
@@ -146,7 +151,7 @@ def estimate(
     target = torch.device(device or config.device or best_device())
     on_host = on_host or layout.size
     free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
-    capacity = _within_limit(config, free)
+    capacity = within_limit(config, free)
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target, layout.tensor)
     batches = batches or _full_rows(config)
     if shapes.packed_way == "unpacked":  # into rows that are padded
@@ -158,7 +163,8 @@ def estimate(
     plan = _Planner(shapes, batches, capacity, **options).plan()
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, **options, recomputed=False).plan()
-    return replace(plan, rough=shapes.rough)
+    plan = replace(plan, rough=shapes.rough)
+    return with_rollouts(plan, shapes, config, batches, answered) if config.method in POLICY else plan
 
 
 def _full_rows(config: RunConfig) -> Batches:
@@ -173,9 +179,10 @@ def _level(want: bool | Level) -> Level:
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor where weights are quantized in every
-    step, for which quantizers look at the values; nor with layers offloaded to the host."""
+    step, for which quantizers look at the values; nor with layers offloaded to the host; nor of sampled answers, whose
+    lengths are new each time, and whose rollouts need the memory that a pool would keep."""
     kernels = config.use_kernels and device.type == "cuda" and dtype != torch.float16
-    return kernels and config.qat_scheme is None
+    return kernels and config.qat_scheme is None and config.method not in POLICY
 
 
 class _Planner:
@@ -481,16 +488,3 @@ def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:
 def _step_scratch(name: str, trained: Trainable, device_type: str) -> int:
     """torch's unfused optimizers work on lists of all parameters on accelerators: one copy of them is scratch."""
     return trained.bytes if OPTIMIZERS[name].scratch and device_type != "cpu" else 0
-
-
-def free_bytes(device: torch.device, processes: int = 1) -> int:
-    """Of `device` now; of a CPU's memory, which the processes of a host share, the part of one."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "xpu" and torch.xpu.is_available():
-        return torch.xpu.mem_get_info(device)[0]
-    return psutil.virtual_memory().available // processes
-
-
-def _within_limit(config: RunConfig, free: int) -> int:
-    return free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))

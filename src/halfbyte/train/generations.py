@@ -27,6 +27,8 @@ from halfbyte.generation import Completion, Rollouts, Sampling
 from halfbyte.methods.answers import as_reference
 from halfbyte.methods.grpo import BONUS, PolicyOptimization
 from halfbyte.ops import IGNORE_INDEX
+from halfbyte.plan.capacity import GIB
+from halfbyte.plan.rollouts import RolloutPlan
 from halfbyte.rewards import Rewards, Scored
 
 from ..reading import read_json
@@ -98,6 +100,7 @@ class Generations:
         computing: what a forward of training runs in.
         stops: tokens that end an answer.
         file: completions.jsonl.
+        plan: of rollouts; None: as `Rollouts` finds best.
     """
 
     def __init__(
@@ -113,11 +116,16 @@ class Generations:
         computing: Callable[[], AbstractContextManager[Any]],
         stops: list[int],
         file: MetricsFile,
+        plan: RolloutPlan | None = None,
     ):
         self.config, self.method, self.model, self.tokenizer = config, method, model, tokenizer
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
         self.stops, self.file = stops, file
-        self.engine = Rollouts(model, rows=answers_a_generation(config))
+        self.plan = plan
+        how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}
+        if plan is not None:
+            how |= {"weights": plan.weights, "memory_gib": plan.pages / GIB}
+        self.engine = Rollouts(model, rows=answers_a_generation(config), **how)
         self.group = config.num_generations or 2
         self.size = config.per_device_train_batch_size
         self.batches = micro_batches_a_generation(config)
@@ -187,8 +195,7 @@ class Generations:
             stops=self.stops,
             keys=indices,
         )
-        if self.device.type != "cpu":
-            self.engine.free()
+        self.engine.free()  # a step needs the memory
         drawn = time.perf_counter()
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         asked = [row for row in prompts for _ in range(each)]
@@ -291,7 +298,14 @@ class Generations:
     def save(self, folder: Path) -> None:
         """Put what resuming needs beside the weights of a checkpoint."""
         current = None if self._current is None else asdict(self._current)
-        state = {"current": current, "since": self._since, "last": self._last, "files": self.rewards.files}
+        answered = None if self.plan is None else [self.plan.weights, self.plan.pages]
+        state: dict[str, Any] = {
+            "current": current,
+            "since": self._since,
+            "last": self._last,
+            "files": self.rewards.files,
+        }
+        state["answered"] = answered
         write_json(folder / STATE, state)
 
     def load(self, checkpoint: Path) -> None:
@@ -329,6 +343,20 @@ def read_generation(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or {"current", "since", "last", "files"} - state.keys():
         raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", AGAIN)
     return state
+
+
+def answered_with(checkpoint: Path) -> tuple[str, int] | None:
+    """How rollouts of the run that made `checkpoint` read weights, and their bytes of pages; None where it is older.
+
+    Raises:
+        CheckpointError: it is not what halfbyte wrote.
+    """
+    match read_generation(checkpoint).get("answered"):
+        case None:
+            return None
+        case ["packed" | "unpacked" as weights, int() as pages]:
+            return weights, pages
+    raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", AGAIN)
 
 
 def check_same_rewards(rewards: Rewards, checkpoint: Path) -> None:
