@@ -111,7 +111,7 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
 
 def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     loop, generations, plan = looped(given, folder)
-    on_gpu, peaks = given.device == "cuda", {}
+    on_gpu, peaks = given.device != "cpu", {}
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         own = generations.answer
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--limit", type=float, default=40)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json")
     given = parser.parse_args()
