@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,24 @@ class QuantizedTensor(Tensor):
             parts = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in specs.items()}
             return cls(format, parts, tuple(weight.shape), weight.dtype)
         return cls(format, format.quantize(weight.detach()), tuple(weight.shape), weight.dtype)
+
+    @classmethod
+    def join(cls, weights: Iterable[Tensor], format: Format, shape: tuple[int, ...]) -> QuantizedTensor:
+        """A stack of `shape` [E, N, K] of matrices [N, K], each stored as `format` says and let go before the next.
+
+        Raises:
+            ModelError: one has NaN or Inf, or the format has no stacks of this shape.
+        """
+        dtypes: set[torch.dtype] = set()
+
+        def noted() -> Iterator[Tensor]:
+            for weight in weights:
+                dtypes.add(weight.dtype)
+                yield weight.detach()
+
+        stacked = format.stacked()
+        parts = stacked.join(noted(), shape)
+        return cls(stacked, parts, shape, dtypes.pop())
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -333,8 +351,20 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy,
     aten.add.Tensor: _add,
     aten.split.Tensor: _split,
+    aten.select.int: lambda function, tensor, dim, index: _expert(tensor, dim, index),
     aten.new_zeros.default: _new_shard,
 }
+
+
+def _expert(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    """`stack[e]`: one matrix of a stack [E, N, K], on the stack's own bytes."""
+    if tensor.dim() != 3 or dim != 0:
+        raise ModelError(f"one matrix is taken of a stack only, not along {dim} of {tuple(tensor.shape)}")
+    index = index + len(tensor) if index < 0 else index
+    if not 0 <= index < len(tensor):
+        raise IndexError(f"expert {index} of a stack of {len(tensor)}")
+    format_, parts = tensor.format.expert(tensor.parts, tuple(tensor.shape), index)
+    return QuantizedTensor(format_, parts, tuple(tensor.shape[1:]), tensor.dtype)
 
 
 def _same_shape_view(tensor: QuantizedTensor, size: list[int]) -> QuantizedTensor:

@@ -121,7 +121,7 @@ def _divided(
     """The configuration divided over the GPUs of this machine, as the plan of its shortest rows says, and a line with
     the reason; as it is, where there are not several."""
     from ..data.batches import batches_of
-    from ..plan.capacity import free_bytes
+    from ..hardware import free_bytes
     from ..plan.cards import card_of
     from ..plan.meshes import Device, Meshes
 

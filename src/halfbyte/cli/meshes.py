@@ -112,7 +112,8 @@ def _line(option: Option) -> str:
     words = [f"{name}: {'fits' if plan.fits else 'does NOT fit'}: {size(plan.total)} a GPU ({parts})"]
     if option.layout.shard > 1:
         stay = f", {len(plan.stays)} of its blocks stay" if plan.stays else ""
-        words.append(f"{size(plan.gathers)} gathered a step{stay}")
+        host = f", slices of {len(plan.hosted)} blocks on the host" if plan.hosted else ""
+        words.append(f"{size(plan.gathers)} gathered a step{stay}{host}")
     if plan.seconds is not None:
         words.append(f"{plan.seconds:.3g} s a step")
     return " · ".join(words)

@@ -14,6 +14,7 @@ from .int4 import Awq, Gptq, GptqV2
 from .int8 import Int8
 from .mxfp4 import Mxfp4
 from .nvfp4 import Nvfp4
+from .stack import Stack
 
 __all__ = [
     "FORMATS",
@@ -28,6 +29,7 @@ __all__ = [
     "KBit",
     "Mxfp4",
     "Nvfp4",
+    "Stack",
     "from_spec",
     "named",
     "names",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -83,6 +83,26 @@ class Format(abc.ABC):
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         """`dtype` [rows, width]: chosen rows of a two-dimensional table. Formats override it to decode only those."""
         return self.dequantize(parts, shape, dtype)[rows]
+
+    def stacked(self) -> Format:
+        """The format of a stack [E, N, K] of matrices, each quantized by itself as this format says."""
+        return FORMATS["stack"].parse(self.spec)
+
+    def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """Parts of a stack of `shape` [E, N, K] from its matrices [N, K] in order, one in memory at a time.
+
+        Raises:
+            ModelError: this is no format of stacks (`stacked`), or a matrix, which is named, has NaN or Inf.
+        """
+        raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
+
+    def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
+        """Matrix `index` of a stack of `shape` [E, N, K]: its format, and its parts as views.
+
+        Raises:
+            ModelError: this is no format of stacks.
+        """
+        raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
     def split(self, parts: Parts, shape: tuple[int, ...], dim: int, n: int) -> tuple[Format, list[dict[str, Tensor]]]:
         """A matrix as `n` equal ones, each in memory of its own; on the meta device, their shapes.
@@ -189,6 +209,13 @@ class Format(abc.ABC):
             raise ModelError(
                 f"cannot quantize a {weight.dtype} tensor to {self.name}", "convert it to a 16- or 32-bit float"
             )
+
+    def quantize_expert(self, weight: Tensor, at: int) -> dict[str, Tensor]:
+        """`quantize`, whose errors name expert `at`."""
+        try:
+            return self.quantize(weight)
+        except ModelError as error:
+            raise ModelError(f"expert {at}: {error.message}", error.fix) from error
 
 
 FORMATS: dict[str, type[Format]] = {}

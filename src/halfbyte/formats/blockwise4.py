@@ -14,8 +14,8 @@ in a checkpoint. For a parameter `weight`:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -106,9 +106,10 @@ class Blockwise4(Format):
         packed, absmax = quantize_blockwise4(weight, self.blocksize, self.quant_type)
         if not bool(torch.isfinite(absmax).all()):
             raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a block with one would hold only NaN")
-        if not self.nested:
-            return {"packed": packed, "absmax": absmax}
-        code = dynamic_map(weight.device)
+        return self._nested(packed, absmax) if self.nested else {"packed": packed, "absmax": absmax}
+
+    def _nested(self, packed: Tensor, absmax: Tensor) -> dict[str, Tensor]:
+        code = dynamic_map(absmax.device)
         quantized, second, offset = quantize_scales(absmax, code)
         return {
             "packed": packed,
@@ -136,6 +137,52 @@ class Blockwise4(Format):
     ) -> Tensor:
         scales = parts["absmax"], self.nested_parts(parts)
         return linear_blockwise4(x, parts["packed"], *scales, self.blocksize, self.quant_type, shape[0], bias, term)
+
+    def stacked(self) -> Blockwise4:
+        """Itself: the bytes of a stack are those of the whole tensor, as bitsandbytes has them."""
+        return self
+
+    def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        self._of_stack(shape)
+        plain, stored = replace(self, nested=False), dict[str, Tensor]()
+        for at, weight in enumerate(weights):
+            parts = plain.quantize_expert(weight, at)
+            if not stored:
+                specs = plain.part_specs(shape).items()
+                stored = {name: weight.new_empty(size, dtype=dtype) for name, (size, dtype) in specs}
+            for name, part in parts.items():
+                stored[name][at * len(part) : (at + 1) * len(part)] = part
+        return self._nested(**stored) if self.nested else stored
+
+    def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
+        """As in `Format`; where nested blocks of scales cross experts, the scales are a copy that is not nested."""
+        _, run = self._of_stack(shape)
+        blocks = run // self.blocksize
+        first = index * blocks
+        codes, absmax = parts["packed"][index * run // 2 : (index + 1) * run // 2], parts["absmax"]
+        nested = self.nested_parts(parts)
+        if nested is None:
+            return self, {"packed": codes, "absmax": absmax[first : first + blocks]}
+        second, code, offset = nested
+        begin, end = first // NESTED_BLOCK, -(-(first + blocks) // NESTED_BLOCK)
+        if blocks % NESTED_BLOCK == 0:
+            scales = {"absmax": absmax[first : first + blocks], "nested_absmax": second[begin:end]}
+            return self, {"packed": codes, **scales, "nested_code": code, "nested_offset": offset}
+        covering = dequantize_scales(absmax[begin * NESTED_BLOCK : first + blocks], second[begin:end], code, offset)
+        return replace(self, nested=False), {"packed": codes, "absmax": covering[-blocks:]}
+
+    def _of_stack(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Matrices of a stack, and weights of each.
+
+        Raises:
+            ModelError: it is no stack, or blocks would cross its matrices.
+        """
+        if len(shape) != 3 or (shape[1] * shape[2]) % self.blocksize:
+            raise ModelError(
+                f"{self.spec}: a stack of shape {tuple(shape)} has no whole blocks in each matrix",
+                f"rows × columns must be a multiple of {self.blocksize}: take smaller blocks or another format",
+            )
+        return shape[0], shape[1] * shape[2]
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_blockwise4(

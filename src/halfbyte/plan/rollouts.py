@@ -19,7 +19,7 @@ from ..generation.schedule import Group, Row, pages_of
 from ..layers import QuantizedLinear
 from ..memory.batches import Batches
 from ..ops.paged_attention import PAGE
-from .capacity import GIB
+from ..terminal import size
 
 if TYPE_CHECKING:
     from .estimate import MemoryPlan
@@ -50,8 +50,7 @@ class RolloutPlan:
 
     def __str__(self) -> str:
         parts = {"pages": self.pages, f"{self.weights} weights": self.decoded, "prompts and logits": self.moving}
-        sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-        return f"{self.total / GIB:.2f} GiB ({sizes})"
+        return f"{size(self.total)} ({', '.join(f'{name} {size(count)}' for name, count in parts.items())})"
 
 
 def with_rollouts(
@@ -94,7 +93,7 @@ class _Answering:
         """What fits into `room` bytes, or the least there is."""
         wanted, least = self._pages()
         if self.config.rollout_memory_gib is not None:
-            wanted = max(min(wanted, int(self.config.rollout_memory_gib * GIB)), least)
+            wanted = max(min(wanted, int(self.config.rollout_memory_gib * 2**30)), least)
         if answered is not None:
             weights, wanted = answered
         else:
@@ -117,12 +116,11 @@ class _Answering:
         config, dtype = self.text, CACHES[self.config.kv_cache]
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        size = (
-            2 * PAGE * heads * width * config.num_hidden_layers * (self.itemsize if dtype is None else dtype.itemsize)
-        )
+        itemsize = self.itemsize if dtype is None else dtype.itemsize
+        page = 2 * PAGE * heads * width * config.num_hidden_layers * itemsize
         longest = max(len(row.group.prompt) + row.most for rows in self.generations for row in rows)
         wanted = max(pages_for(rows, self.seats) for rows in self.generations) + 1
-        return wanted * size, (pages_of(longest) + 1) * size
+        return wanted * page, (pages_of(longest) + 1) * page
 
     def _decoded(self, weights: str) -> int:
         """Of the adapter, factors beside each linear, and once more in place of those that share an input."""

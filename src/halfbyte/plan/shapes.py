@@ -40,6 +40,9 @@ from .rank import Frozen
 from .replay import Step, Where, replay
 
 SKIPPED = "llm_int8_skip_modules"  # what a quantized checkpoint says it leaves whole
+CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
+CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
+CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
 LONG = 8 * TILE_ROWS  # tokens; what longer batches take lies on a line through this and its half
 
 
@@ -108,6 +111,12 @@ class ModelShapes:
                 model.set_submodule(name, QuantizedLinear.from_linear(linears[name], format_))
         elif storage.qat_scheme is not None:
             fake_quantize_linears(model, qat_format(storage.qat_scheme))
+
+    def runtime(self, varied: bool) -> int:
+        """Bytes of libraries beside the tensors of a run, whose batches are of `varied` shapes."""
+        if self.device.type != "cpu":
+            return CUDA_RUNTIME
+        return CPU_RUNTIME + CPU_PRIMITIVES * (varied and self.dtype.itemsize == 2)
 
     # --- what stays --------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from halfbyte.generation import Completion, Rollouts, Sampling
 from halfbyte.methods.answers import as_reference
 from halfbyte.methods.grpo import BONUS, PolicyOptimization
 from halfbyte.ops import IGNORE_INDEX
-from halfbyte.plan.capacity import GIB
 from halfbyte.plan.rollouts import RolloutPlan
 from halfbyte.rewards import Rewards, Scored
 
@@ -124,7 +123,7 @@ class Generations:
         self.plan = plan
         how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}
         if plan is not None:
-            how |= {"weights": plan.weights, "memory_gib": plan.pages / GIB}
+            how |= {"weights": plan.weights, "memory_gib": plan.pages / 2**30}
         self.engine = Rollouts(model, rows=answers_a_generation(config), **how)
         self.group = config.num_generations or 2
         self.size = config.per_device_train_batch_size

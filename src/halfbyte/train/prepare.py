@@ -22,7 +22,7 @@ from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
 from halfbyte.errors import CheckpointError, DataError
 from halfbyte.files import check_space
-from halfbyte.hardware import bound_cpu_primitives, chosen_device, free_cached_memory
+from halfbyte.hardware import bound_cpu_primitives, chosen_device, free_bytes, free_cached_memory
 from halfbyte.methods import Method, method_of
 from halfbyte.methods.preference import with_all_it_has
 from halfbyte.models.find import ModelFiles, find_model
@@ -37,14 +37,13 @@ from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.parallel.links import gather_rate, host_rate
 from halfbyte.parallel.trained import slices
 from halfbyte.plan.advice import check_fits
-from halfbyte.plan.capacity import GIB, free_bytes
 from halfbyte.plan.cards import Card, card_of
 from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.meshes import Device, Meshes, check_layout
 from halfbyte.plan.policy import OFFLOADED
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import qat_format
-from halfbyte.terminal import print_data, print_header, print_memory, print_processes
+from halfbyte.terminal import print_data, print_header, print_memory, print_processes, size
 from halfbyte.words import one_line
 
 from . import checkpoint as checkpoints
@@ -361,10 +360,8 @@ def _planned(
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
     if plan.answering is not None:
-        step = plan.activations + plan.logits
-        console.print(
-            one_line(f"rollouts {plan.answering}, in turn with a step's {step / GIB:.2f} GiB"), soft_wrap=True
-        )
+        step = size(plan.activations + plan.logits)
+        console.print(one_line(f"rollouts {plan.answering}, in turn with a step's {step}"), soft_wrap=True)
     check_fits(plan, config, files.config, rows=len(data.train), batches=batches)
     needed = plan.adapters + plan.optimizer
     check_space(config.output_path / "checkpoint", needed, "free some space, or choose another output_dir")

@@ -272,7 +272,7 @@ def _own_part(run: PreparedRun, model: Any) -> Stages | None:
     """Leave this process its part of the model; the stages among it, where there are any."""
     stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
     divide_products(model, run.mesh)
-    shard_model(model, run.mesh, kept=run.plan.stays)
+    shard_model(model, run.mesh, kept=run.plan.stays, on_host=run.plan.hosted)
     return stages
 
 

@@ -1,0 +1,92 @@
+"""Stacks: the experts of a layer in one tensor [E, N, K], each matrix quantized by itself.
+
+No block, tile, codebook or scale is shared by two experts, so each is quantized as it is read, and each is a view of
+the whole. A format stores its stacks as `Format.stacked` says: NF4 and FP4 as bitsandbytes stores the whole tensor,
+the others as their own parts with a leading dimension E.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError
+from .base import FORMATS, Format, Parts, PartSpecs, register_format
+
+META = "quant_state.halfbyte__stack"
+
+
+@register_format
+@dataclass(frozen=True)
+class Stack(Format):
+    """E matrices in one format: its parts, with a leading dimension E.
+
+    Args:
+        each: the format of one.
+    """
+
+    each: Format
+
+    name: ClassVar[str] = "stack"
+    names: ClassVar[dict[str, str]] = {}
+
+    @property
+    def spec(self) -> str:
+        return f"{self.name}:{self.each.spec}"
+
+    @classmethod
+    def parse(cls, options: str) -> Stack:
+        name, _, rest = options.partition(":")
+        return cls(FORMATS[name].parse(rest))
+
+    @classmethod
+    def examples(cls) -> list[Format]:
+        """None: the contract begins with matrices, and a stack has three dimensions (tests/formats/test_stack.py)."""
+        return []
+
+    def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        experts, *matrix = _checked(self.each, shape)
+        specs = self.each.part_specs(tuple(matrix))
+        return {name: ((experts, *size), dtype) for name, (size, dtype) in specs.items()}
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        return self.join(weight, tuple(weight.shape))
+
+    def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        stored: dict[str, Tensor] = {}
+        for at, weight in enumerate(weights):
+            parts = self.each.quantize_expert(weight, at)
+            if not stored:
+                specs = self.part_specs(shape).items()
+                device = weight.device
+                stored = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs}
+            for name, part in parts.items():
+                stored[name][at] = part
+        return stored
+
+    def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = torch.empty(shape, dtype=dtype, device=next(iter(parts.values())).device)
+        for at in range(shape[0]):
+            values[at] = self.each.dequantize({name: part[at] for name, part in parts.items()}, shape[1:], dtype)
+        return values
+
+    def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
+        return self.each, {name: part[index] for name, part in parts.items()}
+
+    @classmethod
+    @functools.cache
+    def state_suffixes(cls) -> frozenset[str]:
+        parts = (example.part_specs((2, 64)) for each in FORMATS.values() for example in each.examples())
+        return frozenset({"", META, *(name for names in parts for name in names)})
+
+
+def _checked(each: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) != 3 or math.prod(shape) == 0:
+        raise ModelError(f"a stack in {each.spec} has experts, rows and columns, not the shape {tuple(shape)}")
+    return tuple(shape)
