@@ -88,7 +88,7 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     report = {"train": {}, "template": None}
     data = method.documents(config, PreparedData(rows, None, report))
     plan = planned(config, device, data)
-    print(f"plan: {plan.total / GIB:.2f} GiB: {plan.reason}", flush=True)
+    print(f"plan: {plan.total / GIB:.2f} GiB: {plan.reason}; rollouts {plan.answering}", flush=True)
     began = time.perf_counter()
     model = build(given.model, given.device)
     print(f"model: {time.perf_counter() - began:.1f} s", flush=True)
@@ -104,6 +104,7 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     generations = Generations(
         config, method, model, tokenizer, data.train, Rewards(specs, [], 60.0, given.new), device=device,
         computing=partial(compute, model, dtype), stops=[], file=MetricsFile(Path(folder, "completions.jsonl")),
+        plan=plan.answering,
     )  # fmt: skip
     loop.use_generations(generations)
     return loop, generations, plan
@@ -145,6 +146,8 @@ def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         "rollout_tokens_per_second": tokens / last["rollout_seconds"],
         "outside": last["sampling/outside"],
         "planned_gib": plan.total / GIB,
+        "planned_rollout_gib": (plan.total - plan.rollouts - plan.activations - plan.logits + plan.answering.total)
+        / GIB,
     } | {f"{name}_peak_gib": size / GIB for name, size in peaks.items()}
     print(json.dumps(found), flush=True)
     if given.profile:

@@ -61,6 +61,8 @@ def with_rollouts(
     Args:
         answered: `RolloutPlan.weights` and `pages` of the run that is resumed.
     """
+    if config.adapter_path and config.beta:  # the reference's
+        plan = replace(plan, adapters=plan.adapters + shapes.trainable().bytes)
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
     answering = _Answering(shapes, config, batches).plan(plan.capacity_bytes - stays, answered)
     beyond = max(answering.total - plan.activations - plan.logits, 0)
