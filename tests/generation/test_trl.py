@@ -49,7 +49,8 @@ def test_grpo_trainer_with_our_rollouts(tmp_path):
     differences = []
     args = trl.GRPOConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=4, max_completion_length=8,
-        max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, bf16=False, temperature=0.8, save_strategy="no",
+        max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, bf16=False, temperature=0.8,
+        save_strategy="no",
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": f"what is {n}"} for n in range(12)])
     trainer = Compared(
