@@ -110,6 +110,16 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     return loop, generations, plan
 
 
+def show(record: dict[str, Any]) -> None:
+    """A step, as soon as it is recorded."""
+    if record["kind"] != "train":
+        return
+    names = ("rollout_seconds", "reward_seconds", "compare_seconds", "step_seconds")
+    shown = " ".join(f"{name} {record[name]:.3f}" for name in names)
+    apart = record["sampling/sampling_logp_difference/mean"]
+    print(f"step {record['step']}: {shown} reward {record['reward']:.4f} |Δ log p| {apart:.4f}", flush=True)
+
+
 def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     loop, generations, plan = looped(given, folder)
     on_gpu, peaks = given.device != "cpu", {}
@@ -122,21 +132,18 @@ def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
             peaks["training"] = max(peaks.get("training", 0), torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
             found = own(*args)
+            print(f"answered: {found.numbers['rollout_seconds']:.2f} s", flush=True)
             peaks["rollout"] = max(peaks.get("rollout", 0), torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
             return found
 
         generations.answer = answer
+    loop.metrics.listeners.append(show)
     loop.train()
     if on_gpu:
         peaks["training"] = max(peaks["training"], torch.cuda.max_memory_allocated())
     records = [record for record in loop.metrics.records() if record["kind"] == "train"]
     tokens = given.prompts * given.group * given.new
-    for record in records:
-        names = ("rollout_seconds", "reward_seconds", "compare_seconds", "step_seconds")
-        shown = " ".join(f"{name} {record[name]:.3f}" for name in names)
-        apart = record["sampling/sampling_logp_difference/mean"]
-        print(f"step {record['step']}: {shown} reward {record['reward']:.4f} |Δ log p| {apart:.4f}", flush=True)
     last = records[-1]
     found = {
         "seconds": last["step_seconds"],

@@ -44,7 +44,7 @@ BETA = 0.1
 
 @dataclass(frozen=True)
 class Settings:
-    """The same on both sides; `rows` of a step are pairs or labelled answers, of at most `length` tokens each."""
+    """What is the same on both sides; `rows` of a step are pairs or labelled answers of at most `length` tokens."""
 
     method: str
     data: str

@@ -40,6 +40,7 @@ from .reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapte
 from .words import brief
 
 COMMON_RANK = 1024
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that adapters are saved in
 SCORES = "SEQ_CLS"  # PEFT's type of an adapter with a head that scores texts
 MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
@@ -289,6 +290,9 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
         CheckpointError: there is none, or it is not PEFT's.
     """
     said = read_adapter_config(folder)
+    if (kind := said.get("peft_type")) != "LORA":
+        wrong = f"{folder / ADAPTER_CONFIG} is of a {brief(kind)} adapter"
+        raise CheckpointError(wrong, "give a LoRA or DoRA adapter (peft_type LORA)")
     rank = max([said.get("r") or 0, *(said.get("rank_pattern") or {}).values()])
     header = read_header(folder / ADAPTER, ADAPTER_AGAIN)
     shapes = (entry["shape"] for name, entry in header.items() if "lora" in name)
@@ -366,6 +370,10 @@ def check_adapter_files(folder: Path) -> None:
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     tensors = read_tensors(path, ADAPTER_AGAIN)
+    for name, tensor in sorted(tensors.items()):
+        if tensor.dtype not in DTYPES:
+            wrong = f"{path}: {name} holds {str(tensor.dtype).removeprefix('torch.')}"
+            raise CheckpointError(wrong, f"save it in {', '.join(map(str, DTYPES)).replace('torch.', '')}")
     if broken := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
         fix = "take an earlier checkpoint, or train with a lower learning rate"
         raise CheckpointError(f"{path}: {min(broken)} has NaN or Inf", fix)

@@ -306,6 +306,9 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
     words.append(f"{split['truncated']:,} truncated" if split["truncated"] else "none truncated")
     if split.get("empty_answers"):
         words.append(f"{split['empty_answers']:,} empty answers")
+    if split.get("computed_tokens"):
+        saved = 1 - split["computed_tokens"] / split["tokens_apart"]
+        words.append(f"each prompt once: {saved:.0%} fewer computed")
     if split.get("packing_efficiency") is not None:
         words.append(f"packing {split['packing_efficiency']:.1%} full")
     line = Text(" · ".join(words))

@@ -286,6 +286,7 @@ def test_continued_from_an_adapter_its_copy_is_the_reference(prompts, tmp_path):
     run(prompts, tmp_path / "first", max_steps=4, lr_scheduler_type="constant")
     adapter = tmp_path / "first/adapter"
     more = {"adapter_path": str(adapter), "beta": 0.1, "max_steps": 3, "save_steps": 1, "lr_scheduler_type": "constant"}
+    more["save_total_limit"] = 3
     run(prompts, tmp_path / "out", **more)
     kl = [record["kl"] for record in records_of(tmp_path / "out")["train"]]
     assert abs(kl[0]) < 1e-6

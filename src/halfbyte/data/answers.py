@@ -187,7 +187,8 @@ def _dialogues(texts: Sequence[str], row: Row, columns: Columns, where: str, tem
     shared = common_prefix(*texts) if len(texts) > 1 else len(texts[0])
     ends = [found.end() for found in SPEAKER.finditer(texts[0]) if found[1] == "Assistant" and found.end() <= shared]
     if not ends:
-        raise DataError(f"{where}: the dialogues differ from their first question on: they share no prompt")
+        wrong = f"{where}: the dialogues differ from their first question on: they share no prompt"
+        raise DataError(wrong, "give both answers to one question, or a column prompt")
     return [{"text": text, "answer_from": ends[-1]} for text in texts]
 
 

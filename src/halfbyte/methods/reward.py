@@ -39,6 +39,7 @@ class RewardModelling(Method):
     center: float = 0.0
 
     rows = "pairs"
+    shares = True
     scores = True
     numbers = Numbers(METRICS, METRICS)
 

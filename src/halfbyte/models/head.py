@@ -25,6 +25,7 @@ from ..notices import notice
 from ..ops import IGNORE_INDEX
 from ..parallel import Mesh
 from ..parallel.vocabulary import Vocabulary
+from .attention import share
 from .layer import causal_lm_of
 
 LABELS = ("labels", "shift_labels")  # in a batch
@@ -101,7 +102,7 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
     name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
     tokens = batch.get(name)
     if tokens is None:
-        raise DataError("the batch has neither input_ids nor inputs_embeds")
+        raise DataError("the batch has neither input_ids nor inputs_embeds", "give one of them")
     if name == "input_ids" and (tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32)):
         raise DataError(f"input_ids are {tokens.dtype} {list(tokens.shape)}", "give int64 [B, T]")
     shape = tokens.shape[:2]
@@ -244,7 +245,7 @@ def aligned_log_probs_at(
 def hidden_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> Tensor:
     """Last hidden states [N, H], after the final norm, at positions `at` [N] of the flattened batch."""
     causal_lm = causal_lm_of(model)
-    output = causal_lm.base_model(**backbone_inputs(model, inputs), use_cache=False)
+    output = causal_lm.base_model(**share(model, backbone_inputs(model, inputs)), use_cache=False)
     return output.last_hidden_state.flatten(0, -2)[at]
 
 
@@ -254,7 +255,7 @@ def _rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[T
     if causal_lm in _divided:
         raise ModelError("no gradient goes through a head divided among processes", "use parallel: {data: N}")
     inputs = backbone_inputs(model, inputs)
-    head = _head_of(model, inputs)
+    head, inputs = _head_of(model, inputs), share(model, inputs)
     if isinstance(head, str):
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
         return model(**inputs, use_cache=False).logits.flatten(0, -2)[at], None

@@ -137,6 +137,11 @@ def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
     with answered(f"cannot read the heads of {folder}", ANOTHER):
         base = BaseCheckpoint(place)
         weights = base.weights
+    held = {entry["dtype"] for header in base.headers.values() for entry in header.values()}
+    if base.quantized and not base.in_part and held <= DTYPES.keys():  # every format's codes are of another dtype
+        method = base.config["quantization_config"].get("quant_method")
+        said = f"{folder}: {CONFIG} says that it is quantized ({method}), and every tensor is stored in 16 bits or more"
+        raise CheckpointError(said, f"re-download the checkpoint, or remove quantization_config from {CONFIG}")
     for each in weights:
         if not base.quantized and each.name.endswith(".weight") and each.dtype not in DTYPES:
             said = f"{folder}: {each.name} is stored as {each.dtype}, and {CONFIG} has no quantization_config"

@@ -14,8 +14,11 @@ from transformers import PreTrainedModel
 
 from halfbyte.adapters import compute, load_adapter_weights, quiet_peft
 from halfbyte.errors import TrainingError
-from halfbyte.models.head import causal_lm_loss
+from halfbyte.methods.answers import model_inputs
+from halfbyte.methods.base import Batch
+from halfbyte.models.head import causal_lm_loss, hidden_at
 from halfbyte.models.sharding import sharded
+from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import Mesh, slice_of
 from halfbyte.parallel.tensor import are_whole, whole_inside
@@ -24,6 +27,7 @@ from halfbyte.reading.tensors import read_tensors, safetensors_files
 
 TOKENS = 256  # of one row: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # relative to the largest logit; bfloat16 keeps 8 bits
+APART, APART_16 = {torch.float32: 1e-4}, 0.1  # of a token's hidden states; in 16 bits rounding grows through the layers
 
 
 @torch.no_grad()
@@ -78,6 +82,30 @@ def fused(loss: float, reference: float) -> dict[str, Any]:
             "set use_kernels: false, and please report the model",
         )
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
+
+
+@torch.no_grad()
+def shared_check(model: nn.Module, shared: Batch, apart: Batch, dtype: torch.dtype) -> dict[str, Any]:
+    """Hidden states of answers that share prompts against those of each answer with a prompt of its own.
+
+    Args:
+        shared, apart: batches of the same answers, of `data.paired`.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute(model, dtype):
+        found, expected = (hidden_at(model, model_inputs(batch), batch["at"]).float() for batch in (shared, apart))
+    real = shared["wanted"] != IGNORE_INDEX
+    found, expected = found[real], expected[apart["wanted"] != IGNORE_INDEX]
+    off = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    difference = float(off.median())
+    if not difference <= APART.get(dtype, APART_16):
+        raise TrainingError(
+            f"with the prompts shared by their answers, hidden states differ by {difference:.3g} from those apart",
+            "set use_kernels: false, and please report the model",
+        )
+    return {"median_difference": difference, "largest_difference": float(off.max()), "tokens": len(off)}
 
 
 @torch.no_grad()
