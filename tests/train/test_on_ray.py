@@ -1,4 +1,5 @@
-"""Ray Train starts the processes. It is not installed for tests: this is what it is asked for, what a worker does."""
+"""Ray Train starts the processes. Ray itself is not installed for tests: this is what it is asked for, and what a
+worker does."""
 
 import sys
 from types import ModuleType, SimpleNamespace
