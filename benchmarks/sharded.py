@@ -10,7 +10,8 @@ Weights are random and made here. PARTs:
     ways        how bytes come: by NCCL of more or fewer channels, or read from their owner's memory; 8B 4×2048 as
                 Python launches it, 2×512 as a CUDA graph, beside data parallel and all blocks kept; and what the host
                 does in a step
-    seventy     70B 1×2048 in slices, of which no GPU ever has more than a layer whole; and on one GPU, whole
+    seventy     70B 1×2048 in slices on GPUs that are filled up but for 24 GiB, as the plan for those divides it: bytes
+                after each phase; and on one GPU, whole
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ from benchmarks.common import event_us
 from benchmarks.several_gpus import Results, Training, used_bytes
 from benchmarks.step_model import empty_model, fill, random_batch, run_config, timed
 from halfbyte.config import Parallel
+from halfbyte.hardware import fixed_segments, free_cached_memory
 from halfbyte.models.copies import in_their_place
 from halfbyte.models.sharding import shard_model, sharded, trains_alike
 from halfbyte.parallel import ALONE, Mesh, present_mesh
+from halfbyte.parallel.links import gather_rate
 from halfbyte.parallel.trained import trained_units
 from halfbyte.train.stepper import GraphedStepper
 
 GIB = 2**30
+SMALL = 24.0  # GiB of a card
 SEVENTY = dict(
     hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
@@ -367,16 +371,58 @@ def build_sliced(name: str, mesh: Mesh, storage: str = "nf4", device: str = "cud
     return add_adapter(model, run_config(name)).train()
 
 
+class Filled:
+    """A GPU that has no more room than one of `gib`: all else is taken.
+
+    Args:
+        gib: None: nothing is.
+    """
+
+    def __init__(self, gib: float | None):
+        total, device = torch.cuda.mem_get_info()[1], torch.device("cuda", torch.cuda.current_device())
+        with fixed_segments(device):
+            taken = 0 if gib is None else int(total - gib * GIB) // 2**21 * 2**21
+            self.ballast = torch.empty(taken, dtype=torch.uint8, device=device)
+
+    def phases(self) -> dict[str, float]:
+        """GiB that torch has allocated and reserved, what all else takes, and the largest of these so far."""
+        taken = self.ballast.nbytes
+        torch.cuda.synchronize()
+        found = {
+            "allocated": torch.cuda.memory_allocated() - taken,
+            "reserved": torch.cuda.memory_reserved() - taken,
+            "beside": used_bytes() - torch.cuda.memory_reserved(),
+            "used": used_bytes() - taken,
+            "most_allocated": torch.cuda.max_memory_allocated() - taken,
+            "most_reserved": torch.cuda.max_memory_reserved() - taken,
+        }
+        return {name: round(size / GIB, 3) for name, size in found.items()}
+
+
+def planned(mesh: Mesh, name: str, level: str, batches: int = 1) -> Any:
+    """The plan for what is free now: of one row of 2,048 tokens a micro-batch, and so many of these a step."""
+    from halfbyte.plan.estimate import estimate
+
+    shape = {"per_device_train_batch_size": 1, "max_length": 2048, "gradient_accumulation_steps": batches}
+    config = run_config(name, **shape, activation_checkpointing=level)
+    free = -mesh.max(-torch.cuda.mem_get_info()[0])
+    return mesh.from_main(
+        estimate(config, step_model.model_config(name), device="cuda", capacity_bytes=free, layout=mesh.layout)
+    )
+
+
 class Seventy(Sharded):
-    def __init__(self, mesh: Mesh, level: str):
+    def __init__(self, mesh: Mesh, level: str, on_host: Collection[int] = (), say: Callable[[str], Any] = id):
         import halfbyte
         from halfbyte.models.head import causal_lm_loss
         from halfbyte.train.stepper import Stepper
 
         name = "llama-3.1-70b"
         self.mesh, self.model = mesh, build_sliced(name, mesh)
+        say("built")
         halfbyte.patch(self.model, level)
-        shard_model(self.model, mesh)
+        shard_model(self.model, mesh, on_host=on_host)
+        say("sliced")
         self.batch = random_batch(name, 1, 2048, "cuda")
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
@@ -390,13 +436,29 @@ class Seventy(Sharded):
 
 
 def seventy(mesh: Mesh, results: Results) -> None:
-    sliced = mesh.laid_out(Parallel(shard=mesh.size))
-    for level in ("offload", "checkpoint"):
-        training = Seventy(sliced, level)
-        run = measured(training, sliced, 2048, steps=6)
-        results.add("seventy", way=level, **run)
-        clean(training)
-        del training
+    sliced, level, device = mesh.laid_out(Parallel(shard=mesh.size)), "offload", torch.device("cuda", mesh.local)
+    filled = Filled(SMALL)
+
+    def say(phase: str) -> None:
+        results.add("seventy", phase=phase, gib=filled.phases())
+
+    say("filled")
+    gather_rate(sliced, device)  # as a run does before it plans: what NCCL takes is taken
+    free_cached_memory(device)
+    say("connected")
+    plan = planned(sliced, "llama-3.1-70b", level)
+    results.add("seventy", planned_gib=plan.total / GIB, capacity_gib=plan.capacity_bytes / GIB, hosted=plan.hosted)
+    training = Seventy(sliced, level, plan.hosted, say)
+    results.add("seventy", collective=sharded(training.model).why)  # type: ignore[union-attr]
+    say("ready")
+    training.step(True)
+    say("first step")
+    run = measured(training, sliced, 2048, steps=10)
+    results.add("seventy", way=level, every=sliced.gather(filled.phases()), **run)
+    clean(training)
+    del training, filled.ballast
+    gc.collect()
+    torch.cuda.empty_cache()
     if mesh.is_main:
         training = Seventy(ALONE, "checkpoint")
         results.add("seventy", way="one GPU", **measured(training, ALONE, 2048, together=False, steps=6))

@@ -41,6 +41,7 @@ class Log:
 
     def __init__(self, folder: Path):
         self.folder, self.began = folder, time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
         for name in ("gpu-failures.txt", "gpu-seconds.txt", "gpu-skipped.txt", "gpu-order.txt"):
             (folder / name).write_text("", encoding="utf-8")
 

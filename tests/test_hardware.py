@@ -1,5 +1,6 @@
 """What is prepared before torch is there."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,7 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from halfbyte.hardware import GROWING, bound_cpu_primitives, compute_dtype, let_segments_grow, segments_grow
+from halfbyte.hardware import (
+    GROWING,
+    bound_cpu_primitives,
+    compute_dtype,
+    fixed_segments,
+    let_segments_grow,
+    segments_grow,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +34,26 @@ def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expecte
         let_segments_grow()
         assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
         assert segments_grow() == (expected == GROWING)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "changes"),
+    [
+        ("roundup_power2_divisions:4,expandable_segments:True", "cuda", ["False", "True"]),
+        ("roundup_power2_divisions:4", "cuda", []),
+        ("expandable_segments:True", "cpu", []),
+    ],
+)
+def test_segments_stop_growing_for_what_others_read(monkeypatch, given, device, changes):
+    """The other settings are told again, since torch forgets what it is not told."""
+    told = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    with contextlib.suppress(ZeroDivisionError), fixed_segments(torch.device(device)):
+        assert len(told) == len(changes[:1])
+        raise ZeroDivisionError
+    assert told == [f"roundup_power2_divisions:4,expandable_segments:{each}" for each in changes]
 
 
 def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):

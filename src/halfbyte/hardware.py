@@ -5,8 +5,10 @@ Imports torch only inside functions, so that the command line starts quickly.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ class ComputeDtype:
     reason: str
 
 
-GROWING = "expandable_segments:True"
+GROWING, FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
 def let_segments_grow() -> None:
@@ -35,6 +37,29 @@ def let_segments_grow() -> None:
 def segments_grow() -> bool:
     """Whether they do."""
     return any(GROWING in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+
+
+@contextlib.contextmanager
+def fixed_segments(device: torch.device) -> Iterator[None]:
+    """Inside, what torch allocates on a CUDA device lies in segments that do not grow.
+
+    Other processes may read there by CUDA's plain handles (`parallel.peers`). Those of a growing segment are file
+    descriptors, one for every 20 MiB, which containers keep from each other (pytorch#165685). torch leaves growing
+    segments aside while the setting is off; it has no public name to change it by (torch 2.11 to 2.13).
+    """
+    import torch
+
+    if device.type != "cuda" or not segments_grow():
+        yield
+        return
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    asked = next(text for text in map(os.environ.get, names) if text and GROWING in text)
+    change(asked.replace(GROWING, FIXED))  # all of it: what a text does not name goes back to torch's default
+    try:
+        yield
+    finally:
+        change(asked)
 
 
 KEPT_PRIMITIVES = 128  # several times what one shape of batch needs
@@ -117,6 +142,18 @@ def free_cached_memory(device: torch.device) -> None:
         module = torch.get_device_module(device)
         module.synchronize(device)
         module.empty_cache()
+
+
+def free_bytes(device: torch.device, processes: int = 1) -> int:
+    """Of `device` now; of a CPU's memory, which the processes of a host share, the part of one."""
+    import psutil
+    import torch
+
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "xpu" and torch.xpu.is_available():
+        return torch.xpu.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available) // processes
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

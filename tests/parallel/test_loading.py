@@ -351,7 +351,7 @@ def computes(mesh, folder, on_host):
     return [torch.equal(each, wanted) for each in found]
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [(), (0,), (0, 1)])
 def test_pieces_are_what_is_gathered(two, folder, on_host):
     assert two.run(computes, folder, on_host, layout={"shard": 2}) == [[True, True]] * 2
 

@@ -33,6 +33,13 @@ def test_a_cpu_needs_no_reason():
     assert peers.readable([], None) == (None, "")
 
 
+def test_nobody_counts_for_a_reader_of_its_own_memory(monkeypatch):
+    """A handle that nobody opens would keep the memory for good."""
+    monkeypatch.setattr(peers, "reduce_tensor", lambda tensor: ("rebuild", (tensor,)))
+    offers = peers._offered(OWN, DEVICE, 3, 1)
+    assert [len(handles) for _, _, handles, _ in offers] == [1, 0, 1]
+
+
 @pytest.mark.usefixtures("access")
 def test_every_process_is_in_its_place():
     found, why = peers._opened(OWN, [offer(), offer()], 1, DEVICE)
@@ -60,7 +67,7 @@ def test_what_cannot_be_read(other, why):
 def case_one_cannot(mesh, unable):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "synchronize", lambda _: None)
-        patched.setattr(peers, "_offered", lambda own, device, readers: [()] * readers)
+        patched.setattr(peers, "_offered", lambda own, device, ways, place: [()] * ways)
         patched.setattr(peers, "_opened", lambda *_: ([], "no access") if mesh.rank == unable else ([OWN], ""))
         patched.setattr(peers, "_ever", [])
         held, why = peers.readable([SimpleNamespace(device=DEVICE)], mesh.group("shard"))

@@ -85,7 +85,7 @@ def packed_bytes(model):
     return sum(value.nbytes for value in frozen(model).values())
 
 
-def case_trains(mesh, levels, stays, family="Llama", lora=None, on_host=False, patched="before"):
+def case_trains(mesh, levels, stays, family="Llama", lora=None, on_host=(), patched="before"):
     model = model_of(family, **(lora or {}))
     if patched == "before":
         halfbyte.patch(model, "keep" if levels == "read" else levels)
@@ -162,7 +162,7 @@ def test_families(two, family):
 
 
 def test_patched_before_or_after(two):
-    results = two.run(case_trains, "recompute_mlp", CALL, "Llama", None, False, "after", layout={"shard": 2})
+    results = two.run(case_trains, "recompute_mlp", CALL, "Llama", None, (), "after", layout={"shard": 2})
     check(results, expected("recompute_mlp"))
 
 
@@ -179,8 +179,9 @@ def test_slices_that_are_read_from_their_owners(two):
     gathered_as_due(results, CALL)
 
 
-def test_slices_on_the_host(two):
-    check(two.run(case_trains, "keep", CALL, "Llama", None, True, layout={"shard": 2}), expected("keep"))
+@pytest.mark.parametrize("on_host", [(0, 1, 2, 3), (1, 3)])
+def test_slices_on_the_host(two, on_host):
+    check(two.run(case_trains, "keep", CALL, "Llama", None, on_host, layout={"shard": 2}), expected("keep"))
 
 
 def case_groups(mesh):

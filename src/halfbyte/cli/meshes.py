@@ -88,7 +88,7 @@ def _inputs(config: RunConfig, device: Device) -> tuple[Any, Any]:
 
     files = find_model(resolve(config).origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = method_of(config).ready(config, tokenizer)
+    data = method_of(config).ready(config, tokenizer, files.config)
     return files.config, lambda changed: batches_of(changed, data, device.torch)
 
 
@@ -112,7 +112,8 @@ def _line(option: Option) -> str:
     words = [f"{name}: {'fits' if plan.fits else 'does NOT fit'}: {size(plan.total)} a GPU ({parts})"]
     if option.layout.shard > 1:
         stay = f", {len(plan.stays)} of its blocks stay" if plan.stays else ""
-        words.append(f"{size(plan.gathers)} gathered a step{stay}")
+        host = f", slices of {len(plan.hosted)} blocks on the host" if plan.hosted else ""
+        words.append(f"{size(plan.gathers)} gathered a step{stay}{host}")
     if plan.seconds is not None:
         words.append(f"{plan.seconds:.3g} s a step")
     return " · ".join(words)

@@ -7,7 +7,6 @@ which are read beside the layers, are never gathered: each process has its rows 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import compress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -31,7 +30,7 @@ def shard_model(
     stays: Sequence[Stay] | None = None,
     *,
     kept: Collection[int] = (),
-    on_host: bool = False,
+    on_host: Collection[int] = (),
 ) -> None:
     """Leave of the frozen weights of `model`'s decoder layers this process's slice; all where the mesh has no shards.
     Where nothing in them is frozen, nothing is sliced.
@@ -40,7 +39,7 @@ def shard_model(
         model: a causal LM of transformers, quantized or not, or a `peft.PeftModel` around one.
         stays: how long each layer stays whole; default: `stays_of` those that are `kept`.
         kept: numbers of the layers that stay for good.
-        on_host: as in `shard_blocks`.
+        on_host: numbers of the layers whose slices are in the host's memory.
 
     Raises:
         ModelError: it has no list of decoder layers, or `stays` is not of as many.
@@ -53,22 +52,23 @@ def shard_model(
     stays = stays_of(len(every), kept) if stays is None else stays
     if len(stays) != len(every):
         raise ModelError(f"{len(stays)} stays for {len(every)} layers", "give one a layer")
-    here = [next(layer.parameters(), None) is not None for layer in every]  # none of another stage's
-    layers, stays = list(compress(every, here)), list(compress(stays, here))
+    numbers = [at for at, layer in enumerate(every) if next(layer.parameters(), None) is not None]  # of no other stage
+    layers, stays = [every[at] for at in numbers], [stays[at] for at in numbers]
+    hosted = {place for place, at in enumerate(numbers) if at in on_host}
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         return  # of what is trained, `parallel.trained` slices what can be
+    if why := undivided(model):
+        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
+    else:  # first: the slices of layers need room beside whole ones
+        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
-    share = _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=on_host)
+    share = _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=hosted)
     if share.why:
         notice(
             "gathers",
             f"layers are gathered by a collective, which is slower than reading the others' memory: {share.why}",
         )
-    if why := undivided(model):
-        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
-    else:
-        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
 
 
 def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:

@@ -56,7 +56,7 @@ def readable(own: Sequence[Tensor], group: Any) -> tuple[Readable | None, str]:
         return None, ""
     device, place = own[0].device, dist.get_rank(group)
     torch.cuda.synchronize(device)  # others read at any time from here on
-    offers = [offer[place] for offer in _told(_offered(own, device, members(group)), group)]
+    offers = [offer[place] for offer in _told(_offered(own, device, members(group), place), group)]
     found, why = _opened(own, offers, place, device)
     why = next(filter(None, _told(why, group)), "")
     _ever.append(not why)
@@ -85,12 +85,15 @@ def _told(value: Any, group: Any) -> list[Any]:
     return values
 
 
-def _offered(own: Sequence[Tensor], device: torch.device, readers: int) -> list[Any]:
-    """What each reader needs, who counts as one that has the memory; or why it cannot be shared."""
+def _offered(own: Sequence[Tensor], device: torch.device, ways: int, place: int) -> list[Any]:
+    """What each of the others needs, or why memory cannot be shared.
+
+    Each handle counts for one that has the memory, which is not free until all have let go: so this process gets none.
+    """
     try:
-        handles = [[reduce_tensor(tensor) for tensor in own] for _ in range(readers)]
+        handles = [[reduce_tensor(tensor) for tensor in own] if at != place else [] for at in range(ways)]
     except RuntimeError as error:
-        return [_said(error)] * readers
+        return [_said(error)] * ways
     return [(_host(), device.index, each, own[0][:SAMPLE].tolist()) for each in handles]
 
 

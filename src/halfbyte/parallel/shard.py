@@ -26,7 +26,7 @@ Source: Zhao et al. 2023 (arXiv:2304.11277); torch's `fully_shard`, 2.11 to 2.13
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from ..hardware import fixed_segments
 from ..tensor import BlockShard, QuantizedShard, QuantizedTensor
 from .collectives import gathered
 from .mesh import SLICES, Mesh
@@ -178,15 +179,16 @@ class Sharded:
             self.gathers.stream = torch.get_device_module(device).current_stream(device)
 
     def read_peers(self) -> None:
-        """Read the slices of other processes where they are, if all processes of the group can."""
-        own = [each for each in self.each if each is not None]
+        """Read the slices of other processes where they are, if all processes of the group can; not those in memory of
+        the host, which each copies from there, and a collective gathers."""
+        own = [each for each in self.each if each is not None and each.raw.device == each.whole.device]
         self.readable, self.why = readable([each.raw for each in own], self.group)
         for at, each in enumerate(own):
             each.slices = self.readable.each[at] if self.readable else None
 
 
 def shard_blocks(
-    root: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, stays: Sequence[Stay], *, on_host: bool = False
+    root: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, stays: Sequence[Stay], *, on_host: Collection[int] = ()
 ) -> Sharded:
     """Leave of the frozen parameters of `blocks` this process's slice.
 
@@ -198,12 +200,13 @@ def shard_blocks(
         blocks: of `root`, in its order; whole, or with the pieces that loading made (`placement`).
         mesh: slices are as many as processes along `SLICES`.
         stays: how long each block stays whole.
-        on_host: keep the slices in (pinned) memory of the host, and copy them to the device for each gather.
+        on_host: numbers of the blocks whose slices are kept in (pinned) memory of the host, and copied to the device
+            for each gather.
     """
     sharded = Sharded(list(blocks), list(stays), mesh.group(*SLICES))
     options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.kind)}
-    for block, stay in zip(blocks, stays, strict=True):
-        sharded.each.append(_leave_slice(block, mesh, sharded.gathers, on_host, stay == "always"))
+    for at, (block, stay) in enumerate(zip(blocks, stays, strict=True)):
+        sharded.each.append(_leave_slice(block, mesh, sharded.gathers, at in on_host, stay == "always"))
         rest = {parameter for name, parameter in block.named_parameters() if name != BYTES}
         fully_shard(block, reshard_after_forward=stay == "call", ignored_params=rest, **options)
     # torch lets the blocks' streams and order be shared by what lies under one root
@@ -216,8 +219,7 @@ def shard_blocks(
         block.set_reshard_after_backward(stay != "always", recurse=False)
         if stay == "backward":
             block.register_forward_hook(_without_backward)
-    if not on_host:
-        sharded.read_peers()
+    sharded.read_peers()
     return sharded
 
 
@@ -301,7 +303,8 @@ def _joined(raws: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
     whole = raws[0].new_zeros(_up(begin, ways * ALIGNMENT))
     for span, column in zip(spans, columns, strict=True):
         whole[span] = column.reshape(-1)
-    return whole.view(ways, -1)[mesh.place(*SLICES)].clone(), spans
+    with fixed_segments(whole.device):  # for `peers`
+        return whole.view(ways, -1)[mesh.place(*SLICES)].clone(), spans
 
 
 def _up(size: int, step: int) -> int:

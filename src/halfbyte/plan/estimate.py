@@ -11,11 +11,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import psutil
 import torch
 
 from ..config import Level, Parallel, RunConfig
-from ..hardware import best_device, segments_grow
+from ..hardware import best_device, free_bytes, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
 from ..models.sharding import trains_alike
@@ -36,6 +35,7 @@ from .policy import (
     LayerCost,
     choose,
     cost,
+    hosted,
     in_words,
     peak,
     replayed_level,
@@ -50,11 +50,8 @@ GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
 GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: at most 1.7% were unused (docs/log.md)
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
-CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CAPTURED = {"data", "shard"}  # axes along which what is exchanged within a micro-batch can be part of a CUDA graph
 GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the stream of graphs, and gradients that wait to be added up
-CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
-CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,9 @@ class MemoryPlan:
     than all; `use_graphs` whether micro-batches run as CUDA graphs; `rough` that activations are only guessed.
 
     Of several processes the plan is that of the one that needs most. `layout` says how the run is divided among them,
-    `stays` which decoder layers' divided bytes are gathered once and for all, `gathers` how many bytes the others'
-    gathers of a step come to, and `seconds` what a step takes; None where layers are not of a kind with known rates.
+    `stays` which decoder layers' divided bytes are gathered once and for all, `hosted` of which a process's slice waits
+    in the host's memory, `gathers` how many bytes the gathers of a step come to, and `seconds` what a step takes; None
+    where layers are not of a kind with known rates.
     """
 
     weights: int  # frozen, as stored
@@ -87,6 +85,7 @@ class MemoryPlan:
     gathered: int = 0  # frozen blocks that are whole: on their way, in use, or for good
     layout: Parallel = ONE
     stays: tuple[int, ...] = ()
+    hosted: tuple[int, ...] = ()
     gathers: int = 0
     seconds: float | None = None
 
@@ -146,7 +145,7 @@ def estimate(
     target = torch.device(device or config.device or best_device())
     on_host = on_host or layout.size
     free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
-    capacity = _within_limit(config, free)
+    capacity = free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target, layout.tensor)
     batches = batches or _full_rows(config)
     if shapes.packed_way == "unpacked":  # into rows that are padded
@@ -206,6 +205,7 @@ class _Planner:
         self.frozen = shapes.frozen()
         row = OPTIMIZERS[self.config.optim]
         self.optimizer = row.state_bytes(shapes.model)
+        self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused ones work on lists of all parameters
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         divided = {axis for axis in AXES if getattr(layout, axis) > 1}
@@ -218,7 +218,8 @@ class _Planner:
     def plan(self) -> MemoryPlan:
         """Levels as the config says, or the fastest that fit."""
         plan = self._chosen()
-        return replace(plan, seconds=self._seconds(plan))
+        where = f"; slices of {len(plan.hosted)} layers wait in the host's memory" if plan.hosted else ""
+        return replace(plan, seconds=self._seconds(plan), reason=plan.reason + where)
 
     def _chosen(self) -> MemoryPlan:
         level = self.asked
@@ -239,10 +240,10 @@ class _Planner:
             choices.insert(0, Choice(levels, True))
         planned = {choice: self.planned(choice) for choice in choices}
         choice = next((choice for choice, plan in planned.items() if plan.fits), choices[-1])
-        room = int(self._margin * self.capacity) - planned[choice].total
+        room = self._budget - planned[choice].total
         if self._gathered and room >= self._gathered.block:
             return self.planned(replace(choice, stays=min(self.depth, room // self._gathered.block)))
-        return planned[choice]
+        return planned[choice] if choice.graphs else self.planned(self._hosting(choice))
 
     def _kept_or_recomputed(self) -> MemoryPlan:
         """All layers alike."""
@@ -259,27 +260,43 @@ class _Planner:
         usual = self.usual
         choice = choose(
             self.depth,
-            int(self._margin * self.capacity),
+            self._budget,
             lambda choice: self.planned(choice).total,
             usual=usual,
             largest=largest,
-            host=int(HOST_MARGIN * host.available_bytes() / self.on_host),
+            host=self._host,
             graphs=self.may_capture,
             gathers=self._gathered,
         )
-        plan = self.planned(choice)
+        plan = self.planned(self._hosting(choice))
         kept = self.planned(replace(choice, levels=("keep",) * self.depth))
         if plan.levels == kept.levels:
             return replace(plan, reason=f"activations are kept: the run needs {self._need(kept)}")
-        extra = cost(usual, plan.levels, plan.use_graphs) * self.config.gradient_accumulation_steps
-        reason = (
-            f"{in_words(plan.levels)}, about {extra * 1e3:.0f} ms a step: keeping all would take {self._need(kept)}"
-        )
+        extra = 1e3 * cost(usual, plan.levels, plan.use_graphs) * self.config.gradient_accumulation_steps
+        reason = f"{in_words(plan.levels)}, about {extra:.0f} ms a step: keeping all would take {self._need(kept)}"
         return replace(plan, reason=reason + self._shortage(plan))
 
     @property
-    def _margin(self) -> float:
-        return GROWING_MARGIN if segments_grow() and self.shapes.device.type == "cuda" else MARGIN
+    def _budget(self) -> int:
+        """Bytes of the device to plan for."""
+        grows = segments_grow() and self.shapes.device.type == "cuda"
+        return int((GROWING_MARGIN if grows else MARGIN) * self.capacity)
+
+    @functools.cached_property
+    def _host(self) -> int:
+        """Bytes of the host's memory that this process may fill."""
+        return int(HOST_MARGIN * host.available_bytes() / self.on_host)
+
+    def _hosting(self, choice: Choice) -> Choice:
+        """`choice`, with slices of as many layers in the host's memory as there is no room for on the device, which
+        must hold them all while the model is loaded; of what fits, none."""
+        plan = self.planned(choice)
+        if plan.total <= self._budget or self._gathered is None or plan.weights > self._budget:
+            return choice
+        each = [self.frozen.slice(index, self.layout) for stage in self.stages for index in stage.layers]
+        offloaded = sum(map(self.layer(self.batches.largest).on_host, choice.levels)) if self.shapes.fused else 0
+        count = hosted(plan.total - self._budget, each, self._host - offloaded)
+        return replace(choice, hosted=min(count, *(stage.depth for stage in self.stages)), graphs=False)
 
     @functools.cached_property
     def _gathered(self) -> Gathers | None:
@@ -314,11 +331,11 @@ class _Planner:
             graphs += IN_FLIGHT * self._block(stage)  # the pool has those of its own
         bucket = self._together if self._at_once else BUCKET
         summed = min(trained.bytes, bucket) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0
-        moving = max(moving, evaluated, summed, _step_scratch(self.config.optim, trained, device.type))
+        moving = max(moving, evaluated, summed, trained.bytes * self.scratch)
         logits = min(self._step(largest, choice).logits, moving) * stage.ends
-        runtime = CUDA_RUNTIME if device.type != "cpu" else _cpu_runtime(self.shapes, self.batches)
+        runtime = self.shapes.runtime(varied=self.batches.usual != self.batches.largest)
         return MemoryPlan(
-            weights=self._share(stage),
+            weights=self._share(stage) - self._hosted(stage, choice.hosted),
             gathered=gathered_bytes(self._block(stage), stage, choice.stays),
             adapters=self._kept(stage),
             gradients=trained.bytes // self._parts + 2 * self._together * self._at_once,
@@ -334,7 +351,8 @@ class _Planner:
             levels=choice.levels if self.shapes.fused else (),
             use_graphs=choice.graphs,
             layout=self.layout,
-            stays=self._staying(choice.stays),
+            stays=self._spread(self.stages, choice.stays),
+            hosted=self._spread(self.stages, choice.hosted),
             gathers=self._gathers(choice, stage),
         )
 
@@ -375,9 +393,14 @@ class _Planner:
         return self.trained.bytes - sum(self.gradients)
 
     @functools.cache  # noqa: B019 (as long as the plan is made)
-    def _staying(self, count: int) -> tuple[int, ...]:
-        """The decoder layers that stay gathered, so many of each stage."""
-        return tuple(sorted(stage.layers[i] for stage in self.stages for i in staying(stage.depth, count)))
+    def _spread(self, stages: tuple[Stage, ...], count: int) -> tuple[int, ...]:
+        """Decoder layers that stay gathered, or come from the host, so many of each stage."""
+        return tuple(sorted(stage.layers[i] for stage in stages for i in staying(stage.depth, count)))
+
+    @functools.cache  # noqa: B019 (as long as the plan is made)
+    def _hosted(self, stage: Stage, count: int) -> int:
+        """Bytes of so many layers' slices."""
+        return sum(self.frozen.slice(index, self.layout) for index in self._spread((stage,), count))
 
     def _gathers(self, choice: Choice, stage: Stage) -> int:
         """Bytes that the gathers of a step come to: each block twice a micro-batch, the last once."""
@@ -430,8 +453,9 @@ class _Planner:
         shape, layout, micro = self.usual, self.layout, []
         for stage in self.stages:
             gathers = self.frozen.gathers(layout, stage, self.card.link)
-            levels, stays = [plan.levels[index] for index in stage.layers], len({*plan.stays} & {*stage.layers})
-            seconds = micro_seconds(shape, levels, layout, graphs=plan.use_graphs, gathers=gathers, stays=stays)
+            levels, graphs = [plan.levels[index] for index in stage.layers], plan.use_graphs
+            stays, waiting = (len({*each} & {*stage.layers}) for each in (plan.stays, plan.hosted))
+            seconds = micro_seconds(shape, levels, layout, graphs=graphs, gathers=gathers, stays=stays, hosted=waiting)
             if stage.ends:
                 head = head_seconds(shape, self.vocabulary) / layout.tensor
                 seconds += head + vocabulary_seconds(shape, layout.shard)
@@ -471,26 +495,3 @@ class _Planner:
         replayed = dict(zip(self.replayed, layers, strict=True))
         found = LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
         return in_slices(in_context(found, self.layout.context), self.layout.tensor)
-
-
-def _cpu_runtime(shapes: ModelShapes, batches: Batches) -> int:
-    compiled = shapes.dtype.itemsize == 2 and batches.usual != batches.largest
-    return CPU_RUNTIME + CPU_PRIMITIVES * compiled
-
-
-def _step_scratch(name: str, trained: Trainable, device_type: str) -> int:
-    """torch's unfused optimizers work on lists of all parameters on accelerators: one copy of them is scratch."""
-    return trained.bytes if OPTIMIZERS[name].scratch and device_type != "cpu" else 0
-
-
-def free_bytes(device: torch.device, processes: int = 1) -> int:
-    """Of `device` now; of a CPU's memory, which the processes of a host share, the part of one."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "xpu" and torch.xpu.is_available():
-        return torch.xpu.mem_get_info(device)[0]
-    return psutil.virtual_memory().available // processes
-
-
-def _within_limit(config: RunConfig, free: int) -> int:
-    return free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))

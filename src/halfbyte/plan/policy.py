@@ -195,9 +195,10 @@ class Gathers:
         """Of one gather."""
         return LATENCY + self.block * (self.ways - 1) / self.ways / self.link
 
-    def waiting(self, shape: LayerCost, levels: Sequence[Level], stays: int, graphs: bool) -> float:
+    def waiting(self, shape: LayerCost, levels: Sequence[Level], stays: int, graphs: bool, hosted: int = 0) -> float:
         """Time that gathers add to a micro-batch: where the next comes while one computes, what they take longer than
-        the layers beside them, and what those take longer; and the first, which nothing hides."""
+        the layers beside them, and what those take longer; and the first, which nothing hides. Slices of `hosted`
+        layers come from the host before."""
         moved = len(levels) - stays
         if not moved:
             return 0.0
@@ -205,14 +206,26 @@ class Gathers:
         backward = len(levels) * shape.backward_seconds + sum(map(shape.seconds, levels))
         again = (moved - 1) * self.seconds  # the last layer's are still there when its backward begins
         alone = self.seconds + max(0.0, moved * self.seconds - forward) + max(0.0, again - backward)
-        return alone + SLOWED[graphs] * max(0.0, moved * self.seconds + again - alone)
+        coming = self.seconds + self.block / self.ways / shape.card.host  # beside one layer, in forward and backward
+        late = max(0.0, coming - forward / len(levels)) + max(0.0, coming - backward / len(levels))
+        return alone + SLOWED[graphs] * max(0.0, moved * self.seconds + again - alone) + hosted * late
 
 
 def staying(layers: int, count: int) -> tuple[int, ...]:
-    """Which `count` of the layers stay gathered, all if it is as many: spread evenly, so that several compute while one
-    is gathered."""
+    """Which `count` of the layers stay gathered, or come from the host, all if it is as many: spread evenly, so that
+    several compute while one is gathered."""
     count = min(count, layers)
     return tuple(index for index in range(layers) if (index + 1) * count // layers > index * count // layers)
+
+
+def hosted(lacking: int, slices: Sequence[int], room: int) -> int:
+    """Of how many layers the slices leave the device, for as many bytes as it lacks and the host has room for.
+
+    Args:
+        slices: bytes of each layer's.
+    """
+    pinned = 1 << (max(slices) - 1).bit_length()  # torch rounds what it pins up to a power of two
+    return min(-(-lacking // min(slices)), max(room, 0) // pinned)
 
 
 def peak(
@@ -259,11 +272,12 @@ def mixes(layers: int) -> Iterator[tuple[Level, ...]]:
 @dataclass(frozen=True)
 class Choice:
     """What each layer keeps; whether micro-batches run as CUDA graphs, which hold their activations in a pool; how many
-    layers' divided bytes stay gathered."""
+    layers' divided bytes stay gathered, and of how many the process's slice waits in the host's memory."""
 
     levels: tuple[Level, ...]
     graphs: bool
     stays: int = 0
+    hosted: int = 0
 
 
 def cost(shape: LayerCost, levels: Sequence[Level], graphs: bool = True) -> float:

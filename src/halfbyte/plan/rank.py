@@ -132,11 +132,14 @@ class Frozen:
 
     def share(self, stage: Stage, layout: Parallel) -> int:
         """Bytes that stay on a process of `stage`."""
-        parameters = (size for index in stage.layers for size in self.blocks[index]) if self.blocks else ()
-        blocks = sum(_divided(size, layout.slices) for size in parameters)
+        blocks = sum(self.slice(index, layout) for index in stage.layers) if self.blocks else 0
         ways = layout.shard * layout.tensor
         ends = self.embedding * (stage.begins or (self.tied and stage.ends)) + self.head * stage.ends
         return blocks + _divided(ends, ways) + self.rest
+
+    def slice(self, index: int, layout: Parallel) -> int:
+        """Bytes of a decoder layer that stay on a process."""
+        return sum(_divided(size, layout.slices) for size in self.blocks[index])
 
     def largest(self, stage: Stage) -> int:
         """Bytes of the stage's largest layer, whole."""

@@ -16,18 +16,19 @@ def head_seconds(shape: LayerCost, vocabulary: int) -> float:
 
 
 def micro_seconds(
-    shape: LayerCost, levels: Sequence[Level], layout: Parallel, *, graphs: bool, gathers: Gathers | None, stays: int
-) -> float:
+    shape: LayerCost, levels: Sequence[Level], layout: Parallel, *, graphs: bool, gathers: Gathers | None, stays: int,
+    hosted: int = 0,
+) -> float:  # fmt: skip
     """Of the layers of one process, forward and backward of a micro-batch; exchanges between processes as far as
     nothing is computed beside them.
 
     Args:
         shape: of one layer, as this process computes it.
         levels: of its layers.
-        gathers: of their bytes, and `stays` of them that are not gathered.
+        gathers: of their bytes, and `stays` of them that are not gathered, `hosted` that come from the host.
     """
     computed = len(levels) * (shape.forward_seconds + shape.backward_seconds) + cost(shape, levels, graphs)
-    waited = gathers.waiting(shape, levels, stays, graphs) if gathers else 0.0
+    waited = gathers.waiting(shape, levels, stays, graphs, hosted) if gathers else 0.0
     return (
         computed + waited + len(levels) * _in_layer(shape, layout) + sum(_again(shape, layout, each) for each in levels)
     )

@@ -22,7 +22,7 @@ from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
 from halfbyte.errors import CheckpointError, DataError
 from halfbyte.files import check_space
-from halfbyte.hardware import bound_cpu_primitives, chosen_device, free_cached_memory
+from halfbyte.hardware import bound_cpu_primitives, chosen_device, free_bytes, free_cached_memory
 from halfbyte.methods import Method, method_of
 from halfbyte.methods.preference import with_all_it_has
 from halfbyte.models.find import ModelFiles, find_model
@@ -38,7 +38,7 @@ from halfbyte.parallel.links import gather_rate, host_rate
 from halfbyte.parallel.trained import slices
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
-from halfbyte.plan.estimate import MemoryPlan, estimate, free_bytes
+from halfbyte.plan.estimate import MemoryPlan, estimate
 from halfbyte.plan.meshes import Device, Meshes, check_layout
 from halfbyte.plan.policy import OFFLOADED
 from halfbyte.plan.shapes import ModelShapes
@@ -207,7 +207,7 @@ def _read_data(
     console: Console,
 ) -> PreparedData:
     """The rows of the run, once for all processes of a host, looked over and said."""
-    data = mesh.first(lambda: method.ready(config, tokenizer))
+    data = mesh.first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
     if not mesh.equal(size_of(data)):
