@@ -23,10 +23,12 @@ from ...ops import experts as reference
 from ...ops.blockwise4 import NESTED_BLOCK
 from ...ops.codebooks import codebook4
 from ...ops.experts import LowRank, Routing, StackedWeight
+from ..device import device_of
 from ..tiling import ceil_div, power_of_2
 from .gemv4 import _decode, _lanes, _scales, shuffles
 from .launch import Launcher
 
+BLACKWELL = (10, 0)
 STEP = 64  # of the sum, a block of the usual 4-bit formats
 # Up to so many rows of a tile, nested scales are decoded where they are needed: a pass over all of a stack's would read
 # those of experts without rows, too. Beyond, each would be decoded once for each tile.
@@ -198,6 +200,8 @@ def obstacle(
 ) -> str | None:
     if not routing.tile_rows:
         return "needs the table of tiles"
+    if x.dtype is torch.float32 and device_of(x).at_least(BLACKWELL):
+        return "takes 16 bits there: of fp32, Triton 3.6's compiler aborts the process"
     return None
 
 
