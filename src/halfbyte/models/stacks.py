@@ -95,7 +95,7 @@ def store_stacks(model: Any, formats: dict[str, Format], skip_modules: list[str]
 
 
 def run_ours(model: Any) -> None:
-    """Have the model's experts run in `models.experts`."""
+    """Have the model's experts run in `layers.experts`."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
