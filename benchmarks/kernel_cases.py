@@ -206,7 +206,9 @@ def rollout_cases() -> Iterator[Case]:
         for rows in (2, 512) if size == 128 else (2,):
             q, keys = empty(rows, 32, size, dtype=dtype), empty(1024, 8, 64, size, dtype=cache)
             tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
-            paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap)
+            bundles = empty(rows // 2, 3, dtype=torch.int32)
+            for shared in (None, paged_attention.Shared(bundles, lengths)):
+                paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap, shared)
 
     for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
         for window, softcap in ((None, None), (512, None), (None, 30.0)):
@@ -217,6 +219,15 @@ def rollout_cases() -> Iterator[Case]:
                 lambda d=dtype, s=size, e=eight, w=window, c=softcap: attend(d, s, E4M3 if e else d, w, c),
                 dtype, (dtype, size) == (FP16, 256) and not (eight or window or softcap),
             )  # fmt: skip
+    for dtype, eight in itertools.product(DTYPES, (False, True)):
+
+        def store(dtype: torch.dtype = dtype, eight: bool = eight) -> None:
+            q, k, angles = empty(4, 32, 1, 128, dtype=dtype), empty(4, 8, 1, 128, dtype=dtype), empty(4, 1, 128)
+            keys, places = empty(64, 8, 64, 128, dtype=E4M3 if eight else dtype), empty(4, dtype=torch.int64)
+            paged_attention.rope_store_paged_(q, k, k, angles, angles, keys, keys, places, places)
+            paged_attention.store_paged(keys, keys, places, places, k[:, :, 0], k[:, :, 0])
+
+        yield Case("keys and values into pages" + (", 8 bits" if eight else ""), store, dtype, dtype is BF16)
     for temperature, filtered in itertools.product((1.0, 0.0), (False, True)):
 
         def draw(temperature: float = temperature, filtered: bool = filtered) -> None:

@@ -44,19 +44,20 @@ from .words import brief
 
 COMMON_RANK = 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that adapters are saved in
-SCORES = "SEQ_CLS"  # PEFT's type of an adapter with a head that scores texts
+# PEFT's types of an adapter with a head that scores texts, or each token: labels of the head, and what loads it.
+SCORES = {"SEQ_CLS": (1, "AutoModelForSequenceClassification"), "TOKEN_CLS": (2, "AutoModelForTokenClassification")}
 MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
-def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: bool = False) -> PeftModel:
+def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | None = None) -> PeftModel:
     """Freeze `model` and put trainable LoRA adapters on its linear layers.
 
     Args:
         model: any Hugging Face causal LM, 16-bit or with 4-bit linears.
         config: a run's, or its adapter section: `r`, `lora_alpha`, `target_modules`, ... and `adapter_path` to continue
             from a saved adapter, whose own rank, alpha and targets then hold.
-        scores: also train a head `score` that gives texts a number, as transformers' sequence classification has it.
+        scores: also train a head `score`, as transformers has it for this one of `SCORES`.
 
     Returns:
         The PeftModel around `model`; trainable weights are `config.adapter_dtype`.
@@ -78,8 +79,8 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: bool =
             with quiet_peft():
                 lora = _lora_config(model, adapter)
                 if scores:
-                    add_score_head(model)
-                    lora.task_type = SCORES
+                    add_score_head(model, scores)
+                    lora.task_type = scores
                 peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
             raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
@@ -107,12 +108,15 @@ def _say_how_many(model: PeftModel) -> None:
         notice("experts-adapted", f"{said} (target_parameters: [] leaves experts out)")
 
 
-def add_score_head(model: nn.Module) -> None:
-    """Give `model` the head of transformers' sequence classification with one label, under its name and fresh."""
+def add_score_head(model: nn.Module, scores: str) -> None:
+    """Give `model` the head that transformers has for this one of `SCORES`, under its name and fresh."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     device = next(model.parameters()).device
-    model.score = nn.Linear(config.hidden_size, 1, bias=False, device=device)
+    tokens = scores == "TOKEN_CLS"
+    model.score = nn.Linear(config.hidden_size, SCORES[scores][0], bias=tokens, device=device)
     nn.init.normal_(model.score.weight, std=getattr(config, "initializer_range", 0.02))
+    if tokens:
+        nn.init.zeros_(model.score.bias)
 
 
 @contextlib.contextmanager
@@ -387,8 +391,8 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
     """
     trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
     with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft():
-        if lora.task_type == SCORES and not hasattr(model, "score"):
-            add_score_head(model)
+        if lora.task_type in SCORES and not hasattr(model, "score"):
+            add_score_head(model, str(lora.task_type))
         if not isinstance(model, PeftModel):
             model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
         else:

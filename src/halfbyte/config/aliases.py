@@ -132,7 +132,6 @@ HARMLESS = {
 
 NOT_BUILT = {
     "use_ray": "remove it, and start the run with `halfbyte train`, or torchrun on each host",
-    "process_reward_model": "remove it; method: reward trains a model of whole answers",
     "sync_ref_model": "remove it; the reference stays what the run began with",
     "dpo_norm_loss": "set loss_type: sigmoid_norm, which takes the mean log-prob of an answer's tokens",
     "loftq_config": "remove it; init_lora_weights: true or gaussian works now",
