@@ -83,10 +83,10 @@ def checked(name: str) -> None:
                 raise SystemExit("the fused model's log-probabilities are not the model's")
     for kind, batch in zip(("apart", "shared"), batches, strict=True):
         print(f"prompts {kind}:")
-        _check_graphs(model, batch)
+        _check_graphs(name, model, batch)
 
 
-def _check_graphs(model: Any, batch: dict[str, Any]) -> None:
+def _check_graphs(name: str, model: Any, batch: dict[str, Any]) -> None:
     from halfbyte.train.stepper import GraphedStepper, Stepper
 
     found = {}
