@@ -26,6 +26,6 @@ def test_in_the_interpreter():
     options = ["-q", "-p", "no:cacheprovider", "-x", "-m", "interpret"]
     command = [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in PARITY)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
