@@ -56,6 +56,7 @@ class PreparedData:
         report: the contents of data_report.json.
         answers: documents that each row of the data stands for; rows of several have seq_lengths, packed or not.
         together: how many of these one forward takes.
+        shared: whether the documents of a row share their prompt, which stands once before them (`branches`).
     """
 
     train: Dataset
@@ -63,6 +64,7 @@ class PreparedData:
     report: dict[str, Any]
     answers: int = 1
     together: int = 1
+    shared: bool = False
 
 
 @dataclass

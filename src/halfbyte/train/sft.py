@@ -22,12 +22,13 @@ from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
+from halfbyte.data.paired import answer_collator, apart
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
-from halfbyte.memory.limit import held_to
+from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
@@ -58,6 +59,7 @@ from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reference import use_reference
 from .reproducible import repeatable, verdict
 from .rewarding import answering
+from .rows import on_device
 from .setup import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .snapshot import save_weights
 
@@ -154,10 +156,20 @@ def _run_or_report(run: OpenRun, console: Console) -> RunResult:
 @contextlib.contextmanager
 def _settings(run: PreparedRun) -> Iterator[None]:
     """What holds for the whole process while a run trains: its share of memory, its algorithms."""
-    limit = run.config.memory_limit_gib
-    share = held_to(run.machine.device, None if limit is None else int(limit * GIB))
-    with share, repeatable(run.config, run.machine.device), lengths_vary(lengths_differ(run)):
+    with (
+        held_to(run.machine.device, _most_bytes(run)),
+        repeatable(run.config, run.machine.device),
+        lengths_vary(lengths_differ(run)),
+    ):
         yield
+
+
+def _most_bytes(run: PreparedRun) -> int | None:
+    """That torch may take of the device. A run whose slices wait on the host fills it, and CUDA does not ask torch to
+    give back what it only caches: the kernels that the first steps load must find room."""
+    if run.plan.hosted:
+        return run.plan.capacity_bytes - FIRST_KERNELS
+    return None if run.config.memory_limit_gib is None else int(run.config.memory_limit_gib * GIB)
 
 
 def _release(device: torch.device) -> None:
@@ -228,6 +240,9 @@ def _make_ready(
     isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
+    if run.data.shared:
+        shared, alone = _shared_and_apart(run, device)
+        results["shared_prompts"] = checks.shared_check(model, shared, alone, dtype)
     if run.mesh.ways("context") > 1:
         loss = results.get("fused", results["first_step"])["loss"]
         with divided(model, run.mesh):
@@ -238,6 +253,13 @@ def _make_ready(
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
     return results, report
+
+
+def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Batches of the answers of the first row, sharing their prompt and apart."""
+    collate = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
+    row = run.data.train[0]
+    return on_device(collate([row]), device), on_device(collate([apart(row)]), device)
 
 
 def _peaks(device: torch.device, loop: TrainingLoop, base_bytes: int) -> dict[str, int]:
