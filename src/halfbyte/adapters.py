@@ -370,8 +370,8 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
     """
     said = read_adapter_config(folder)
     if (kind := said.get("peft_type")) != "LORA":
-        wrong = f"{folder / ADAPTER_CONFIG} is of a {brief(kind)} adapter"
-        raise CheckpointError(wrong, "give a LoRA or DoRA adapter (peft_type LORA)")
+        wrong = f"{folder / ADAPTER_CONFIG} has the peft_type {brief(kind)}"
+        raise CheckpointError(wrong, "give a LoRA or DoRA adapter, whose peft_type is LORA")
     rank = max([said.get("r") or 0, *(said.get("rank_pattern") or {}).values()])
     header = read_header(folder / ADAPTER, ADAPTER_AGAIN)
     shapes = (entry["shape"] for name, entry in header.items() if "lora" in name)
