@@ -3,9 +3,9 @@
     python -m benchmarks.preference_step [--model llama-3.1-8b] [--pairs 8] [--prompt 1024] [--answer 512] [--steps 5]
                                          [--reference once|each] [--prompts once|twice|both] [--json FILE]
 
-Random weights in NF4, r=16 on seven linears, as padded rows. Each pair's prompt stands once before both answers, as a run
-has it, or before each. Reported are ms and tokens a
-second of both steps and of the reference's forward, and each one's peak. Asked: the reference's tokens a second at
+Random weights in NF4, r=16 on seven linears, padded rows. Each pair's prompt stands once before both answers, as in a
+run, or before each. Reported are ms and tokens a second of both steps and of the reference's forward, and each one's
+peak. Asked: the reference's tokens a second at
 least 1.9 times the step's, DPO's peak within 5% of the other's. Before that both answers' log-probabilities of the
 fused model are compared with transformers' own forwards, and the losses of steps as CUDA graphs with eager ones.
 """

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from halfbyte.config import RunConfig
 from halfbyte.config.policy import answers_a_generation, micro_batches_a_generation
+from halfbyte.data.branches import GIVEN
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
 from halfbyte.generation import Completion, Rollouts, Sampling
@@ -98,6 +99,7 @@ class Generations:
         computing: what a forward of training runs in.
         stops: tokens that end an answer.
         file: completions.jsonl.
+        shared: adjacent answers share their prompt in training.
     """
 
     def __init__(
@@ -113,10 +115,11 @@ class Generations:
         computing: Callable[[], AbstractContextManager[Any]],
         stops: list[int],
         file: MetricsFile,
+        shared: bool = False,
     ):
         self.config, self.method, self.model, self.tokenizer = config, method, model, tokenizer
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
-        self.stops, self.file = stops, file
+        self.stops, self.file, self.shared = stops, file, shared
         self.engine = Rollouts(model, rows=answers_a_generation(config))
         self.group = config.num_generations or 2
         self.size = config.per_device_train_batch_size
@@ -159,11 +162,16 @@ class Generations:
             rows = self._compared(answered, collate)
             answered.numbers["compare_seconds"] = time.perf_counter() - began
             self._write(answered, rows, callbacks)
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.config.seed + number))
-            self._current = Generation(number, self._weighed([rows[at] for at in order.tolist()]))
+            self._current = Generation(number, self._weighed(self._shuffled(rows, number)))
             self._last = answered.numbers
             self._since.append(self._last)
         return self._current
+
+    def _shuffled(self, rows: list[Row], number: int) -> list[Row]:
+        """`rows` in the order of training: by groups, whose answers stay together and may share their prompt."""
+        drawn = torch.Generator().manual_seed(self.config.seed + number)
+        groups = torch.randperm(len(rows) // self.group, generator=drawn).tolist()
+        return [rows[group * self.group + at] for group in groups for at in range(self.group)]
 
     # --- answers and rewards -----------------------------------------------------------------------------------------
 
@@ -214,6 +222,7 @@ class Generations:
             labels = ids if trained else [IGNORE_INDEX] * len(ids)
             sampled = completion.log_probs.tolist() if trained else []
             row: Row = {"input_ids": given + ids, "labels": [IGNORE_INDEX] * len(given) + labels, "sampled": sampled}
+            row |= {GIVEN: len(given)} if self.shared else {}
             rows.append(row | {"advantage": 0.0, "items": 0.0})
         divergence = self._add_log_probs(rows, collate)
         advantages = self.method.advantages(_rewards(answered.scored), divergence)
