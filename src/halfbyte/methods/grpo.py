@@ -6,6 +6,7 @@ What is sampled is the loop's business (`train.generations`); here is what a row
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from ..config.policy import answers_a_generation, micro_batches_a_generation
@@ -247,8 +248,10 @@ def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
     new, prompts = answers * config.max_completion_length, rows["prompt_ids"]
     ids = [[*prompt, *prompt[-1:] * new] for prompt in prompts]
     labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
-    rows = rows.add_column("input_ids", ids).add_column("labels", labels)
-    if answers == 1:
-        return rows
-    lengths = [[len(prompt), *[config.max_completion_length] * answers] for prompt in prompts]
-    return rows.add_column("seq_lengths", lengths).add_column(ANSWERS, [[answers]] * len(rows))
+    columns: dict[str, list[list[int]]] = {"input_ids": ids, "labels": labels}
+    if answers > 1:
+        lengths = [[len(prompt), *[config.max_completion_length] * answers] for prompt in prompts]
+        columns |= {"seq_lengths": lengths, ANSWERS: [[answers]] * len(rows)}
+    for name, values in columns.items():  # without a name for the result all values would be hashed, by pickling them
+        rows = rows.add_column(name, values, new_fingerprint=uuid.uuid4().hex)
+    return rows
