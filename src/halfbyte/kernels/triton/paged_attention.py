@@ -27,6 +27,7 @@ MOST_SPLITS = 32
 WAVES = 2  # programs for each multiprocessor, at least, where rows are long enough
 WIDEST = 128  # queries of a bundle's tile, for which there are registers; with more, each row reads by itself
 USUAL = 8  # rows of a bundle, which the number of programs is chosen for
+MOST_PARTS = 8  # of a bundle's pages, each of which a row's programs add up
 
 
 @triton.jit
@@ -197,8 +198,8 @@ def attend(
     numbers = q.stride(0), tables.stride(0), size, scale, softcap or 1.0
     options, wide = (window or 0, softcap is not None), power_of_2(BUNDLE * group)
     parts, begun = 0, (lengths, q, lengths, lengths)  # not read where nothing is shared
-    if shared is not None and wide <= WIDEST:
-        parts = splits_of(device, rows // USUAL * key_heads, tables.shape[1], 1)
+    if shared is not None and wide <= WIDEST and q.element_size() == 2:  # fp32 has no tensor cores
+        parts = min(splits_of(device, rows // USUAL * key_heads, tables.shape[1], 1), MOST_PARTS)
         sums = _partial(rows * heads, parts, q)
         tile = max(wide, 16)
         _sharer(
