@@ -149,7 +149,17 @@ STEPS = (
 )
 
 
-GPU_PARTS = ("link", "data", "tensor", "context", "gathers", "graphs", "ways", "seventy")  # of the two benchmarks
+GPU_PARTS = (
+    "link",
+    "data",
+    "peers",
+    "tensor",
+    "context",
+    "gathers",
+    "graphs",
+    "ways",
+    "seventy",
+)  # of the two benchmarks
 
 
 def gpus_command(name: str, result: dict[str, Any]) -> str:
@@ -167,6 +177,13 @@ def gpus_table(results: Results) -> Rows:
             apart = min(run["ms"]["apart"], run["ms"]["apart again"])
             beside = f"{run['of_apart']:.3f} of two that do not speak ({apart:.1f} ms)"
             rows.append((f"**{name}**, data", f"{ms:.1f}", beside, f"{run['peak_gib']:.1f}"))
+        for run in (run for run in result.get("peers", []) if run["theirs_ms"]):
+            beside = (
+                f"Hugging Face, PEFT, bitsandbytes and DDP take {run['theirs_ms']:.0f} ms: {run['times']:.2f} times"
+            )
+            rows.append(
+                (f"**{run['model']} {run['rows']}×{run['length']}**, data", f"{run['ours_ms']:.1f}", beside, "")
+            )
         for run in result.get("gathers", []):
             beside = f"{run['of_data']:.3f} of data; {run['gathered_gb']:.1f} GB gathered" if "of_data" in run else ""
             rows.append(

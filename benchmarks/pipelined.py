@@ -1,10 +1,13 @@
 """A step of a model in stages, on as many GPUs as there are, against data parallel over the same rows.
 
     torchrun --nproc-per-node 2 --max-restarts 8 -m benchmarks.pipelined --json FILE [SCHEDULE:CHUNKS…]
+    torchrun --nproc-per-node 2 -m benchmarks.pipelined --seventy --json FILE
 
 For each schedule, with and without recomputing ahead of the gradient: milliseconds of a step; the share of it in which
 GPUs wait, read from CUDA events around all that stages compute; the same from the simulation, with the seconds that the
 stages were measured to take; and losses. Layers are checkpointed. Weights are random and made here.
+
+`--seventy`: a 70B as two stages, four micro-batches of 1×2048 a step, on GPUs that are filled up but for 24 GiB.
 
 A schedule that takes longer than `--limit` seconds ends its processes; torchrun starts them again, for what is left.
 """
@@ -27,15 +30,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.several_gpus import Results
-from benchmarks.step_model import build, random_batch, timed
+from benchmarks.sharded import SMALL, Filled, planned
+from benchmarks.step_model import build, empty_model, fill, random_batch, run_config, timed
+from halfbyte.adapters import add_adapter
 from halfbyte.config import Parallel
+from halfbyte.formats import named
+from halfbyte.layers import QuantizedLinear
 from halfbyte.methods import METHODS
 from halfbyte.models.copies import clear_copies
 from halfbyte.models.cuts import cut_layers, stage_seconds
 from halfbyte.models.head import Head, take_head
 from halfbyte.models.layer import causal_lm_of, decoder_layers
 from halfbyte.models.patch import patch
-from halfbyte.models.stages import Stages, layer_seconds
+from halfbyte.models.stages import Stages, elsewhere, layer_seconds
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import Mesh, clip_gradients, present_mesh, sum_gradients
 from halfbyte.parallel.pipeline import Pipeline
@@ -186,6 +193,50 @@ def data_parallel(mesh: Mesh, model: Any, batches: list[dict[str, Tensor]]) -> d
     return {"step_ms": mesh.max(found["ms"]), "peak_gib": mesh.gather(found["peak_gib"]), "losses": found["losses"]}
 
 
+def seventy(mesh: Mesh, results: Results) -> None:
+    """A step of stages that no GPU could hold together; bytes after each phase."""
+    name, level, filled = "llama-3.1-70b", "offload", Filled(SMALL)
+    device, free = torch.device("cuda", mesh.local), mesh.gather(filled.phases())
+    torch.distributed.all_reduce(torch.zeros(1, device=device), group=mesh.group("pipeline"))
+    plan, model = planned(mesh, name, level, batches=4), empty_model(name)
+    results.add("seventy", planned_gib=plan.total / 2**30, capacity_gib=plan.capacity_bytes / 2**30, free=free)
+    seconds, head = layer_seconds(model, recomputed=True)
+    schedule = Schedule("1f1b", mesh.size, 1)
+    parts = cut_layers(schedule, seconds, head)
+    own, format_ = schedule.stages_of(mesh.place("pipeline")), named("nf4")
+    torch.manual_seed(0)
+    fill(model, "cuda", lambda linear: QuantizedLinear.from_linear(linear, format_), elsewhere(model, parts, own))
+    model = add_adapter(model, run_config(name)).train()
+    take_head(model, Head())
+    stages = Stages(model, parts, own)
+    gc.collect()
+    torch.cuda.empty_cache()
+    patch(model, level)
+    results.add("seventy", phase="built", layers=[len(part) for part in parts], gib=mesh.gather(filled.phases()))
+    of_stages = [stage_seconds(part, seconds, head) for part in parts]
+    how: dict[str, Any] = {"width": 8192, "dtype": torch.bfloat16, "device": device, "ahead": len(parts[0])}
+    spare = max(plan.capacity_bytes - plan.total, 0)
+    line, around = (
+        Pipeline(mesh, schedule, of_stages, **how, spare=spare),
+        partial(torch.autocast, "cuda", how["dtype"]),
+    )
+
+    def sums(batch: Any) -> dict[str, Tensor]:
+        with around():
+            return SFT.sums(model, batch)
+
+    tokens = random_batch(name, 4, 2048, "cuda")
+    batches = [{key: row[None] for key, row in zip(tokens, rows, strict=True)}
+               for rows in zip(*tokens.values(), strict=True)]  # fmt: skip
+    stepper = PipelinedStepper(sums, ["loss"], SFT.blank, around, line, stages)
+    count = torch.full((), 4.0 * 2047, device=device)
+    found = timed(step_of(mesh, model, stepper, batches, count), 4 * 2048, STEPS)
+    phases = mesh.gather(filled.phases())
+    results.add(
+        "seventy", step_ms=mesh.max(found["ms"]), steps=len(found["losses"]), gib=phases, losses=found["losses"]
+    )
+
+
 def tried(mesh: Mesh, results: Results) -> list[tuple[str, int]]:
     """What was begun before a restart; what was found then is among `results` again."""
     if results.path and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and Path(results.path).exists():
@@ -201,10 +252,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--seventy", action="store_true")
     given = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with present_mesh(kind="cuda") as mesh:
         mesh, results = mesh.laid_out(Parallel(pipeline=mesh.size)), Results(mesh, given.json)
+        if given.seventy:
+            return seventy(mesh, results)
         before = tried(mesh, results)
         model = build(given.model, "cuda")
         patch(model, "checkpoint")

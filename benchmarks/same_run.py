@@ -1,18 +1,24 @@
 """One run on several GPUs and on one, through `halfbyte train`: how far apart losses are, step by step.
 
     python -m benchmarks.same_run [WAY…] [--steps 50] [--gpus 2] [--json FILE] [--device cpu --hidden 128]
+    python -m benchmarks.same_run hosts-data hosts-shard
 
 A Llama of 0.16B in NF4 with random weights, which learns fast, so that its losses differ easily: packed rows of 512
 tokens, computed in bfloat16. WAYs are axes of `parallel`, and `kernels`: one GPU with transformers' own operations in
 place of the fused ones. What that is apart is what another order of roundings comes to, without any division.
+
+`hosts-data` and `hosts-shard` are the same axes on two hosts, for which two agents of torchrun stand: `NCCL_HOSTID`
+tells NCCL that they are, so that everything between them goes through the loopback device, whose bytes are counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -49,10 +55,10 @@ def write_place(folder: Path, hidden: int) -> None:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def losses(given: argparse.Namespace, way: str) -> list[float]:
-    """Of each step."""
-    output = given.work / f"run-{way}"
-    ways, rows = {way: given.gpus}, WINDOW // given.gpus if way in ("data", "shard") else WINDOW
+def losses(given: argparse.Namespace, way: str) -> tuple[list[float], dict[str, Any]]:
+    """Of each step; and what passed between hosts."""
+    output, (hosts, axis) = given.work / f"run-{way}", (way.startswith("hosts-"), way.removeprefix("hosts-"))
+    ways, rows = {axis: given.gpus}, WINDOW // given.gpus if axis in ("data", "shard") else WINDOW
     keys: dict[str, Any] = {
         "output_dir": output, "packing": "true", "max_length": 512, "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": rows, "max_steps": given.steps, "learning_rate": given.rate, "seed": 0,
@@ -62,14 +68,65 @@ def losses(given: argparse.Namespace, way: str) -> list[float]:
         keys |= {"device": "cpu" if given.device == "cpu" else "cuda:0", "use_kernels": str(way == "alone").lower()}
     else:
         keys |= {"parallel": json.dumps(ways)} | ({"device": "cpu"} if given.device == "cpu" else {})
-    command = [sys.executable, "-m", "halfbyte", "train", str(given.work / "model"), str(given.work / "data.jsonl")]
-    began = time.perf_counter()
-    ran = subprocess.run([*command, *(f"{key}={value}" for key, value in keys.items())], capture_output=True, text=True)
-    if ran.returncode:
-        raise SystemExit(f"{way}: exit {ran.returncode}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    print(f"{way}: {time.perf_counter() - began:.0f} s", flush=True)
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    command = ["-m", "halfbyte", "train", str(given.work / "model"), str(given.work / "data.jsonl")]
+    command += [f"{key}={value}" for key, value in keys.items()]
+    began, seen = time.perf_counter(), dict[str, Any]()
+    if hosts:
+        seen = on_hosts(command, output, given)
+    else:
+        ran = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        if ran.returncode:
+            raise SystemExit(f"{way}: exit {ran.returncode}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
+    print(f"{way}: {time.perf_counter() - began:.0f} s {seen or ''}", flush=True)
+    return [record["loss"] for record in trained(output)], seen
+
+
+def trained(output: Path) -> list[dict[str, Any]]:
+    """The records of steps so far."""
+    file = output / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if record["kind"] == "train"]
+
+
+def on_hosts(command: list[str], output: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Run a program as one process on each of as many hosts as there are GPUs; bytes between them, of a step."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = ["--nnodes", str(given.gpus), "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    agents = []
+    for host in range(given.gpus):
+        own = {"NCCL_HOSTID": f"host{host}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        own |= {"CUDA_VISIBLE_DEVICES": str(host), "NCCL_IB_DISABLE": "1"}
+        place = [*meeting, "--master-port", str(port), "--node-rank", str(host)]
+        agents.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *place, *command], env=os.environ | own,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    samples: dict[int, int] = {}  # steps recorded → bytes when that was first seen
+    while any(agent.poll() is None for agent in agents):
+        samples.setdefault(len(trained(output)), loopback_bytes())
+        time.sleep(0.02)
+    for host, agent in enumerate(agents):
+        said = agent.communicate()[0]
+        if agent.returncode:
+            raise SystemExit(f"host {host}: exit {agent.returncode}\n{said[-3000:]}")
+    from safetensors.torch import load_file
+
+    numbers = sum(tensor.numel() for tensor in load_file(output / "adapter" / "adapter_model.safetensors").values())
+    steps = sorted(at for at in samples if at >= 2)
+    first, last = steps[0], steps[-1]
+    each = (samples[last] - samples[first]) / (last - first)
+    return {"bytes_of_a_step": each, "gradients": 4 * numbers, "of_both_ways": each / (8 * numbers)}
+
+
+def loopback_bytes() -> int:
+    """That the loopback device has carried."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
 
 
 def main() -> None:
@@ -86,11 +143,11 @@ def main() -> None:
     shutil.rmtree(given.work, ignore_errors=True)
     given.work.mkdir(parents=True)
     write_place(given.work, given.hidden)
-    found: dict[str, Any] = {"alone": {"losses": losses(given, "alone")}}
+    found: dict[str, Any] = {"alone": {"losses": losses(given, "alone")[0]}}
     for way in given.ways:
-        own = losses(given, way)
+        own, seen = losses(given, way)
         apart = [abs(one / other - 1) for one, other in zip(own, found["alone"]["losses"], strict=True)]
-        found[way] = {"losses": own, "first_apart": apart[0], "most_apart": max(apart)}
+        found[way] = {"losses": own, "first_apart": apart[0], "most_apart": max(apart), **seen}
         print(f"  first step {apart[0]:.1e} apart, the farthest {max(apart):.1e}", flush=True)
         keys = {"steps": given.steps, "gpus": given.gpus, "learning_rate": given.rate, "hidden": given.hidden}
         write_result(given.json, {**keys, "runs": found})

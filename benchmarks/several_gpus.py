@@ -8,6 +8,8 @@ all at once without a word to each other, all together. PARTs:
     link        rate of all-reduce and all-gather, and what CUDA and NCCL take of a GPU beside torch's allocator
     tensor      a step with products divided: 8B 4×2048
     data        a step of `data` parallel: 8B 4×2048; 0.6B 2×2048 and 2×512 as CUDA graphs
+    peers       the first and the last of these beside Hugging Face's modules with PEFT, bitsandbytes and
+                DistributedDataParallel (where bitsandbytes is installed)
     context     a step of one row of 65,536 tokens cut along them, whole and packed: eight of the 8B's layers,
                 checkpointed (of all 32, four steps of one GPU take over a minute)
 """
@@ -20,6 +22,7 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +150,39 @@ def data(mesh: Mesh, results: Results) -> None:
         del training
         gc.collect()
         torch.cuda.empty_cache()
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def peers(mesh: Mesh, results: Results) -> None:
+    """A step of all GPUs together, ours and a peer's."""
+    for name, rows, length, graphs in (DATA[0], DATA[-1]):
+        training, tokens = Training(mesh, name, rows, length, graphs), rows * length
+        mesh.wait()
+        ours = mesh.max(timed(lambda t=training: t.step(True), tokens)["ms"])  # type: ignore[misc]
+        training.stepper.close()
+        del training
+        gc.collect()
+        torch.cuda.empty_cache()
+        mesh.wait()
+        if mesh.is_main:
+            theirs, said = _of_peer(mesh, name, rows, length)
+            shape = {"model": name, "rows": rows, "length": length, "graphs": graphs}
+            results.add("peers", **shape, ours_ms=ours, theirs_ms=theirs, times=theirs and theirs / ours, said=said)
+        mesh.wait()
+
+
+def _of_peer(mesh: Mesh, name: str, rows: int, length: int) -> tuple[float | None, str]:
+    """Milliseconds of a step in processes of its own; where it fails, what it said."""
+    begin = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.size)]
+    shape = [name, str(rows), str(length)]
+    command = [sys.executable, *begin, "-m", "benchmarks.step_peers", "bitsandbytes", *shape]
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    found = [json.loads(line.removeprefix("RESULT")) for line in ran.stdout.splitlines() if line.startswith("RESULT")]
+    return (found[0]["ms"], "") if found else (None, ran.stderr[-1500:])
 
 
 # --- context ----------------------------------------------------------------------------------------------------------
@@ -292,7 +328,7 @@ def _sums_of_streams(mesh: Mesh, results: Results, tokens: int, width: int) -> N
     results.add("tensor", sums_ms=4 * 32 * one / 1e3)
 
 
-PARTS = {"link": link, "data": data, "tensor": tensor, "context": context}
+PARTS = {"link": link, "data": data, "peers": peers, "tensor": tensor, "context": context}
 
 
 def main() -> None:

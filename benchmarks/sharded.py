@@ -399,11 +399,12 @@ class Filled:
         return {name: round(size / GIB, 3) for name, size in found.items()}
 
 
-def planned(mesh: Mesh, name: str, level: str) -> Any:
-    """The plan for what is free now."""
+def planned(mesh: Mesh, name: str, level: str, batches: int = 1) -> Any:
+    """The plan for what is free now: of one row of 2,048 tokens a micro-batch, and so many of these a step."""
     from halfbyte.plan.estimate import estimate
 
-    config = run_config(name, per_device_train_batch_size=1, max_length=2048, activation_checkpointing=level)
+    shape = {"per_device_train_batch_size": 1, "max_length": 2048, "gradient_accumulation_steps": batches}
+    config = run_config(name, **shape, activation_checkpointing=level)
     free = -mesh.max(-torch.cuda.mem_get_info()[0])
     return mesh.from_main(
         estimate(config, step_model.model_config(name), device="cuda", capacity_bytes=free, layout=mesh.layout)

@@ -58,17 +58,18 @@ def random_weight(shape: torch.Size, device: str) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
 
 
-def fill(model: Any, device: str, quantize: Any) -> None:
-    """Give an empty model random weights; `quantize` turns each linear but the head into what takes its place."""
-    for module in list(model.modules()):
+def fill(model: Any, device: str, quantize: Any, elsewhere: Callable[[str], bool] = lambda name: False) -> None:
+    """Give an empty model random weights; `quantize` turns each linear but the head into what takes its place. What is
+    `elsewhere`, by its name, stays empty."""
+    for prefix, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and name in TARGETS:
+            if type(child) is nn.Linear and name in TARGETS and not elsewhere(f"{prefix}.{name}"):
                 child.weight = nn.Parameter(random_weight(child.weight.shape, device), requires_grad=False)
                 setattr(module, name, quantize(child))
                 del child.weight  # the list of modules still holds the layer
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
+            if parameter is not None and parameter.is_meta and not elsewhere(f"{prefix}.{name}"):
                 module._parameters[name] = nn.Parameter(random_weight(parameter.shape, device), requires_grad=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

@@ -3,7 +3,8 @@
 Same shapes, quantization, rank, optimizer and tokens as `benchmarks.step`; prints one line that begins with RESULT.
 bitsandbytes is Hugging Face's modules with PEFT after its `prepare_model_for_kbit_training`, and liger the same with
 Liger's kernels in their place; Unsloth loads a checkpoint that a process before it writes, since it must be imported
-before transformers.
+before transformers. Under torchrun the first two train with DistributedDataParallel, and the slowest process's
+milliseconds count.
 """
 
 from __future__ import annotations
@@ -39,13 +40,23 @@ def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
     model = prepare_model_for_kbit_training(model, given.checkpointing, {"use_reentrant": False})
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM"))
     model.train()
+    several = "WORLD_SIZE" in os.environ
+    if several:
+        torch.distributed.init_process_group("nccl")
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
     batch = random_batch(given.model, given.batch, given.length, "cuda")
 
     def loss_of() -> Any:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return model(**batch, use_cache=False).loss
 
-    return timed(training_step(model, loss_of), given.batch * given.length)
+    found = timed(training_step(model, loss_of), given.batch * given.length)
+    if several:
+        ms = torch.tensor(found["ms"], device="cuda")
+        torch.distributed.all_reduce(ms, torch.distributed.ReduceOp.MAX)
+        found["ms"] = float(ms)
+        torch.distributed.destroy_process_group()
+    return found
 
 
 def liger(given: argparse.Namespace) -> dict[str, Any]:
@@ -127,6 +138,10 @@ def main() -> None:
     parser.add_argument("length", type=int)
     parser.add_argument("--checkpointing", action="store_true")
     given = parser.parse_args()
+    if "LOCAL_RANK" in os.environ:
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if given.peer == "checkpoint":
         return checkpoint(given)
     result = {"bitsandbytes": bitsandbytes, "liger": liger, "unsloth": unsloth}[given.peer](given)

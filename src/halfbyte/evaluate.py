@@ -63,6 +63,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     saved = load_saved(name, overrides, dataset, scores=True)
     from .data.collate import make_collator
     from .models.isolation import isolate_run
+    from .models.layer import causal_lm_of
 
     config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
     method = method_of(config)
@@ -73,7 +74,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
         )
     if method.reference:
         _add_reference(saved.model, config)
-    rows = method.ready(config, saved.tokenizer).train
+    rows = method.ready(config, saved.tokenizer, causal_lm_of(saved.model).config).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     isolate_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
     return measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)

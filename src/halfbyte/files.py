@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -182,7 +183,9 @@ def _cause(error: BaseException, path: Path) -> OSError | None:
         place, path = Path(shown(str(Path(named).absolute()))), path.absolute()
         return error if place.is_relative_to(path) or path.is_relative_to(place) else None
     if _NUMPY.fullmatch(str(error)):
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+        number = errno.EFBIG if limited else errno.ENOSPC
+        return OSError(number, os.strerror(number))
     if (found := _RUST.search(str(error))) and int(found[1]) in OF_WRITING:
         return OSError(int(found[1]), os.strerror(int(found[1])))
     before = error.__context__  # torch's own error for a Python file that could not be written

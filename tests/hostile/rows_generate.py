@@ -45,6 +45,19 @@ ROWS = [
     loaded("50 an adapter's config cut short", {CONFIG: cut()}, says="adapter_config.json"),
     loaded("50 an adapter's config of a list", {CONFIG: "[]"}, says="adapter_config.json"),
     loaded("50 a rank as text", {CONFIG: edited(r="two")}, says="adapter_config.json"),
+    loaded("+ an adapter of prefixes", {CONFIG: edited(peft_type="PREFIX_TUNING")}, says="PREFIX_TUNING", fix="LoRA"),
+    loaded(
+        "+ an adapter of whole numbers",
+        {ADAPTER: first(lambda tensor: tensor.to(torch.int8))},
+        says="int8",
+        fix="bfloat16",
+    ),
+    loaded(
+        "+ an adapter in eight bits",
+        {ADAPTER: first(lambda tensor: tensor.to(torch.float8_e4m3fn))},
+        says="float8_e4m3fn",
+        slow=True,
+    ),
     loaded("52 an adapter with NaN", {ADAPTER: first(lambda tensor: tensor * torch.nan)}, says="lora_"),
     loaded("58 an adapter that may not be read", {ADAPTER: mode(0)}, says="adapter_model.safetensors"),
     Case(

@@ -148,6 +148,11 @@ DATASETS = [
         "[]", "null", '"a"', "[1]", '[{"role": "user"}]', '[{"content": "a"}]', '[{"role": "user", "content": 3}]',
         '[{"role": "martian", "content": "a"}]', '[{"role": "user", "content": {"a": [1]}}]',
         '[{"role": ["user"], "content": "a"}]')), 3),
+    refused("+ a picture in a turn", "data.jsonl:1, turn 1", fix="leave that part out", files=data(MESSAGES.format(
+        '[{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "b"}]'))),
+    refused("+ arguments of a call in a list", "data.jsonl:1, turn 2", fix="arguments", files=data(MESSAGES.format(
+        '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"function":'
+        ' {"name": "f", "arguments": [1]}}]}]'))),
     refused("+ rows of two layouts", "data.jsonl:2", files=data(MESSAGES.format(
         '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]') + PAIR)),
     either("+ JSON with a key twice", files=data('{"prompt": "a", "prompt": "b", "completion": "c"}\n')),
@@ -171,6 +176,8 @@ DATASETS = [
     *later(either("+ text with NUL", "check run.yaml dataset=d.txt", files={"d.txt": "a\0b\n"})),
     refused("+ a column that is not there", ("column_mapping", "nope"), "'column_mapping={prompt: nope}'", files=data(
          PAIR)),
+    refused("+ one column for two parts", ("column_mapping", "both prompt and completion"),
+         "'column_mapping={prompt: a, completion: a}'", files=data('{"a": "x", "b": "y"}\n')),
     refused("+ answers without a letter", "all answers are empty", files=data('{"prompt": "a", "completion": ""}\n')),
     refused("+ other columns in eval_dataset", "e.jsonl", "eval_dataset=e.jsonl", files={"e.jsonl": '{"x": 1}\n'}),
     refused("+ all of it too long", "max_length", "overlong=drop max_length=2"),
@@ -208,6 +215,8 @@ MODELS = [
         "tie_word_embeddings", "maybe"))), 6),
     *[refused(f"+ stored as {value}", "stored as", files={CONFIG: edited(quantization_config=value)})
       for value in ({}, {"quant_method": "magic"})],
+    refused("+ stored as AWQ, by config.json alone", "stored in 16 bits or more", fix="quantization_config",
+         files={CONFIG: edited(quantization_config={"quant_method": "awq", "bits": 4})}),
     *later(either("+ config.json with architectures of nothing", files={CONFIG: edited(architectures=["Nothing"])})),
     either("+ config.json with a BOM", files={CONFIG: lambda path: path.write_text("\ufeff" + path.read_text())}),
     refused("+ a model for classes", "model", files={CONFIG: '{"model_type": "bert"}'}),
@@ -281,6 +290,8 @@ MACHINES = [
          wishes={"full": [1]}) for
       command in ("check run.yaml", "env", "init model data.jsonl",
          "generate run prompts.jsonl --max-new-tokens 4")), 2),
+    Case("+ a file of 20 kB at most to export to", "export model --gguf f16 --out x.gguf", says="no file of this size",
+         fix="ulimit -f", wishes={"limits": {"RLIMIT_FSIZE": 20_000}}),
     Case("+ train tells a full disk", "train run.yaml", code=(0, 1), wishes={"full": [1]}, after=RAN_OUT),
     *later(good("+ standard input is closed", wishes={"closed": [0]})),
     *later(Case("+ standard output is closed", "check run.yaml", code=(0, 1, 120), wishes={"closed": [1]})),

@@ -118,6 +118,25 @@ ROWS = [
     stopped(
         "62 a checkpoint under another number", {ALL[1]: renamed}, code=0, says="checkpoint-9999", after=RAN, gone=RAN
     ),
+    stopped(
+        "+ the newest optimizer.pt is that of the checkpoint before",
+        {
+            f"{ALL[1]}/optimizer.pt": lambda path: path.write_bytes(
+                (path.parents[1] / "checkpoint-2" / path.name).read_bytes()
+            )
+        },
+        code=0,
+        says="sha256",
+        after=RAN,
+        gone=RAN,
+    ),
+    Case(
+        "+ the run's folder for a checkpoint",
+        f"train run.yaml {STOPPED} resume_from_checkpoint=stopped",
+        says="stopped is not a whole checkpoint",
+        fix="stopped/checkpoint-4",
+        given=("stopped",),
+    ),
     stopped("58 a run that may not be written", {"stopped": mode(0o555)}, says="stopped"),
     *later(Case("40 nothing to resume", "train run.yaml --resume", code=0, says="out", after=("out", "out/*"))),
     Case(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
-from halfbyte.ops.attention import attention_backward, spans
+from halfbyte.ops.attention import attention, attention_backward, spans
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import attention as kernels
@@ -28,25 +28,62 @@ def documents_of(lengths):
     return spans(bounds.to(DEVICE), sum(lengths))
 
 
-def forward(query, key, value, documents, window):
+def trees(groups):
+    """Documents and prompts of tokens in `groups`: a prompt and its answers, by their lengths."""
+    columns = [[], [], [], []]  # begin, end, and the prompt's
+    for prompt, *answers in groups:
+        at = len(columns[0])
+        parts = [(at, prompt, at + prompt + sum(answers), 0, 0)]
+        begin = at + prompt
+        for answer in answers:
+            parts.append((begin, answer, begin + answer, at, at + prompt))
+            begin += answer
+        for first, length, *others in parts:
+            for column, number in zip(columns, (first, *others), strict=True):
+                column += [number] * length
+    made = [torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in columns]
+    return tuple(made[:2]), tuple(made[2:])
+
+
+def forward(query, key, value, documents, window, prompts=None):
     """In the inputs' dtype: the result and, in fp32, the logarithm of the sums."""
     rows, group = torch.arange(len(query), device=query.device), query.shape[1] // key.shape[1]
     first = documents[0].to(query.device)
     seen = (rows <= rows[:, None]) & (rows >= first[:, None])
     if window is not None:
         seen &= rows > rows[:, None] - window
+    if prompts is not None:
+        opening, closing = (x.to(query.device)[:, None] for x in prompts)
+        seen |= (rows >= opening) & (rows < closing)
     k, v = (x.repeat_interleave(group, 1) for x in (key, value))
     scores = (torch.einsum("qhd,khd->hqk", query, k) * 0.2).masked_fill(~seen, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def gradients(inputs, dout, documents, window):
+def gradients(inputs, dout, documents, window, prompts=None):
     leaves = [x.detach().requires_grad_() for x in inputs]
-    return torch.autograd.grad(forward(*leaves, documents, window)[0], leaves, dout)
+    return torch.autograd.grad(forward(*leaves, documents, window, prompts)[0], leaves, dout)
 
 
 def drawn(lengths, heads, keys, width, dtype):
     return [random(sum(lengths), count, width, dtype=dtype) for count in (heads, keys, keys, heads)]
+
+
+def check(lengths, heads, keys, width, dtype, documents, window=None, prompts=None):
+    *inputs, dout = drawn(lengths, heads, keys, width, dtype)
+    truth = [exact(x) for x in (*inputs, dout)]
+    true_out, true_log = forward(*truth[:3], documents, window, prompts)
+    out, log = true_out.to(dtype).to(DEVICE), true_log.float().to(DEVICE)
+    truths = gradients(truth[:3], truth[3], documents, window, prompts)
+    torchs = gradients(inputs, dout, documents, window, prompts)
+    options = documents, 0.2, window, prompts
+    mine = kernels.backward(dout, *inputs, out, log, *options)
+    for ours, theirs, true in zip(mine, torchs, truths, strict=True):
+        assert_as_close_as_torch(ours, theirs, true)
+    reference = attention_backward.reference(dout, *inputs, out, log, *options)
+    for ours, true in zip(reference, truths, strict=True):
+        assert (exact(ours) - true).norm() <= 4 * torch.finfo(dtype).eps * true.norm()
+    return inputs, true_out, true_log
 
 
 @dtypes
@@ -54,19 +91,32 @@ def drawn(lengths, heads, keys, width, dtype):
 def test_gradients(lengths, heads, keys, width, window, dtype):
     if dtype == torch.float32 and not INTERPRETED:
         pytest.skip("the kernels' products are of 16 bits")
-    *inputs, dout = drawn(lengths, heads, keys, width, dtype)
-    documents = documents_of(lengths)
-    truth = [exact(x) for x in (*inputs, dout)]
-    true_out, true_log = forward(*truth[:3], documents, window)
-    out, log = true_out.to(dtype).to(DEVICE), true_log.float().to(DEVICE)
-    truths = gradients(truth[:3], truth[3], documents, window)
-    torchs = gradients(inputs, dout, documents, window)
-    mine = kernels.backward(dout, *inputs, out, log, documents, 0.2, window)
-    for ours, theirs, true in zip(mine, torchs, truths, strict=True):
-        assert_as_close_as_torch(ours, theirs, true)
-    reference = attention_backward.reference(dout, *inputs, out, log, documents, 0.2, window)
-    for ours, true in zip(reference, truths, strict=True):
-        assert (exact(ours) - true).norm() <= 4 * torch.finfo(dtype).eps * true.norm()
+    check(lengths, heads, keys, width, dtype, documents_of(lengths), window)
+
+
+# A prompt and its answers; heads of queries and of keys, width of a head
+TREES = [
+    ([(5, 3, 4), (20,), (1, 1, 1, 7)], 4, 2, 16),  # all in one tile but for the last, and a document without answers
+    ([(70, 30, 20), (9, 80, 2)], 2, 1, 24),
+    ([(3, 2), (140, 60, 1, 70)], 2, 2, 16),  # a prompt of several tiles, its last one shared with an answer
+]
+if not INTERPRETED:
+    TREES += [([(1024, 512, 512)] * 2, 32, 8, 128), ([(128, *[256] * 8)] * 2, 32, 8, 128)]
+    TREES += [([(700, 3, 190), (1,), (64, 64, 64)], 8, 1, 64)]
+trees_of = pytest.mark.parametrize(("groups", "heads", "keys", "width"), TREES, ids=str)
+
+
+@dtypes
+@trees_of
+def test_gradients_of_answers_that_share_a_prompt(groups, heads, keys, width, dtype):
+    if dtype == torch.float32 and not INTERPRETED:
+        pytest.skip("the kernels' products are of 16 bits")
+    documents, prompts = trees(groups)
+    lengths = [length for group in groups for length in group]
+    inputs, out, log = check(lengths, heads, keys, width, dtype, documents, None, prompts)
+    found, sums = attention(*(x.float() for x in inputs), documents, 0.2, prompts)
+    torch.testing.assert_close(exact(found), out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(exact(sums), log, rtol=1e-5, atol=1e-5)
 
 
 def test_strides():

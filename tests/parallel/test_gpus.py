@@ -41,15 +41,20 @@ def test_two_gpus_are_one(gpus, place, alone, tmp_path, axis, accumulation, tole
     layout = {"parallel": {axis: 2}, "gradient_accumulation_steps": accumulation}
     found = run(gpus, place, tmp_path / "out", **KEYS, **layout)
     pairs = [*zip(found.trained, alone.trained, strict=True), *zip(found.evaluated, alone.evaluated, strict=True)]
-    far = [(mine["kind"], mine["step"], abs(mine["loss"] / theirs["loss"] - 1)) for mine, theirs in pairs]
-    assert max(each[2] for each in far) <= tolerance, far
+    far = [(mine["kind"], mine["step"], mine["loss"], theirs["loss"]) for mine, theirs in pairs
+           if abs(mine["loss"] / theirs["loss"] - 1) > tolerance]  # fmt: skip
+    assert not far
     assert all(mine.get("trained_tokens") == theirs.get("trained_tokens") for mine, theirs in pairs)
     memory = json.loads((found.folder / "memory.json").read_text())
     assert len(memory["ranks"]) == 2
     assert all(("graph_pool_bytes" in rank) == (axis in ("data", "shard")) for rank in memory["ranks"]), memory
     assert "gathers" not in json.loads((found.folder / "environment.json").read_text())["notices"]
     if axis == "shard":
-        assert memory["ranks"][0]["after_load_bytes"] < 0.75 * alone.memory["measured"]["after_load_bytes"]
+        each, one = (
+            measured["after_load_bytes"] - measured["base_bytes"]  # ranks that ran before have workspaces left
+            for measured in (memory["ranks"][0], alone.memory["measured"])
+        )
+        assert each < 0.75 * one
 
 
 def captures_more(mesh, place, output, keys):

@@ -25,6 +25,8 @@ HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 ONCE = {"model": "tiny", "prompt": "Once"}
 GREEDY = {"temperature": 0, "max_tokens": 12}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+CALLED_WITH_A_LIST = [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]}]
 CALLED_BADLY = [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]}]
 
 
@@ -133,7 +135,13 @@ class TestAnswers:
         nothing |= {"max_completion_tokens": None, "metadata": {"job": "1"}, "store": False, "tool_choice": "none"}
         nothing |= {"parallel_tool_calls": True, "response_format": {"type": "text"}, "service_tier": "auto"}
         nothing |= {"prompt_cache_retention": "in_memory", "reasoning_effort": "none"}
-        nothing |= {"modalities": ["text"], "logit_bias": {}, "safety_identifier": "a", "prompt_cache_key": "b"}
+        nothing |= {"modalities": ["text"], "safety_identifier": "a", "prompt_cache_key": "b"}
+        nothing |= {
+            "store": True,
+            "prediction": {"type": "content", "content": "a"},
+            "prompt_cache_options": {"ttl": "1m"},
+        }
+        nothing |= {"audio": {"voice": "alloy"}, "service_tier": "flex", "logit_bias": {"50256": 0}, "tools": TOOLS}
         nothing |= {"function_call": "none", "functions": [], "seed": -3, "stream_options": None, "top_logprobs": 0}
         body = HELLO | GREEDY | nothing | {"messages": [{"role": "user", "content": parts, "name": None}]}
         assert client.post(CHAT, json=body).json()["choices"] == plain
@@ -142,6 +150,17 @@ class TestAnswers:
         for field in ("max_tokens", "max_completion_tokens"):
             usage = client.post(CHAT, json=HELLO | {"temperature": 0, field: -1}).json()["usage"]
             assert usage["total_tokens"] == CONTEXT
+
+    def test_nothing_to_generate_counts_the_prompt(self, client):
+        body = {"model": "tiny", "prompt": ["Once", "Hello you"], "max_tokens": 0, "best_of": 0}
+        answer = client.post(TEXT, json=body).json()
+        assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("", "length")] * 2
+        assert answer["usage"] == {"prompt_tokens": 4 + 9, "completion_tokens": 0, "total_tokens": 13}
+        streamed = events(client.post(TEXT, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
+        assert streamed[-1]["usage"] == answer["usage"]
+        assert [choice["text"] for each in streamed for choice in each["choices"]] == ["", ""]
+        full = {"model": "tiny", "prompt": "a" * CONTEXT, "max_tokens": 0}  # where nothing has room behind it
+        assert client.post(TEXT, json=full).json()["usage"]["prompt_tokens"] == CONTEXT
 
     def test_several_answers(self, client):
         plain = client.post(CHAT, json=HELLO | GREEDY).json()
@@ -294,14 +313,18 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (CHAT, HELLO | {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20"),
         (CHAT, HELLO | {"max_tokens": -2}, 400, "max_tokens", "greater than or equal to 1"),
         (CHAT, HELLO | {"max_tokens": 2.5}, 400, "max_tokens", "valid integer"),
-        (CHAT, HELLO | {"store": True}, 400, "store", "this server does not have it"),
+        (CHAT, HELLO | {"verbosity": "low"}, 400, "verbosity", "this server does not have it"),
+        (CHAT, HELLO | {"logit_bias": {"50256": -100}}, 400, "logit_bias", "does not have it"),
+        (CHAT, HELLO | {"tools": TOOLS, "tool_choice": "auto"}, 400, "tools", "does not have it"),
+        (CHAT, HELLO | {"functions": [{"name": "f"}]}, 400, "functions", "does not have it"),
         (CHAT, HELLO | {"tool_choice": "required"}, 400, "tool_choice", "does not have it"),
         (CHAT, HELLO | {"response_format": {"type": "json_object"}}, 400, "response_format", "does not have it"),
         (CHAT, HELLO | {"presence_penalty": 0.5}, 400, "presence_penalty", "does not have it"),
         (CHAT, HELLO | {"metadata": {"a": 1}}, 400, "metadata.a", "valid string"),
         (CHAT, HELLO | {"model": "x" * 10**5}, 404, "model", "xxx..."),
         (CHAT, HELLO | {"messages": CALLED_BADLY}, 400, "messages", "the arguments of f:1: malformed JSON"),
-        (CHAT, HELLO | {"tools": [{"type": "function"}]}, 400, "tools", "does not have it"),
+        (CHAT, HELLO | {"max_completion_tokens": 0}, 400, "max_completion_tokens", "greater than or equal to 1"),
+        (CHAT, HELLO | {"messages": CALLED_WITH_A_LIST}, 400, "messages", "the arguments of f are [1], not an object"),
         (CHAT, HELLO | {"max_tokens": 120}, 400, "messages", "context is 128 tokens, and you asked for 144 (24 in"),
         (TEXT, {"model": "tiny"}, 400, "prompt", "Field required"),
         (TEXT, {"model": "tiny", "prompt": ""}, 400, "prompt", "none of them empty"),
@@ -326,7 +349,9 @@ def test_malformed_requests(client, path, body, status, param, message):
 
 
 def test_methods_and_content_types(client):
-    assert "Method Not Allowed" in error_of(client.get(CHAT), 405)["message"]
+    assert "Method Not Allowed" in error_of(client.get(TEXT), 405)["message"]
+    assert "Method Not Allowed" in error_of(client.delete(CHAT), 405)["message"]
+    assert client.get(CHAT).json()["data"] == []  # nothing is stored
     for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
         answer = client.post(CHAT, content=json.dumps(HELLO), headers={"content-type": kind})
         assert "application/json" in error_of(answer, 415)["message"]

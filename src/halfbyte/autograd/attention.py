@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..dispatch import on_compiler
 from ..notices import notice
-from ..ops.attention import Spans, attention_backward, cudnn, rows_backward, spans
+from ..ops.attention import Branches, Spans, attention_backward, cudnn, rows_backward, spans
 from .function import OnceFunction
 
 DIFFERS = "reproducible"  # the key of the notice that two runs may differ
@@ -100,6 +100,26 @@ class _Varying(OnceFunction):
         return *gradients, None, None, None, None, None
 
 
+class _Branching(OnceFunction):
+    @staticmethod
+    def forward(ctx, query, key, value, branches, scale):
+        # keys and values beside each document are made for this product alone: backward reads them in their place
+        beside = [x.index_select(0, branches.places) for x in (key, value)]
+        places = branches.bounds, branches.key_bounds, branches.longest, branches.longest_keys
+        out, logsumexp = torch.ops.aten._flash_attention_forward(
+            query, *beside, *places, 0.0, True, False, scale=scale
+        )[:2]
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.branches, ctx.scale = branches, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        branches = ctx.branches
+        spans = branches.documents, ctx.scale, None, branches.prompts
+        return *attention_backward(_dense(grad), *ctx.saved_tensors, *spans), None, None
+
+
 class _Whole(OnceFunction):
     @staticmethod
     def forward(ctx, query, key, value, scale):
@@ -139,6 +159,23 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Ten
     may_differ(query, "cuDNN's attention of whole rows")
     with sdpa_kernel(BACKENDS, set_priority=True):
         return attention(query, key, value, enable_gqa=grouped)
+
+
+def branching(query: Tensor, key: Tensor, value: Tensor, branches: Branches, scale: float | None) -> Tensor:
+    """Causal attention of answers to the prompt that they share and to themselves, of those that `takes_documents`.
+
+    The forward is FlashAttention 2's, whose queries are the last ones of the keys that they are given; the backward is
+    of `ops.attention`, in which every sum has one order.
+
+    Args:
+        query: [N, Hq, D]; key, value: [N, Hk, D].
+        scale: of the scores; None: 1/√D.
+
+    Returns:
+        [N, Hq, D].
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _Branching.apply(query, key, value, branches, scale)
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
     files = find_model(resolve(base).origin)
     lengths = _lengths(files.config)
     base = base.model_copy(update={"max_length": lengths[0]})
-    base, data = _prepared(base, load_tokenizer(files.place))
+    base, data = _prepared(base, load_tokenizer(files.place), files.config)
     base, packing = _packed(base, files.config) if rows == "text" else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])
     chosen, plan = _largest(base, files.config, data, lengths)
@@ -151,13 +151,15 @@ def _devices() -> list[torch.device]:
     )
 
 
-def _prepared(base: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, PreparedData]:
+def _prepared(
+    base: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> tuple[RunConfig, PreparedData]:
     """The data, of which a part is held out where there is more than a document."""
     try:
-        return base, method_of(base).ready(base, tokenizer)
+        return base, method_of(base).ready(base, tokenizer, model_config)
     except ConfigError:
         base = base.model_copy(update={"eval_split_size": 0.0})
-        return base, method_of(base).ready(base, tokenizer)
+        return base, method_of(base).ready(base, tokenizer, model_config)
 
 
 def _lengths(model_config: PretrainedConfig) -> list[int]:
@@ -181,7 +183,7 @@ def _largest(
 
     device, layout = best_device(), resolve(base).parallel or Parallel()
     shapes, ways = ModelShapes(base, model_config, device), layout.data * layout.shard
-    tokens, longest = data.report["train"]["tokens"], longest_row(data.train)
+    tokens, longest = data.report["train"]["tokens"], longest_row(data.train, data.answers)
     filled = max(longest, tokens // ROWS_PER_STEP) if base.packing else longest
     enough = min((length for length in lengths if length >= filled), default=lengths[0])
     lengths = [length for length in lengths if length <= enough]

@@ -88,7 +88,7 @@ def _inputs(config: RunConfig, device: Device) -> tuple[Any, Any]:
 
     files = find_model(resolve(config).origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = method_of(config).ready(config, tokenizer)
+    data = method_of(config).ready(config, tokenizer, files.config)
     return files.config, lambda changed: batches_of(changed, data, device.torch)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from ..words import brief
 from .methods import of
@@ -74,6 +74,11 @@ class PolicySection(Section):
     vespo_lambda_neg: Positive = of(GRPO, 2.0, "loss_type vespo: λ for bad answers")
     normalize_advantages: bool = of(("rloo",), False, "scale advantages over a generation to mean 0 and deviation 1")
     reward_clip_range: list[float] | None = of(("rloo",), None, "[least, most] that a reward counts; default: as it is")
+
+    @field_validator("reward_funcs", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str | dict) else value
 
 
 def answers_a_generation(config: RunConfig) -> int:

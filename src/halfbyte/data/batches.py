@@ -10,6 +10,7 @@ from pyarrow import ChunkedArray, compute
 from ..config import RunConfig
 from ..memory.batches import Batches, Shape
 from ..notices import notice
+from .branches import ANSWERS
 from .collate import rounds_widths, width_of
 from .prepare import PreparedData
 
@@ -21,19 +22,19 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     or packed ones, which are taken to be full."""
     train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
     if data.together > 1:
-        config = _of_documents(config, data.together)
+        config = _of_documents(config, data.together, data.shared)
     return batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
 
 
 def widths_of(config: RunConfig, data: PreparedData) -> set[int]:
     """The widths that rounded batches of unpacked training rows can have."""
-    lengths = _row_lengths(data.train) if data.answers == 1 else _document_lengths(data.train)
+    lengths = row_lengths(data.train) if data.answers == 1 else document_lengths(data.train)
     return {width_of(int(length), config.max_length) for length in np.unique(lengths)}
 
 
-def _of_documents(config: RunConfig, answers: int) -> RunConfig:
+def _of_documents(config: RunConfig, answers: int, shared: bool) -> RunConfig:
     """`config` as batches of rows with several documents have it: wider rows, or more of them."""
-    if config.packing or config.padding_free:
+    if config.packing or config.padding_free or shared:
         return config.model_copy(update={"max_length": answers * config.max_length})
     rows = {"per_device_train_batch_size": answers * config.per_device_train_batch_size}
     if config.per_device_eval_batch_size:
@@ -42,30 +43,41 @@ def _of_documents(config: RunConfig, answers: int) -> RunConfig:
 
 
 def _lengths_for(config: RunConfig, rows: Dataset | None, data: PreparedData) -> np.ndarray:
-    """Tokens of each row under `config`; padded or apart, each of several documents is a row of its own."""
-    flat = config.packing or config.padding_free
-    if data.answers > 1 and not (flat and data.together > 1):
-        return _document_lengths(rows)
-    lengths = _row_lengths(rows)
+    """Tokens of each row under `config`; padded or apart, each of several documents is a row of its own, unless they
+    share their prompt."""
+    in_a_row = config.packing or config.padding_free or data.shared
+    if data.answers > 1 and not (in_a_row and data.together > 1):
+        return document_lengths(rows)
+    lengths = row_lengths(rows)
     if not config.packing or rows is None or "seq_lengths" in rows.column_names:
         return lengths
     full, rest = divmod(int(np.minimum(lengths, config.max_length).sum()), config.max_length)
     return np.array([config.max_length] * full + [rest] * bool(rest), dtype=np.int64)
 
 
-def _row_lengths(rows: Dataset | None) -> np.ndarray:
+def row_lengths(rows: Dataset | None) -> np.ndarray:
     """Tokens of each row, from Arrow's offsets: no row is read."""
     if rows is None or not len(rows):
         return np.zeros(0, dtype=np.int64)
     return np.asarray(compute.list_value_length(_ids(rows)).to_numpy(), dtype=np.int64)
 
 
-def _document_lengths(rows: Dataset | None) -> np.ndarray:
-    """Tokens of each document."""
+def document_lengths(rows: Dataset | None) -> np.ndarray:
+    """Tokens of each document, a prompt that several share among each one's."""
     if rows is None or not len(rows):
         return np.zeros(0, dtype=np.int64)
-    lengths = rows.with_format("arrow")[:]["seq_lengths"]
-    return np.concatenate([chunk.flatten().to_numpy() for chunk in lengths.chunks]).astype(np.int64)
+    lengths = _numbers(rows, "seq_lengths")
+    if ANSWERS not in rows.column_names:
+        return lengths
+    counts = _numbers(rows, ANSWERS)
+    prompts = np.concatenate([[0], (counts + 1).cumsum()[:-1]])  # their numbers among the parts
+    return np.delete(lengths, prompts) + lengths[prompts].repeat(counts)
+
+
+def _numbers(rows: Dataset, column: str) -> np.ndarray:
+    """All numbers of a column of lists, int64."""
+    chunks = rows.with_format("arrow")[:][column].chunks
+    return np.concatenate([chunk.flatten().to_numpy() for chunk in chunks]).astype(np.int64)
 
 
 def _ids(rows: Dataset) -> ChunkedArray:
@@ -75,7 +87,7 @@ def _ids(rows: Dataset) -> ChunkedArray:
 
 def longest_row(rows: Dataset, answers: int = 1) -> int:
     """Tokens of the longest of `rows`, or of their documents where they have several."""
-    return int((_row_lengths(rows) if answers == 1 else _document_lengths(rows)).max(initial=0))
+    return int((row_lengths(rows) if answers == 1 else document_lengths(rows)).max(initial=0))
 
 
 def largest_id(rows: Dataset) -> int:

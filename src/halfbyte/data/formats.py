@@ -55,10 +55,12 @@ PAIRS = [
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 # What `column_mapping` may name, and the message keys that chat templates read.
 PARTS = ("messages", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools")
+WRITE_CALL = 'write a call as {"function": {"name": "f", "arguments": {"x": 1}}}'
 MESSAGE_KEYS = ("tool_calls", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
 PAIR_COLUMNS = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+STEP_COLUMNS = ("completions", "labels")
 # Kinds of rows, and the methods that take them.
 WORDS = {
     "text": "examples to imitate",
@@ -72,7 +74,7 @@ METHODS_FOR = {
     "pairs": "dpo, orpo, simpo, cpo or reward",
     "unpaired": "kto",
     "prompts": "grpo or rloo",
-    "stepwise": "prm, which halfbyte does not have",
+    "stepwise": "prm",
 }
 
 
@@ -107,11 +109,12 @@ def recognise(
     if text_field != "text":
         mapped.setdefault("text", text_field)
     check_mapping(source, mapped, PARTS, mapping or {})
-    for pair in PAIR_COLUMNS if format == "auto" else ():
-        if set(pair) <= set(present):
+    others = [("pairs", pair) for pair in PAIR_COLUMNS] + [("stepwise", STEP_COLUMNS)]
+    for kind, columns in others if format == "auto" else ():
+        if set(columns) <= set(present):
             raise DataError(
-                f"{source.path} holds {WORDS['pairs']} (columns {' and '.join(pair)}), not {WORDS['text']}",
-                f"set method: {METHODS_FOR['pairs']}; or name the columns to train on with column_mapping and"
+                f"{source.path} holds {WORDS[kind]} (columns {' and '.join(columns)}), not {WORDS['text']}",
+                f"set method: {METHODS_FOR[kind]}; or name the columns to train on with column_mapping and"
                 " dataset_format",
             )
     # Columns that the user named come first; the others count where those alone decide nothing.
@@ -143,6 +146,9 @@ def check_mapping(source: Source, mapped: Mapping[str, str], parts: Sequence[str
     """
     present = columns_of(source)
     for part, column in mapped.items():
+        if other := next((each for each in given if each != part and given[each] == given.get(part)), None):
+            wrong = f"column_mapping: the column {brief(column)} is to be both {other} and {part}"
+            raise DataError(wrong, "give each part a column of its own")
         if part not in parts:
             raise DataError(
                 f"column_mapping names an unknown part {brief(part)}{did_you_mean(part, parts)}",
@@ -343,7 +349,8 @@ def _content(content: Any, where: str, *, optional: bool) -> str:
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         others = {str(part.get("type")) for part in content} - {"text"}
         if others:
-            raise DataError(f"{where}: content of type {', '.join(sorted(others))}; only text can be trained on")
+            wrong = f"{where}: content of type {', '.join(sorted(others))}; only text can be trained on"
+            raise DataError(wrong, "leave that part out, or the row")
         content = "".join(_content(part.get("text", part.get("value")), where, optional=False) for part in content)
     if not isinstance(content, str):
         raise DataError(f"{where}: the content is {described(content)}, not text")
@@ -354,10 +361,13 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """One call in the form templates expect: arguments as an object, where OpenAI's API has them as JSON text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: a tool call without a function name: {described(call)}")
+        raise DataError(f"{where}: a tool call without a function name: {described(call)}", WRITE_CALL)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = parse_json(arguments or "{}", f"{where}, arguments of {function['name']}", DataError)
+        arguments = parse_json(arguments or "{}", f"{where}, arguments of {function['name']}", DataError, WRITE_CALL)
+    if not isinstance(arguments, dict):
+        wrong = f"{where}: the arguments of {brief(function['name'])} are {described(arguments)}, not an object"
+        raise DataError(wrong, WRITE_CALL)
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **identity, "function": {"name": function["name"], "arguments": arguments}}
 

@@ -1,13 +1,14 @@
 """Rows with several answers to a prompt as documents, and batches of them.
 
-A row becomes as many documents as it has answers, each the prompt and one answer with the labels of supervised
+A row stands for as many documents as it has answers, each the prompt and one answer with the labels of supervised
 fine-tuning. So whatever looks at rows (the plan, isolation, samples) sees what it knows: `input_ids`, `labels` and
-`seq_lengths`. What the losses need of a batch beside the model's inputs is worked out on the host, from the labels.
+`seq_lengths`. Where answers share their prompt it stands once before them (`branches`), else before each. What the
+losses need of a batch beside the model's inputs is worked out on the host, from the labels, alike for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +20,19 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
 from ..ops import IGNORE_INDEX
+from . import branches
+from .batches import document_lengths, row_lengths
+from .branches import BranchCollator
 from .collate import Batch, PackedCollator, PaddedCollator, make_collator, rounds_widths
 from .pack import pack
 from .prepare import PreparedData
 
-ANSWERS = 2  # of a row: chosen and rejected, or for KTO the answer and another prompt's
+PAIR = 2  # answers of a row: chosen and rejected, or for KTO the answer and another prompt's
 PAIRS = 16  # pairs of a packed batch on a GPU are filled up to multiples of this
 NUMBERS_OF_ROWS = ("margin", "label")  # columns that go with the documents
 SHARES = 4  # trained tokens of a batch on a GPU are filled up to multiples of its tokens over this
 IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
+COUNTS = datasets.List(Value("int32"))
 
 MISMATCHED = ("other_ids", "other_mask")
 AHEAD = "ahead_"  # before the names of tensors that a step needs before its losses
@@ -36,26 +41,36 @@ Row = dict[str, Any]
 Answer = tuple[str, str]  # columns of its ids and of its mask
 
 
-def as_documents(rows: Dataset, answers: Sequence[Answer], numbers: Sequence[str] = ()) -> Dataset:
-    """Each prompt with each of its answers: columns input_ids, labels, seq_lengths, and `numbers` as lists of one.
+def as_documents(
+    rows: Dataset, answers: Sequence[Answer], numbers: Sequence[str] = (), *, shared: bool = False
+) -> Dataset:
+    """Each prompt with its answers: columns input_ids, labels, seq_lengths, and `numbers` as lists of one.
 
     Args:
         rows: prompt_ids, and ids and mask (1 where trained) of each answer.
         answers: the columns of each answer, in the order in which the documents come.
         numbers: further columns with a number in each row.
+        shared: the prompt stands once, and seq_lengths are its tokens, then those of its answers, of which the column
+            `branches.ANSWERS` says how many they are; else it stands before each, and they are those of the documents.
     """
     features = {"input_ids": IDS, "labels": IDS, "seq_lengths": IDS} | {name: NUMBERS for name in numbers}
+    if shared:
+        features[branches.ANSWERS] = COUNTS
 
     def documents(row: Row) -> Row:
-        ids: list[int] = []
+        prompt = list(row["prompt_ids"])
+        parts: list[list[int]] = []
         labels: list[int] = []
-        lengths: list[int] = []
         for answer, mask in answers:
-            ids += [*row["prompt_ids"], *row[answer]]
-            trained = (token if kept else IGNORE_INDEX for token, kept in zip(row[answer], row[mask], strict=True))
-            labels += [*[IGNORE_INDEX] * len(row["prompt_ids"]), *trained]
-            lengths.append(len(row["prompt_ids"]) + len(row[answer]))
-        made = {"input_ids": ids, "labels": labels, "seq_lengths": lengths}
+            trained = [token if kept else IGNORE_INDEX for token, kept in zip(row[answer], row[mask], strict=True)]
+            alone = shared and bool(parts)
+            parts.append(([] if alone else prompt) + list(row[answer]))
+            labels += [*([] if alone else [IGNORE_INDEX] * len(prompt)), *trained]
+        lengths = list(map(len, parts))
+        if shared:
+            lengths = [len(prompt), lengths[0] - len(prompt), *lengths[1:]]
+        made = {"input_ids": [token for part in parts for token in part], "labels": labels, "seq_lengths": lengths}
+        made |= {branches.ANSWERS: [len(answers)]} if shared else {}
         return made | {name: [float(row[name])] for name in numbers}
 
     made = [documents(row) for row in rows]
@@ -67,20 +82,37 @@ def documents_in(
 ) -> PreparedData:
     """Prepared rows with these answers as documents, several rows in one where `config` packs.
 
-    A row that packs holds as many tokens as a pair may have, `ANSWERS` times max_length.
+    A row that packs holds as many tokens as a pair may have, `PAIR` times max_length.
 
     Args:
+        data: its `shared` says whether the answers of a row, where it has several, share their prompt.
         together: the answers of a row go through the model in one forward.
     """
 
-    def made(rows: Dataset) -> Dataset:
-        found = as_documents(rows, answers, [name for name in NUMBERS_OF_ROWS if name in rows.column_names])
-        return packed(found, ANSWERS * config.max_length) if config.packing else found
+    data = replace(data, shared=data.shared and len(answers) > 1)
 
-    held_out = None if data.eval is None else made(data.eval)
-    return replace(
-        data, train=made(data.train), eval=held_out, answers=len(answers), together=len(answers) if together else 1
-    )
+    def made(rows: Dataset) -> Dataset:
+        numbers = [name for name in NUMBERS_OF_ROWS if name in rows.column_names]
+        found = as_documents(rows, answers, numbers, shared=data.shared)
+        return packed(found, PAIR * config.max_length) if config.packing else found
+
+    train, held_out = made(data.train), None if data.eval is None else made(data.eval)
+    found = replace(data, train=train, eval=held_out, answers=len(answers), together=len(answers) if together else 1)
+    return _with_savings(found) if data.shared and together else found
+
+
+def _with_savings(data: PreparedData) -> PreparedData:
+    """`data`, whose report says how many tokens of each split are computed, and would be with a prompt an answer."""
+    report = dict(data.report)
+    for name, rows in (("train", data.train), ("eval", data.eval)):
+        if rows is not None and report.get(name):
+            computed = int(row_lengths(rows).sum())
+            report[name] = {
+                **report[name],
+                "computed_tokens": computed,
+                "tokens_apart": int(document_lengths(rows).sum()),
+            }
+    return replace(data, report=report)
 
 
 def mismatched(rows: Dataset, most: int) -> Dataset:
@@ -123,19 +155,16 @@ class AnswerCollator:
     rounded: bool = False
     prompts: bool = False
     numbers: tuple[str, ...] = ()
-    answers: int = ANSWERS
+    answers: int = PAIR
 
     def __call__(self, rows: list[Row]) -> Batch:
-        flat = isinstance(self.collate, PackedCollator)
         split = [document for row in rows for document in documents_of(row)]
-        batch = self.collate(rows if flat else split)
-        shape = batch.pop("labels").shape
-        begins = _flat_begins(rows, shape) if flat else [shape[1] * number for number in range(len(split))]
+        batch, places = self._laid_out(rows, split)
         pairs = len(split) // self.answers
-        batch |= self._trained(split, begins, shape.numel())
+        batch |= self._trained(split, places, batch["input_ids"].numel())
         batch["real"] = _filled([1.0] * pairs, self._pairs(pairs))
-        ends = [begin + len(document["input_ids"]) - 1 for begin, document in zip(begins, split, strict=True)]
-        batch["ends"] = _joined([np.asarray(ends)], self.answers * len(batch["real"]), 0)
+        ends = np.asarray([place[-1] for place in places])
+        batch["ends"] = _joined([ends], self.answers * len(batch["real"]), 0)
         if "reference" in rows[0]:
             found = [number for row in rows for number in row["reference"]]
             batch["reference"] = _filled(found, len(batch["at"]))
@@ -143,14 +172,25 @@ class AnswerCollator:
             batch[name] = _filled([number for row in rows for number in row[name]], len(batch["real"]))
         return batch
 
-    def _trained(self, documents: list[Row], begins: Iterable[int], tokens: int) -> Batch:
-        """at, wanted, answer and place of documents that begin at `begins` of the flat batch of so many tokens."""
+    def _laid_out(self, rows: list[Row], documents: list[Row]) -> tuple[Batch, list[np.ndarray]]:
+        """What the model's forward takes, and where the tokens of each document lie in the flattened batch."""
+        if branches.ANSWERS in rows[0]:
+            return BranchCollator.like(self.collate, self.answers)(rows)
+        flat = isinstance(self.collate, PackedCollator)
+        batch = self.collate(rows if flat else documents)
+        shape = batch.pop("labels").shape
+        begins = _flat_begins(rows, shape) if flat else [shape[1] * number for number in range(len(documents))]
+        lengths = (len(document["input_ids"]) for document in documents)
+        return batch, [np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+
+    def _trained(self, documents: list[Row], places: list[np.ndarray], tokens: int) -> Batch:
+        """at, wanted, answer and place of documents whose tokens lie there in the flat batch of so many tokens."""
         at, wanted, answer, place = [], [], [], []
-        for number, (document, begin) in enumerate(zip(documents, begins, strict=True)):
+        for number, (document, where) in enumerate(zip(documents, places, strict=True)):
             behind = np.asarray(document["labels"][1:], dtype=np.int64)
             trained = behind != IGNORE_INDEX
             asked = np.arange(len(behind)) if self.prompts and number % self.answers == 0 else np.flatnonzero(trained)
-            at.append(asked + begin)
+            at.append(where[asked])
             wanted.append(np.asarray(document["input_ids"][1:], dtype=np.int64)[asked])
             answer.append(np.where(trained[asked], number, -1))
             place.append(np.cumsum(trained)[asked] - 1)
@@ -184,7 +224,8 @@ def _apart(row: Row) -> tuple[Row, Row | None]:
     """The documents of a row as rows, each with what the row says of it."""
     found, begin = [], 0
     for document in documents_of(row):
-        part = {**row, **document, "seq_lengths": [len(document["input_ids"])]}
+        part = {name: value for name, value in row.items() if name != branches.ANSWERS}
+        part |= {**document, "seq_lengths": [len(document["input_ids"])]}
         if "reference" in row:
             end = begin + trained_tokens(part)
             part["reference"], begin = row["reference"][begin:end], end
@@ -208,22 +249,38 @@ def answer_collator(
     *,
     prompts: bool = False,
     numbers: tuple[str, ...] = (),
+    answers: int = PAIR,
 ) -> AnswerCollator:
-    """The collator that `config` asks for; a flat row holds `ANSWERS` answers of up to max_length tokens."""
+    """The collator that `config` asks for, of rows with so many answers; a flat row holds `PAIR` of up to max_length
+    tokens."""
     if config.packing or config.padding_free:
-        config = config.model_copy(update={"max_length": ANSWERS * config.max_length})
+        config = config.model_copy(update={"max_length": PAIR * config.max_length})
     rounded = device is not None and rounds_widths(device)
-    return AnswerCollator(make_collator(config, tokenizer, device), rounded, prompts, numbers)
+    return AnswerCollator(make_collator(config, tokenizer, device), rounded, prompts, numbers, answers)
 
 
 def documents_of(row: Row) -> list[Row]:
-    """The documents of a row, each with input_ids and labels."""
+    """The documents of a row, each with input_ids and labels, and its prompt."""
     found, begin = [], 0
+    if branches.ANSWERS in row:
+        ids, labels = (np.asarray(row[name], dtype=np.int64) for name in ("input_ids", "labels"))
+        for tree in branches.trees_of(row):
+            places = branches.document_places(tree, begin)
+            found += [{"input_ids": ids[where].tolist(), "labels": labels[where].tolist()} for where in places]
+            begin += tree.tokens
+        return found
     for length in row["seq_lengths"]:
         part = slice(begin, begin + length)
         found.append({"input_ids": row["input_ids"][part], "labels": row["labels"][part]})
         begin += length
     return found
+
+
+def apart(row: Row) -> Row:
+    """The documents of a row whose answers share their prompt, each with a prompt of its own."""
+    documents = documents_of(row)
+    joined = {name: [item for each in documents for item in each[name]] for name in ("input_ids", "labels")}
+    return {**joined, "seq_lengths": [len(document["input_ids"]) for document in documents]}
 
 
 def trained_tokens(row: Row) -> int:

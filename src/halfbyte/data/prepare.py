@@ -56,6 +56,7 @@ class PreparedData:
         report: the contents of data_report.json.
         answers: documents that each row of the data stands for; rows of several have seq_lengths, packed or not.
         together: how many of these one forward takes.
+        shared: whether the documents of a row share their prompt, which stands once before them (`branches`).
     """
 
     train: Dataset
@@ -63,6 +64,7 @@ class PreparedData:
     report: dict[str, Any]
     answers: int = 1
     together: int = 1
+    shared: bool = False
 
 
 @dataclass
@@ -198,7 +200,8 @@ def check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: half a surrogate pair ({error.object[error.start]!r}) is no character") from error
+        wrong = f"{where}: half a surrogate pair ({error.object[error.start]!r}) is no character"
+        raise DataError(wrong, "remove it, or write both halves") from error
 
 
 def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str:

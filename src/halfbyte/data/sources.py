@@ -223,7 +223,7 @@ def _read_parquet(path: Path) -> Source:
     except OSError as error:
         if error.errno is None:  # of what Arrow calls one, too, such as a truncated file
             raise DataError(f"{path} is not a readable Parquet file: {error}", "copy the file again") from None
-        raise DataError(f"cannot read {path}: {why(error)}") from None
+        raise DataError(f"cannot read {path}: {why(error)}", "check the file, or name another") from None
     except Exception as error:  # Arrow's own, or Python's from a value that Python cannot hold
         said = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(f"{path} is not a readable Parquet file: {said}", "copy the file again") from None

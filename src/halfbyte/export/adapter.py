@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, PeftType
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -115,12 +115,10 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftM
 
 
 def _check_mergeable(lora: Any, folder: Path) -> None:
-    if lora.peft_type != PeftType.LORA:
-        raise CheckpointError(f"{folder} holds a {lora.peft_type} adapter", "merge takes LoRA and DoRA adapters")
-    if lora.task_type == SCORES:
+    if lora.task_type in SCORES:
         raise CheckpointError(
             f"{folder} holds a reward model, whose head a merged language model has no place for",
-            "load it with PEFT and AutoModelForSequenceClassification",
+            f"load it with PEFT and {SCORES[lora.task_type][1]}",
         )
     if lora.init_lora_weights not in KEEPS_BASE:
         raise CheckpointError(
@@ -129,7 +127,8 @@ def _check_mergeable(lora: Any, folder: Path) -> None:
         )
     beyond = [key for key in UNMERGED if getattr(lora, key, None)] + ["bias"] * (lora.bias != "none")
     if beyond:
-        raise CheckpointError(f"{folder}: the adapter uses {beyond[0]}, which merge does not cover")
+        wrong = f"{folder}: the adapter uses {beyond[0]}, which merge does not cover"
+        raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:

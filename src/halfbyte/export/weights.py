@@ -126,7 +126,8 @@ class MergedWeights:
 
     def _check(self) -> None:
         if beyond := sorted(self._pieces & (self.adapter.changed | self._formats.keys() | self.packing.formats.keys())):
-            raise CheckpointError(f"{beyond[0]} is put together from several tensors, and cannot be merged")
+            wrong = f"{beyond[0]} is put together from several tensors, and cannot be merged"
+            raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")
         outputs = {output.parameter: output for output in self.outputs}
         for name in sorted(self.adapter.changed | self.packing.formats.keys()):
             expected = self.adapter.shapes[name]

@@ -25,12 +25,13 @@ class Scored(NamedTuple):
 
 class Piece(NamedTuple):
     """What one new token adds to a row: text (often none), on the last one why the row ended, and, where they are
-    asked for, log-probabilities; none for a token that ends the row."""
+    asked for, log-probabilities; none for a token that ends the row. `tokens` is 0 where a row ends without one."""
 
     row: int
     text: str
     finish: Literal["stop", "length"] | None
     scored: Scored | None = None
+    tokens: int = 1
 
 
 class Text:

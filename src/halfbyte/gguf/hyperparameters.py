@@ -163,7 +163,8 @@ def _add_rope(writer: GGUFWriter, config: Any) -> None:
     kind = rope.get("rope_type", "default")
     if kind in SCALINGS:
         if kind == "yarn" and (rope.get("attention_factor") or rope.get("mscale")):
-            raise ModelError("config.json: rope_parameters: yarn with an attention factor of its own is not exported")
+            wrong = "config.json: rope_parameters: yarn with an attention factor of its own is not exported"
+            raise ModelError(wrong, "convert it with llama.cpp, where that knows the model")
         writer.add_rope_scaling_type(RopeScalingType(kind))
         for key, name in SCALINGS[kind].items():
             _add(writer, f"{writer.arch}.{key}", rope[name])

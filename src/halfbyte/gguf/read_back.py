@@ -22,6 +22,7 @@ BOUNDS = {
     Type.Q5_0: 0.12, Type.Q5_1: 0.12, Type.Q2_K: 0.6, Type.Q3_K: 0.4, Type.Q4_K: 0.25,
     Type.Q5_K: 0.12, Type.Q6_K: 0.06,
 }  # fmt: skip
+DISK = "check the disk"
 FP16_SCALES = 1e-5  # values well below this have no scale in fp16 and become zeros
 
 
@@ -57,21 +58,22 @@ def check_file(
         if file.get(key) != value:
             raise CheckpointError(f"{path}: {key} reads back as {file.get(key)}, not {value}")
     if tokens and len(file.get("tokenizer.ggml.tokens", ())) != tokens:
-        raise CheckpointError(f"{path}: the vocabulary does not read back")
+        raise CheckpointError(f"{path}: the vocabulary does not read back", DISK)
     found = file.tensors
     if found.keys() != {each.name for each in written}:
-        raise CheckpointError(f"{path}: other tensors than were written")
+        raise CheckpointError(f"{path}: other tensors than were written", DISK)
     errors: dict[str, float] = {}
     for each in written:
         tensor = found[each.name]
         if file.shape(each.name) != each.shape or tensor.tensor_type != each.type:
-            raise CheckpointError(f"{path}: {each.name} reads back as {tensor.tensor_type.name} {tensor.shape}")
+            raise CheckpointError(f"{path}: {each.name} reads back as {tensor.tensor_type.name} {tensor.shape}", DISK)
         stored = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
         if zlib.crc32(stored.data) != each.checksum:
-            raise CheckpointError(f"{path}: {each.name} reads back with other bytes", "check the disk")
+            raise CheckpointError(f"{path}: {each.name} reads back with other bytes", DISK)
         error = _error(stored, each)
         if not error <= BOUNDS[each.type]:
-            raise CheckpointError(f"{path}: {each.name} decodes to values that are {error:.2g} off")
+            wrong = f"{path}: {each.name} decodes to values that are {error:.2g} off"
+            raise CheckpointError(wrong, "choose another type, and report it")
         errors[each.type.name] = max(error, errors.get(each.type.name, 0.0))
     return errors
 

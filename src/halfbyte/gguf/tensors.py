@@ -225,7 +225,8 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
                 )
             stacked = planned[name].parts
             if name.endswith("_exps.weight") and len(stacked) != experts:
-                raise CheckpointError(f"{name}: {len(stacked)} experts in the checkpoint, {experts} in config.json")
+                wrong = f"{name}: {len(stacked)} experts in the checkpoint, {experts} in config.json"
+                raise CheckpointError(wrong, "re-download the checkpoint")
     if not config.tie_word_embeddings and "output.weight" not in planned and MODEL_TENSOR.OUTPUT in tensors:
         raise CheckpointError("the checkpoint lacks lm_head.weight", "re-download the checkpoint")
 

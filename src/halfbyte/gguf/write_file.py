@@ -100,7 +100,8 @@ def _encoded(
     """A tensor's bytes, and its first values in fp32."""
     data = np.empty(_nbytes(planned, type_), np.uint8)
     if importance is not None and importance.shape[-1] != planned.shape[-1]:
-        raise CheckpointError(f"the importance matrix has {importance.shape[-1]} columns for {planned.name}")
+        wrong = f"the importance matrix has {importance.shape[-1]} columns for {planned.name}: it is another model's"
+        raise CheckpointError(wrong, "give this model's, or a calibration text")
     start, sample = 0, np.empty(0, np.float32)
     for index, piece in enumerate(planned.pieces()):
         weight = piece.to(device)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..notices import notice
 from ..ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -81,20 +82,23 @@ class Method(ABC):
 
     Attributes:
         rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
-            unpaired or prompts (see `data.prepare_answers`).
+            unpaired, prompts or stepwise (see `data.prepare_answers`).
         numbers: what its records hold.
-        scores: whether it trains a head that gives a text a number, so that the model answers nothing.
+        scores: of a method that trains a head that scores texts or tokens, so that the model answers nothing, which of
+            `adapters.SCORES`.
         looks_ahead: whether its losses need something of the whole step before any is taken, see `ahead`.
         reference: whether its losses compare the model with what it was before training.
+        shares: whether the answers of a row can share its prompt, see `data.branches`.
         columns: of text, the columns of the data with a number in each row; a prepared row has them as lists, a number
             a document.
     """
 
-    rows: Literal["text", "pairs", "unpaired", "prompts"] = "text"
+    rows: Literal["text", "pairs", "unpaired", "prompts", "stepwise"] = "text"
     numbers = Numbers()
     reference = False
     looks_ahead = False
-    scores = False
+    scores: str | None = None
+    shares = False
     columns: tuple[str, ...] = ()
 
     def of(self, config: RunConfig) -> Method:
@@ -115,9 +119,22 @@ class Method(ABC):
         """Prepared rows as a run sees them: documents, one or several in a row, with `input_ids` and `labels`."""
         return data
 
-    def ready(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-        """`prepare`, and `documents` of what it gives."""
-        return self.documents(config, self.prepare(config, tokenizer))
+    def ready(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any | None = None
+    ) -> PreparedData:
+        """`prepare`, and `documents` of what it gives.
+
+        Args:
+            model_config: transformers', which says whether answers share prompts; None: they do not.
+        """
+        data = self.prepare(config, tokenizer)
+        if self.shares and model_config is not None:
+            from ..models.branches import why_apart
+
+            if why := why_apart(config, model_config):
+                notice("prompts-apart", f"each answer is computed with a prompt of its own: {why}")
+            data = replace(data, shared=not why)
+        return self.documents(config, data)
 
     def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
         """Micro-batches that an epoch of `rows` has, in all of `ways` processes."""

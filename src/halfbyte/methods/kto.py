@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import ConfigError
 from ..ops import IGNORE_INDEX
-from .base import LOSS, Batch, Collate, Method, Metric, Numbers
+from .base import LOSS, Batch, Collate, Method, Metric, Numbers, Rows
 from .preference import check_reference
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class KahnemanTverskyOptimization(Method):
     weights: tuple[float, float] = (1.0, 1.0)
 
     rows = "unpaired"
+    shares = True
     reference = True
     numbers = Numbers(METRICS, (*METRICS, MARGINS))
 
@@ -81,6 +82,11 @@ class KahnemanTverskyOptimization(Method):
         from ..data.paired import unpaired_collator
 
         return unpaired_collator(config, tokenizer, device)
+
+    def tokens(self, rows: Rows) -> int:
+        from ..data.paired import documents_of
+
+        return sum(len(document["input_ids"]) for row in rows for document in documents_of(row))
 
     def counts(self, batch: Batch) -> dict[str, float]:
         answers, desirable = int(batch["real"].sum()), int((batch["label"] * batch["real"]).sum())

@@ -52,6 +52,7 @@ class PairedMethod(Method):
     nll_weight: float = 0.0
 
     rows = "pairs"
+    shares = True
     nll_of_prompts = False
 
     def of(self, config: RunConfig) -> Self:

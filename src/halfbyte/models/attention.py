@@ -41,7 +41,9 @@ from ..dispatch import on_compiler
 from ..notices import notice
 from ..ops.attention import Spans, spans
 from ..parallel import Context
+from . import branches
 from .copies import fresh_copies
+from .layer import causal_lm_of
 from .patched import patched, record
 
 NAME = "halfbyte"
@@ -156,6 +158,27 @@ def bind_attention(backbone: Any) -> str:
     if causal.flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
+
+
+def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """`inputs` of a backbone's forward; where answers share prompts, as its layers take them.
+
+    On any device: from the first such batch until `unbind_attention` its attention is `attend`, which leaves others to
+    what the model was loaded with.
+
+    Args:
+        model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`, of which `branches.why_apart` says nothing.
+    """
+    if branches.BRANCHES not in inputs:
+        return dict(inputs)
+    backbone: Any = causal_lm_of(model).base_model
+    if backbone.config._attn_implementation != NAME:
+        register()
+        record(backbone).implementation = backbone.config._attn_implementation
+        backbone.config._attn_implementation = NAME
+    mask = torch.empty(NO_MASK, dtype=torch.bool, device=inputs[branches.BRANCHES].device)
+    left = {name: value for name, value in inputs.items() if name not in branches.OWN}
+    return left | {"attention_mask": mask, "sharing": branches.Sharing.of(inputs)}
 
 
 def register() -> None:
@@ -292,6 +315,7 @@ def attend(
     max_length_q: int | None = None,
     document_spans: Spans | None = None,
     context: Context | None = None,
+    sharing: branches.Sharing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -305,6 +329,7 @@ def attend(
         cu_seq_lens_q, max_length_q: as `documents` gives them.
         document_spans: `ops.attention.spans` of them.
         context: the processes that hold slices of these rows; None: the rows are whole.
+        sharing: how answers share prompts, where they do.
 
     Returns:
         [B, T, Hq, D], and None (no weights).
@@ -317,6 +342,8 @@ def attend(
             cu_seq_lens_q, max_length_q, document_spans, **kwargs,
         )  # fmt: skip
         return context.to_tokens(out, heads), None
+    if sharing is not None:
+        return branches.attend(query, key, value, sharing, scaling), None
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         options = kwargs | {"dropout": dropout, "scaling": scaling}
         return _transformers(module, query, key, value, attention_mask, softcap, options)

@@ -128,8 +128,8 @@ def patch(
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's forward again. Harmless on a model that is not patched."""
     for module in model.modules():
+        unbind_attention(module)
         if is_bound(module):
-            unbind_attention(module)
             del module.__dict__["forward"]
         module.__dict__.pop(NAME, None)
 

@@ -57,6 +57,10 @@ def shard_model(
     hosted = {place for place, at in enumerate(numbers) if at in on_host}
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         return  # of what is trained, `parallel.trained` slices what can be
+    if why := undivided(model):
+        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
+    else:  # first: the slices of layers need room beside whole ones
+        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
     share = _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=hosted)
@@ -65,10 +69,6 @@ def shard_model(
             "gathers",
             f"layers are gathered by a collective, which is slower than reading the others' memory: {share.why}",
         )
-    if why := undivided(model):
-        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
-    else:
-        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
 
 
 def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:

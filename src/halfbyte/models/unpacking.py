@@ -127,7 +127,8 @@ def _joined(outputs: list[tuple[Any, Tensor]], order: Tensor, shape: tuple[int, 
         return (_join([output[0] for output, _ in outputs], reals, order, shape),)
     for name in ("loss", "aux_loss"):
         if getattr(first, name, None) is not None:
-            raise ModelError(f"{type(first).__name__}.{name} is of whole batches, which unpacked documents are not")
+            wrong = f"{type(first).__name__}.{name} is of whole batches, which unpacked documents are not"
+            raise ModelError(wrong, "set packing: false and padding_free: false")
     return type(first)(**{key: _join([output[key] for output, _ in outputs], reals, order, shape) for key in first})
 
 

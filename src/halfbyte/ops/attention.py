@@ -1,4 +1,5 @@
-"""The backward of causal attention within documents, as sums of one order: equal runs give equal bits.
+"""Causal attention within documents, which may share a prompt, and its backward as sums of one order: equal runs give
+equal bits.
 
 p = exp(scale·q·kᵀ − logsumexp) where a query sees a key, else 0; δ = Σ dout·out over a head; ds = p·(dout·vᵀ − δ);
 dq = scale·ds·k, dk = scale·dsᵀ·q, dv = pᵀ·dout (Dao 2023, arXiv:2307.08691, algorithm 2).
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,28 @@ from ..dispatch import op
 from ..notices import notice
 
 Spans = tuple[Tensor, Tensor]  # int32 [N] each: where the document of a token begins, and where it ends
+
+
+class Branches(NamedTuple):
+    """N tokens of prompts that stand once before all of their answers: each of these is a document, and an answer sees
+    its prompt, too.
+
+    Attributes:
+        documents, prompts: of each token, as of `attention_backward`.
+        places: int64 [K], the tokens that each document sees, its prompt's before its own, one document's behind the
+            other's; then any.
+        bounds: int32 [documents + 1], where each begins among the tokens.
+        key_bounds: int32 [documents + 1], where those that each sees begin in `places`.
+        longest, longest_keys: at least as many as any document has, and sees.
+    """
+
+    documents: Spans
+    prompts: Spans
+    places: Tensor
+    bounds: Tensor
+    key_bounds: Tensor
+    longest: int
+    longest_keys: int
 
 
 @functools.cache
@@ -43,6 +66,44 @@ def spans(bounds: Tensor, tokens: int) -> Spans:
     return bounds[index - 1], bounds[index]
 
 
+def seen(documents: Spans, window: int | None = None, prompts: Spans | None = None) -> Tensor:
+    """Bool [N, N]: whether the token of a row sees that of a column.
+
+    Args:
+        documents: where each token's document begins; the other half is not read.
+        window: tokens of its document that a token sees, itself among them; None: all.
+        prompts: where the prompt that each token sees before its document begins and ends; None: there is none.
+    """
+    first = documents[0]
+    rows = torch.arange(len(first), device=first.device)
+    if window is not None:
+        first = torch.maximum(first, rows - window + 1)
+    found = (rows[None, :] <= rows[:, None]) & (rows[None, :] >= first[:, None])
+    if prompts is None:
+        return found
+    begins, ends = prompts
+    return found | ((rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None]))
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Spans, scale: float, prompts: Spans | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention in which a token sees itself, those before it in its document, and its prompt: the specification.
+
+    Args:
+        query: [N, Hq, D]; key, value: [N, Hk, D], Hk dividing Hq.
+        documents, scale, prompts: as of `attention_backward`.
+
+    Returns:
+        [N, Hq, D] of query's dtype, and fp32 [Hq, N], the logarithm of each softmax's sum; computed in fp32.
+    """
+    group = query.shape[1] // key.shape[1]
+    q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    scores = (scale * (q @ k.mT)).masked_fill(~seen(documents, None, prompts), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype), scores.logsumexp(-1)
+
+
 @op("triton.attention")
 def attention_backward(
     dout: Tensor,
@@ -54,29 +115,28 @@ def attention_backward(
     documents: Spans,
     scale: float,
     window: int | None,
+    prompts: Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention in which a token sees itself and those before it in its document.
+    """Gradients of attention in which a token sees itself, those before it in its document, and a prompt.
 
     Args:
         dout, query, out: [N, Hq, D] of one dtype, the last dimension contiguous.
         key, value: [N, Hk, D], likewise, Hk dividing Hq.
         logsumexp: fp32 [Hq, N], contiguous, of scale·q·kᵀ.
-        documents: as `spans` gives them.
+        documents: int32 [N] each: where the document of a token begins, and where the last document ends that sees it:
+            its own, as `spans` gives them, or of a prompt's tokens that of its last answer, which stand behind it.
         scale: of the scores.
-        window: tokens that a token sees, itself among them; None: all.
+        window: tokens of its document that a token sees, itself among them; None: all. Without `prompts` only.
+        prompts: int32 [N] each: where the prompt of a token's document begins and ends; of no tokens where it has none.
 
     Returns:
         Those of query, key and value, contiguous.
     """
-    tokens, heads, _ = query.shape
-    group, first = heads // key.shape[1], documents[0]
-    rows = torch.arange(tokens, device=query.device)
-    if window is not None:
-        first = torch.maximum(first, rows - window + 1)
-    seen = (rows[None, :] <= rows[:, None]) & (rows[None, :] >= first[:, None])
+    group = query.shape[1] // key.shape[1]
+    sees = seen(documents, window, prompts)
     q, do, o = (x.transpose(0, 1).float() for x in (query, dout, out))
     k, v = (x.transpose(0, 1).float().repeat_interleave(group, 0) for x in (key, value))
-    p = torch.where(seen, torch.exp(scale * (q @ k.mT) - logsumexp.unsqueeze(-1)), 0.0)
+    p = torch.where(sees, torch.exp(scale * (q @ k.mT) - logsumexp.unsqueeze(-1)), 0.0)
     ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
     dq, dk, dv = scale * (ds @ k), scale * (ds.mT @ q), p.mT @ do
     dk, dv = (x.unflatten(0, (-1, group)).sum(1) for x in (dk, dv))

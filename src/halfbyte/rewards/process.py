@@ -49,7 +49,7 @@ class RewardProcess:
         own, other = Pipe()
         self._connection = own
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BEGIN, str(other.fileno())],
+            [sys.executable, "-B", "-c", BEGIN, str(other.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a function prints is for people
             pass_fds=[other.fileno()],

@@ -31,7 +31,7 @@ from ..words import cut, visible
 from .guard import HEALTH, LOCAL, Access
 from .model import Served, Work
 from .protocol import Drained
-from .replies import Reply, event
+from .replies import Reply, event, tokens_of
 from .requests import ChatRequest, CompletionRequest, Request, RequestError, parse
 
 HOP_SECONDS = 0.02  # tokens of so long are passed between threads at once
@@ -132,6 +132,10 @@ class Endpoints:
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "halfbyte"}
 
+    async def stored(self, _: HttpRequest) -> Response:
+        """The chats that are stored here: none."""
+        return JSONResponse({"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False})
+
     async def chat(self, request: HttpRequest) -> Response:
         return await self._complete(request, ChatRequest)
 
@@ -180,7 +184,7 @@ class Endpoints:
                     if not some:
                         return
                     yield some
-                    new_tokens += len(some)
+                    new_tokens += tokens_of(some)
             except HalfbyteError as error:
                 raise RequestError(500, error.message, kind="server_error") from None
             except (MemoryError, RuntimeError) as error:
@@ -215,10 +219,10 @@ async def _events(
     async with contextlib.aclosing(pieces):
         some: list[Piece] | None = first
         yield "".join(chain(reply.opening(), map(reply.event, first)))
-        new_tokens += len(first)
+        new_tokens += tokens_of(first)
         try:
             async for some in pieces:
-                new_tokens += len(some)
+                new_tokens += tokens_of(some)
                 yield "".join(map(reply.event, some))
         except RequestError as error:
             yield event(error.body)
@@ -294,6 +298,7 @@ def application(endpoints: Endpoints, access: Access = LOCAL) -> Starlette:
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.stored, methods=["GET"]),
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
         ],
         exception_handlers={

@@ -113,6 +113,8 @@ class Served:
 
     def answer(self, work: Work) -> Iterator[Piece]:
         """Pieces of the answers, as tokens come."""
+        if not any(work.max_new_tokens):
+            return (Piece(row, "", "length", tokens=0) for row in range(len(work.prompts)))
         return continue_texts(
             self.saved.model,
             self.saved.tokenizer,
@@ -163,13 +165,14 @@ class Served:
         if asked is not None and asked > limits.max_tokens:
             name = "max_tokens" if request.max_tokens == asked else "max_completion_tokens"
             raise RequestError(400, f"{name}: {asked}; this server generates {limits.max_tokens} at most", name)
-        if self.context is not None and longest + (asked or 1) > self.context:
+        least = 1 if asked is None else asked
+        if self.context is not None and longest + least > self.context:
             message = (
-                f"the model's context is {self.context} tokens, and you asked for {longest + (asked or 1)}"
-                f" ({longest} in {field}, {asked or 'at least 1'} to generate)"
+                f"the model's context is {self.context} tokens, and you asked for {longest + least}"
+                f" ({longest} in {field}, {'at least 1' if asked is None else asked} to generate)"
             )
             raise RequestError(400, message, field, "context_length_exceeded")
-        most = asked or limits.max_tokens
+        most = limits.max_tokens if asked is None else asked
         return [most if self.context is None else min(most, self.context - length) for length in lengths]
 
 

@@ -38,7 +38,7 @@ class Reply:
             content = {"role": "assistant", "content": text} if self.chat else text
             choices.append(self._choice(row, content, finish, "message", scores))
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._object(kind, choices), "usage": self._usage(len(pieces))}
+        return {**self._object(kind, choices), "usage": self._usage(tokens_of(pieces))}
 
     def opening(self) -> Iterator[str]:
         """Events before the first token: who speaks."""
@@ -103,6 +103,11 @@ def _chat_scores(scores: Sequence[Scored]) -> dict[str, Any]:
 def _token(text: str, log_prob: float) -> dict[str, Any]:
     """A token's bytes are unknown where it is a part of a character."""
     return {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else list(text.encode())}
+
+
+def tokens_of(pieces: Sequence[Piece]) -> int:
+    """How many tokens were generated for them."""
+    return sum(piece.tokens for piece in pieces)
 
 
 def event(data: dict[str, Any]) -> str:

@@ -8,24 +8,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..errors import DataError
 from ..reading import parse_json
+from ..words import brief
 
-# Fields that this server has nothing for, and their values that ask for nothing.
+# Fields that this server has nothing for and that change no answer: what is sent about cost, speed and storage.
+WITHOUT_EFFECT = {"audio", "prediction", "prompt_cache_options", "service_tier", "store"}  # audio: with modalities
+# Others, and their values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),  # of a message that was an answer
-    "best_of": (1,),
+    "best_of": (0, 1),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -57,7 +57,14 @@ class RequestError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _neutral(key: str, value: Any) -> bool:
+def _neutral(key: str, value: Any, body: dict[str, Any]) -> bool:
+    """Whether the answer is the same without this field."""
+    if key in WITHOUT_EFFECT:
+        return True
+    if key in ("tools", "functions") and body.get("tool_choice" if key == "tools" else "function_call") == "none":
+        return True
+    if key == "logit_bias":
+        return isinstance(value, dict) and all(type(bias) in (int, float) and bias == 0 for bias in value.values())
     return any((isinstance(value, bool), value) == (isinstance(ours, bool), ours) for ours in NEUTRAL.get(key, ()))
 
 
@@ -101,7 +108,7 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         known = cls.model_fields
-        return {key: v for key, v in data.items() if v is not None and (key in known or not _neutral(key, v))}
+        return {key: v for key, v in data.items() if v is not None and (key in known or not _neutral(key, v, data))}
 
 
 class Function(Strict):
@@ -118,9 +125,11 @@ class ToolCall(Strict):
         """As chat templates take it: arguments as an object, where OpenAI has them as JSON text.
 
         Raises:
-            DataError: they are not JSON.
+            DataError: they are not JSON, or no object.
         """
         arguments = parse_json(self.function.arguments or "{}", f"the arguments of {self.function.name}", DataError)
+        if not isinstance(arguments, dict):
+            raise DataError(f"the arguments of {self.function.name} are {brief(arguments)}, not an object")
         return {**self.model_dump(), "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -208,7 +217,7 @@ class ChatRequest(Request):
 
     @property
     def new_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def likeliest(self) -> int | None:
@@ -216,8 +225,9 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """A body of /v1/completions."""
+    """A body of /v1/completions. With 0 tokens to generate, its answer counts those of the prompt."""
 
+    max_tokens: Length = Field(None, ge=0)
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         None, ge=0, le=5

@@ -71,7 +71,7 @@ def training_arguments(
             disable_tqdm=True,
         )
     except ValueError as error:  # transformers names the value and those it knows
-        raise ConfigError(f"training arguments: {error}") from error
+        raise ConfigError(f"training arguments: {error}", "correct the key of that name") from error
     if device.type == "cuda":
         torch.cuda.set_device(device)  # transformers has just chosen cuda:0
     return arguments

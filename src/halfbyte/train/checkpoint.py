@@ -255,8 +255,10 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
     else:
         checkpoint = Path(resume)
         if (wrong := damage(checkpoint, contents=contents)) is not None:
+            inside = sorted(_named(checkpoint), key=_order)
+            fix = f"name a checkpoint in it: {inside[-1]}" if inside else EARLIER
             raise CheckpointError(
-                f"resume_from_checkpoint: {checkpoint} is not a whole checkpoint of halfbyte: {wrong}", EARLIER
+                f"resume_from_checkpoint: {checkpoint} is not a whole checkpoint of halfbyte: {wrong}", fix
             )
     check_same_run(config, checkpoint)
     return checkpoint

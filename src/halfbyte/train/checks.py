@@ -14,8 +14,12 @@ from transformers import PreTrainedModel
 
 from halfbyte.adapters import compute, load_adapter_weights, quiet_peft
 from halfbyte.errors import TrainingError
-from halfbyte.models.head import causal_lm_loss
+from halfbyte.layers.expert_adapters import changed_experts, run_beside
+from halfbyte.methods.answers import model_inputs
+from halfbyte.methods.base import Batch
+from halfbyte.models.head import causal_lm_loss, hidden_at
 from halfbyte.models.sharding import sharded
+from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import Mesh, slice_of
 from halfbyte.parallel.tensor import are_whole, whole_inside
@@ -24,6 +28,7 @@ from halfbyte.reading.tensors import read_tensors, safetensors_files
 
 TOKENS = 256  # of one row: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # relative to the largest logit; bfloat16 keeps 8 bits
+APART, APART_16 = {torch.float32: 1e-4}, 0.1  # of a token's hidden states; in 16 bits rounding grows through the layers
 
 
 @torch.no_grad()
@@ -81,6 +86,30 @@ def fused(loss: float, reference: float) -> dict[str, Any]:
 
 
 @torch.no_grad()
+def shared_check(model: nn.Module, shared: Batch, apart: Batch, dtype: torch.dtype) -> dict[str, Any]:
+    """Hidden states of answers that share prompts against those of each answer with a prompt of its own.
+
+    Args:
+        shared, apart: batches of the same answers, of `data.paired`.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute(model, dtype):
+        found, expected = (hidden_at(model, model_inputs(batch), batch["at"]).float() for batch in (shared, apart))
+    real = shared["wanted"] != IGNORE_INDEX
+    found, expected = found[real], expected[apart["wanted"] != IGNORE_INDEX]
+    off = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    difference = float(off.median())
+    if not difference <= APART.get(dtype, APART_16):
+        raise TrainingError(
+            f"with the prompts shared by their answers, hidden states differ by {difference:.3g} from those apart",
+            "set use_kernels: false, and please report the model",
+        )
+    return {"median_difference": difference, "largest_difference": float(off.max()), "tokens": len(off)}
+
+
+@torch.no_grad()
 def divided_check(
     model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float, mesh: Mesh
 ) -> dict[str, Any]:
@@ -109,11 +138,13 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     Raises:
         TrainingError: the saved adapter computes something else.
     """
-    trained = logits(model, ids, dtype)
-    if sharded(model) is None and are_whole(model.parameters()):
+    trained, whole = logits(model, ids, dtype), sharded(model) is None and are_whole(model.parameters())
+    changed = changed_experts(model) if whole else None
+    if whole:
         with quiet_peft():
             model = PeftModel.from_pretrained(model.unload(), str(folder))
         round_merged(model)
+        run_beside(model)
     else:
         parameters = trained_parameters(model).values()
         with whole_inside(parameters):
@@ -123,7 +154,10 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     again = logits(model, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}
-    if not difference <= ROUNDING * largest:
+    again_changed = changed_experts(model) if whole else None
+    if again_changed is not None:
+        result |= {"experts_changed": again_changed[0], "experts": again_changed[1]}
+    if not difference <= ROUNDING * largest or again_changed != changed:
         raise TrainingError(
             f"the adapter saved in {folder} gives other logits than the trained one (by up to {difference:.3g})",
             "the last checkpoint holds the trained weights; please report this",

@@ -207,7 +207,7 @@ def _read_data(
     console: Console,
 ) -> PreparedData:
     """The rows of the run, once for all processes of a host, looked over and said."""
-    data = mesh.first(lambda: method.ready(config, tokenizer))
+    data = mesh.first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
     if not mesh.equal(size_of(data)):

@@ -84,7 +84,7 @@ def _with_reference(rows: Any, values: torch.Tensor) -> Dataset:
 def _computed(run: PreparedRun, loop: TrainingLoop, rows: Any) -> torch.Tensor:
     """Log-probabilities fp32 of all trained tokens of `rows`, in order; processes share the batches."""
     config, mesh = run.config, run.mesh
-    collate = answer_collator(config, run.tokenizer, loop.device)
+    collate = answer_collator(config, run.tokenizer, loop.device, answers=run.data.answers)
     lengths = [len(row["input_ids"]) for row in rows]
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # like lengths together: little padding
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
@@ -117,7 +117,7 @@ def _compared(run: PreparedRun, loop: TrainingLoop) -> dict[str, Any]:
         TrainingError: by more than rounding.
     """
     rows = [loop.rows[index] for index in range(min(len(loop.rows), CHECKED))]
-    batch = answer_collator(run.config, run.tokenizer, loop.device)(rows)
+    batch = answer_collator(run.config, run.tokenizer, loop.device, answers=run.data.answers)(rows)
     dtype = run.machine.compute_dtype
     loop.model.eval()
     policy = _log_probs(loop, batch, dtype)

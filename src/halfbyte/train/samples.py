@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
 from ..data.chat import prompt_text
+from ..data.paired import documents_of
 from ..generation import forget, generate
 from ..generation.decoder import context_length
 from ..hardware import free_cached_memory
@@ -57,8 +58,9 @@ def _given(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> Pr
 
 def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """The first document of a row, cut where training begins; the first trained part is the reference."""
-    length = row["seq_lengths"][0] if row.get("seq_lengths") else len(row["input_ids"])
-    ids, labels = row["input_ids"][:length], row["labels"][:length]
+    document = documents_of(row)[0] if row.get("seq_lengths") else row
+    ids, labels = document["input_ids"], document["labels"]
+    length = len(ids)
     trained = [position for position in range(1, length) if labels[position] != IGNORE_INDEX]
     begin = trained[0] if trained else length
     if begin <= 1:  # trained from the start: plain text

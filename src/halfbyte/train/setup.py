@@ -17,6 +17,7 @@ from halfbyte.plan.policy import in_words
 from ..reading import read_json, read_text
 from ..words import one_line
 from . import checkpoint as checkpoints
+from .generations import COMPLETIONS
 from .metrics import MetricsFile
 from .prepare import PreparedRun
 
@@ -58,14 +59,15 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
     if not prepared.mesh.is_main:
         yield run
         return
-    if checkpoints.starting_point(config, resume, contents=False) != prepared.checkpoint:
+    # Sizes alone tell, but of a damaged checkpoint that has its size and was passed over.
+    if all(checkpoints.starting_point(config, resume, contents=read) != prepared.checkpoint for read in (False, True)):
         raise ConfigError(f"output_dir: another run has saved a checkpoint in {output} meanwhile", "start again")
     try:
         _write_first(run)
         yield run
     finally:
         if not (prepared.checkpoint or checkpoints.results_in(output)):
-            for name in (*FIRST, *([SHORT] if _is_ours(output / SHORT) else [])):
+            for name in (*FIRST, COMPLETIONS, *([SHORT] if _is_ours(output / SHORT) else [])):
                 (output / name).unlink(missing_ok=True)
 
 

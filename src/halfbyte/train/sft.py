@@ -22,6 +22,7 @@ from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
+from halfbyte.data.paired import answer_collator, apart
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
@@ -58,6 +59,7 @@ from .prepare import PreparedRun, lengths_differ, prepare_run
 from .reference import use_reference
 from .reproducible import repeatable, verdict
 from .rewarding import answering
+from .rows import on_device
 from .setup import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .snapshot import save_weights
 
@@ -83,8 +85,9 @@ def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
         HalfbyteError: with the key, file, line or tensor at fault and the fix.
     """
     forget()
-    if isinstance(entries := keys.get("reward_funcs"), list):
-        keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in entries]
+    if (entries := keys.get("reward_funcs")) is not None:
+        several = entries if isinstance(entries, list) else [entries]
+        keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in several]
     config = load_config(None, {"model_name_or_path": model, "dataset": dataset, **keys})
     return train(config, console=Console(outlives_reader=True))
 
@@ -227,6 +230,9 @@ def _make_ready(
     isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
+    if run.data.shared:
+        shared, alone = _shared_and_apart(run, device)
+        results["shared_prompts"] = checks.shared_check(model, shared, alone, dtype)
     if run.mesh.ways("context") > 1:
         loss = results.get("fused", results["first_step"])["loss"]
         with divided(model, run.mesh):
@@ -237,6 +243,13 @@ def _make_ready(
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
     return results, report
+
+
+def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Batches of the answers of the first row, sharing their prompt and apart."""
+    collate = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
+    row = run.data.train[0]
+    return on_device(collate([row]), device), on_device(collate([apart(row)]), device)
 
 
 def _peaks(device: torch.device, loop: TrainingLoop, base_bytes: int) -> dict[str, int]:

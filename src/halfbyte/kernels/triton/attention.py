@@ -8,6 +8,9 @@ queries, head by head of its group. That is seven products instead of five, and 
 Rows are flat: a document is where `begins` says, and no tile belongs to one, so a tile of 64 queries may hold several
 short documents or the end of one and the beginning of the next.
 
+Answers that share a prompt stand behind it, each a document. What a query sees is then two spans, its prompt and its
+document up to itself; what sees a prompt's key is still one, from there to the end of the last answer.
+
 The mathematics is FlashAttention 2's (Dao 2023, algorithm 2): p = exp(scale·q·kᵀ − lse), δ = Σ dout·out,
 ds = p·(dout·vᵀ − δ), dq = scale·ds·k, dk = scale·dsᵀ·q, dv = pᵀ·dout.
 """
@@ -75,13 +78,38 @@ def _dq_blocks(
     return dq
 
 
+@triton.jit
+def _prompt_blocks(
+    dq, q, dout, lse, delta, opening, closing, k, v, k_stride, v_stride, total, score_scale,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What the keys of prompts add, each query's from `opening` to before `closing`."""
+    high = tl.max(closing)
+    low = tl.min(tl.where(opening < closing, opening, high)) // BLOCK_K * BLOCK_K
+    common = tl.minimum(tl.cdiv(tl.max(opening), BLOCK_K) * BLOCK_K, tl.cdiv(high, BLOCK_K) * BLOCK_K)
+    common = tl.maximum(common, low)
+    whole = tl.maximum(tl.min(closing) // BLOCK_K * BLOCK_K, common)  # up to here every query's prompt
+    dq = _dq_blocks(
+        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, low, common, total, score_scale,
+        WIDTH, PADDED, 0, BLOCK_K, True,
+    )  # fmt: skip
+    dq = _dq_blocks(
+        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, common, whole, total, score_scale,
+        WIDTH, PADDED, 0, BLOCK_K, False,
+    )  # fmt: skip
+    return _dq_blocks(
+        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, whole, high, total, score_scale,
+        WIDTH, PADDED, 0, BLOCK_K, True,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["total"])
 def _dq(
-    dq, delta, dout, q, k, v, out, lse, begins,
+    dq, delta, dout, q, k, v, out, lse, begins, prompts, prompt_ends,
     q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, out_head, dout_stride, dout_head,
     total, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dq [total, HEADS, WIDTH] and delta fp32 [HEADS, total]; a program makes BLOCK_Q rows of one head."""
     program = tl.program_id(0)
@@ -110,6 +138,13 @@ def _dq(
     common = tl.minimum(tl.cdiv(common, BLOCK_K) * BLOCK_K, whole)  # from here on every query's document
     common = tl.maximum(common, low)
     result = tl.zeros([BLOCK_Q, PADDED], tl.float32)
+    if SHARED:
+        opening = tl.load(prompts + rows, mask=inside, other=0)
+        closing = tl.load(prompt_ends + rows, mask=inside, other=0)
+        result = _prompt_blocks(
+            result, q_tile, dout_tile, lse_tile, delta_tile, opening, closing, k, v, k_stride, v_stride, total,
+            scale * LOG2E, WIDTH, PADDED, BLOCK_K,
+        )  # fmt: skip
     result = _dq_blocks(
         result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride, low, common, total,
         scale * LOG2E, WIDTH, PADDED, WINDOW, BLOCK_K, True,
@@ -154,7 +189,7 @@ def _dkdv(
     q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head,
     total, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [total, HEADS / GROUP, WIDTH]; a program makes BLOCK_K rows of one key head, for all its queries."""
     program = tl.program_id(0)
@@ -165,6 +200,8 @@ def _dkdv(
     final = tl.minimum(start + BLOCK_K, total) - 1
     last = tl.load(ends + keys, mask=inside, other=0)  # behind the last query that sees a key
     common, high = tl.load(ends + start), tl.load(ends + final)  # up to which all are seen; behind the last of all
+    if SHARED:  # a prompt's keys are seen longer than those of the answer behind it
+        common, high = tl.min(tl.where(inside, last, total)), tl.max(last)
     if WINDOW:
         last = tl.minimum(last, keys + WINDOW)
         common = tl.minimum(common, start + WINDOW)
@@ -209,7 +246,7 @@ _dq_launcher, _dkdv_launcher = Launcher(_dq, num_stages=2), Launcher(_dkdv, num_
 @attention_backward.kernel("cuda")
 def backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, documents: Spans,
-    scale: float, window: int | None,
+    scale: float, window: int | None, prompts: Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tokens, heads, width = query.shape
     group, (begins, ends) = heads // key.shape[1], documents
@@ -219,10 +256,10 @@ def backward(
     def strides(*tensors: Tensor) -> list[int]:
         return [number for x in tensors for number in x.stride()[:2]]
 
-    constants = heads, group, width, max(16, power_of_2(width)), window or 0
-    block = QUERIES
+    constants = heads, group, width, max(16, power_of_2(width)), window or 0, prompts is not None
+    block, shared = QUERIES, prompts or documents
     _dq_launcher(
-        ceil_div(tokens, block.rows) * heads, (dq, delta, dout, query, key, value, out, logsumexp, begins),
+        ceil_div(tokens, block.rows) * heads, (dq, delta, dout, query, key, value, out, logsumexp, begins, *shared),
         (*strides(query, key, value, out, dout), tokens, scale), (*constants, block.rows, block.others), block.warps,
     )  # fmt: skip
     block = KEYS

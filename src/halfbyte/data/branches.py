@@ -1,0 +1,153 @@
+"""Prompts that stand once before all of their answers: where each token of a batch lies, and what it sees.
+
+A row holds trees: a prompt, then its answers, one behind the other (Wang & Hegde 2024, arXiv:2410.20305). Positions of
+each answer continue the prompt's, and an answer sees its prompt and itself, so every document, a prompt with one
+answer, is computed as in a row of its own, but its prompt once. The log-probability of any answer's first token comes
+from the prompt's last position. This file alone knows how a row is laid out; `models.branches` has attention follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..models.branches import BOUNDS, BRANCHES, KEY_PLACES, LONGEST
+from .collate import DOCUMENTS, Batch, Collator, PackedCollator, width_of
+
+ANSWERS = "answers"  # a row's column: how many answers follow each of its prompts
+
+Row = dict[str, Any]
+
+
+class Tree(NamedTuple):
+    """Tokens of a prompt and of its answers."""
+
+    prompt: int
+    answers: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + sum(self.answers)
+
+
+class Part(NamedTuple):
+    """A prompt, an answer or what fills up a row: `tokens` from `begin` on, which those before `last` may see, and
+    which see `prompt` tokens from `opening` on."""
+
+    begin: int
+    tokens: int
+    last: int
+    opening: int = 0
+    prompt: int = 0
+
+
+def trees_of(row: Row) -> list[Tree]:
+    """The trees of a row with the columns `ANSWERS` and seq_lengths (each prompt's tokens, then its answers')."""
+    lengths = iter(row["seq_lengths"])
+    return [Tree(next(lengths), tuple(next(lengths) for _ in range(count))) for count in row[ANSWERS]]
+
+
+def document_places(tree: Tree, begin: int) -> Iterator[np.ndarray]:
+    """Where the tokens of the prompt with each answer lie, of a tree that begins at `begin`."""
+    prompt, at = np.arange(begin, begin + tree.prompt), begin + tree.prompt
+    for answer in tree.answers:
+        yield np.concatenate([prompt, np.arange(at, at + answer)])
+        at += answer
+
+
+def _parts(tree: Tree, begin: int) -> Iterator[Part]:
+    at, end = begin + tree.prompt, begin + tree.tokens
+    yield Part(begin, tree.prompt, end)
+    for answer in tree.answers:
+        yield Part(at, answer, at + answer, begin, tree.prompt)
+        at += answer
+
+
+@dataclass(frozen=True)
+class BranchCollator:
+    """Rows of trees, padded on the right to the longest, or all in one row.
+
+    Gives input_ids and position_ids, int64 [rows, width], and of the N = rows · width tokens
+
+    - branches: int32 [4, N]: where the part of a token begins; where the last part ends that sees it; where the prompt
+      that it sees beside its part begins and ends (0 and 0 where there is none);
+    - cu_seq_lens_q: int32 [parts + 1], where each part begins; repeated at the end;
+    - key_places, cu_seq_lens_k: int64 [K] and int32 [parts + 1]: the tokens that each part sees, its prompt's first,
+      and where they begin;
+    - max_length_q, max_length_k: numbers that no part's tokens and keys exceed.
+
+    Args:
+        one_row: all rows in one.
+        max_length: tokens that no row exceeds.
+        rounded: in few shapes, since each costs a CUDA graph.
+    """
+
+    pad_token_id: int
+    one_row: bool = False
+    max_length: int | None = None
+    rounded: bool = False
+
+    @classmethod
+    def like(cls, collate: Collator, answers: int) -> BranchCollator:
+        """As `collate` lays out single documents, where a row holds a prompt with up to so many answers."""
+        one_row = isinstance(collate, PackedCollator) and collate.one_row
+        flat = isinstance(collate, PackedCollator)  # whose max_length is of whole rows
+        most = collate.max_length if flat or collate.max_length is None else answers * collate.max_length
+        return cls(collate.pad_token_id, one_row, most, collate.rounded)
+
+    def __call__(self, rows: Sequence[Row]) -> tuple[Batch, list[np.ndarray]]:
+        """The batch, and where the tokens of every document lie in it, flattened."""
+        ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in rows]
+        trees = [trees_of(row) for row in rows]
+        if self.one_row:
+            ids, trees = [np.concatenate(ids)], [[tree for row in trees for tree in row]]
+        width, most = max(map(len, ids)), self.max_length
+        if self.rounded:
+            width = width_of(width, most if most is None or not self.one_row else most * len(rows))
+        parts: list[Part] = []
+        places: list[np.ndarray] = []
+        for number, row in enumerate(trees):
+            at = number * width
+            for tree in row:
+                parts += _parts(tree, at)
+                places += document_places(tree, at)
+                at += tree.tokens
+            left = (number + 1) * width - at
+            parts += [Part(at, left, at + left)] * bool(left)
+        padded = np.full((len(ids), width), self.pad_token_id)
+        for line, tokens in zip(padded, ids, strict=True):
+            line[: len(tokens)] = tokens
+        batch = {"input_ids": torch.from_numpy(padded), **self._layout(parts)}
+        batch["position_ids"] = batch["position_ids"].view(padded.shape)
+        return batch, places
+
+    def _layout(self, parts: list[Part]) -> Batch:
+        lengths, prompts = (np.array([getattr(part, name) for part in parts]) for name in ("tokens", "prompt"))
+        begins, openings = (np.array([getattr(part, name) for part in parts]) for name in ("begin", "opening"))
+        keys = lengths + prompts
+        bounds, key_bounds = (np.concatenate([[0], each.cumsum()]) for each in (lengths, keys))
+        spans = [begins, np.array([part.last for part in parts]), openings, openings + prompts]
+        branches = np.stack([span.repeat(lengths) for span in spans])
+        seen = np.arange(keys.sum()) - key_bounds[:-1].repeat(keys)  # its number among what the part sees
+        first = np.where(seen < prompts.repeat(keys), openings.repeat(keys), (begins - prompts).repeat(keys))
+        positions = np.arange(lengths.sum()) + (prompts - begins).repeat(lengths)
+        longest, longest_keys = int(lengths.max()), int(keys.max())
+        key_places = first + seen
+        if self.rounded:
+            longest, longest_keys = (1 << (most - 1).bit_length() for most in (longest, longest_keys))
+            fill = -(-len(parts) // DOCUMENTS) * DOCUMENTS - len(parts)
+            bounds, key_bounds = (np.pad(each, (0, fill), mode="edge") for each in (bounds, key_bounds))
+            key_places = np.pad(key_places, (0, width_of(len(key_places)) - len(key_places)))
+        return {
+            "position_ids": torch.from_numpy(positions),
+            BRANCHES: torch.from_numpy(branches.astype(np.int32)),
+            KEY_PLACES: torch.from_numpy(key_places),
+            **dict(
+                zip(BOUNDS, (torch.from_numpy(each.astype(np.int32)) for each in (bounds, key_bounds)), strict=True)
+            ),
+            **dict(zip(LONGEST, (longest, longest_keys), strict=True)),
+        }

@@ -1,0 +1,204 @@
+"""Answers that share a prompt beside answers with one each: losses, gradients, references; and who sees whom."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+from pair_models import (
+    PAIRED,
+    assert_same_gradients,
+    config,
+    gradients,
+    mean_loss,
+    method,
+    model,
+    pairs,
+)
+from pair_models import tokenizer as make_tokenizer
+from patch_models import FAMILIES, tiny
+from transformers import AutoConfig, GPT2Config
+
+from halfbyte.adapters import add_adapter
+from halfbyte.data.paired import answer_collator, apart, as_documents, packed, trained_tokens
+from halfbyte.methods.answers import as_reference, log_probs, reference_log_probs
+from halfbyte.models.attention import share
+from halfbyte.models.branches import Sharing, padded, why_apart
+from halfbyte.models.patch import unpatch
+from halfbyte.ops.attention import attention
+
+ROWS = [row | {"margin": 0.1 * number} for number, row in enumerate(pairs(6, seed=3, longest=20))]
+LAYOUTS = [{}, {"padding_free": True}, {"packing": True}]
+METHODS = [
+    {"method": "dpo", "loss_type": ["sigmoid", "sft"]},
+    {"method": "dpo", "loss_type": "ipo", "use_weighting": True},
+    {"method": "orpo"},
+    {"method": "simpo"},
+    {"method": "cpo"},
+    {"method": "reward"},
+]
+SHARING = ["Llama", "Qwen2", "Qwen3", "Gemma", "Phi3", "Qwen3Moe"]
+
+
+def prepared(asked, *, shared, rows=ROWS):
+    numbers = ["margin"] if asked["method"] == "reward" else []
+    return as_documents(Dataset.from_list(rows), PAIRED, numbers, shared=shared)
+
+
+def collated(asked, *, shared, rounded=False, rows=ROWS, **layout):
+    made = prepared(asked, shared=shared, rows=rows)
+    made = packed(made, 128) if layout.get("packing") else made
+    chosen = config(**asked, **layout)
+    if rounded:
+        collate = answer_collator(chosen, make_tokenizer())
+        return replace(collate, rounded=True, collate=replace(collate.collate, rounded=True))(list(made))
+    return method(**asked).collator(chosen, make_tokenizer())(list(made))
+
+
+def policy_of(asked, family="Llama"):
+    if asked["method"] != "reward":
+        return model(family)
+    torch.manual_seed(4)
+    policy = add_adapter(tiny(family, adapter=False), config(**asked, r=4), scores=True).train()
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return policy
+
+
+def assert_alike(asked, policy, batch, expected, tolerance=2e-6):
+    loss, sums, counts = mean_loss(method(**asked), policy, [expected])
+    gradient = gradients(loss, policy)
+    found, found_sums, found_counts = mean_loss(method(**asked), policy, [batch])
+    assert found_counts == counts
+    assert float(found) == pytest.approx(float(loss), rel=tolerance)
+    for name, value in sums.items():
+        assert float(found_sums[name]) == pytest.approx(float(value), rel=1e-5, abs=2e-5), name
+    assert_same_gradients(gradients(found, policy), gradient, tolerance)
+
+
+@pytest.mark.parametrize("asked", METHODS, ids=lambda asked: "-".join(map(str, asked.values())))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["padded", "flat", "packed"])
+def test_losses_and_gradients_are_those_of_answers_apart(asked, layout):
+    policy = policy_of(asked)
+    batch, expected = (collated(asked, shared=shared, **layout) for shared in (True, False))
+    assert batch["input_ids"].numel() < expected["input_ids"].numel()
+    assert_alike(asked, policy, batch, expected)
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_families(family):
+    policy = model(family)
+    assert why_apart(config(), policy.get_base_model().config) == ""
+    assert_alike(METHODS[0], policy, *(collated(METHODS[0], shared=shared) for shared in (True, False)))
+
+
+def test_a_rounded_batch_and_layers_that_are_computed_again():
+    policy = model("Qwen3")
+    policy.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    batch = collated(METHODS[0], shared=True, rounded=True)
+    assert batch["input_ids"].shape[1] == 128
+    assert_alike(METHODS[0], policy, batch, collated(METHODS[0], shared=False))
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_another_answer_changes_no_bit_of_its_sibling(rounded):
+    policy, changed = model(), [dict(row) for row in ROWS]
+    changed[2]["rejected_ids"] = [(token + 1) % 97 + 3 for token in ROWS[2]["rejected_ids"]]
+    before, after = (collated(METHODS[0], shared=True, rounded=rounded, rows=rows) for rows in (ROWS, changed))
+    found, other = (log_probs(policy, batch) for batch in (before, after))
+    its = before["answer"] == 5
+    assert its.any()
+    assert torch.equal(found[~its], other[~its])
+    assert not torch.equal(found[its], other[its])
+
+
+def test_an_answer_sees_its_prompt():
+    policy, changed = model(), [dict(row) for row in ROWS]
+    changed[2]["prompt_ids"] = [*changed[2]["prompt_ids"][:-1], 50]
+    assert ROWS[2]["prompt_ids"][-1] != 50
+    before, after = (collated(METHODS[0], shared=True, rows=rows) for rows in (ROWS, changed))
+    moved = log_probs(policy, before) != log_probs(policy, after)
+    own = (before["answer"] == 4) | (before["answer"] == 5)
+    assert moved[own].all()
+    assert not moved[~own].any()
+
+
+def test_attention_is_that_of_the_mask():
+    """Of all tokens but those that fill up, in heads that share keys."""
+    batch = collated(METHODS[0], shared=True, rounded=True)
+    sharing, tokens = Sharing.of(batch), batch["input_ids"].numel()
+    query, key, value = (torch.randn(tokens, heads, 16) for heads in (4, 2, 2))
+    branches = sharing.branches
+    expected, _ = attention(query, key, value, branches.documents, 0.3, branches.prompts)
+    found = padded(query, key, value, sharing.segments, 0.3)
+    lengths = [len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in ROWS]
+    real = torch.cat([torch.arange(128) < length for length in lengths])
+    torch.testing.assert_close(found[real], expected[real], rtol=2e-6, atol=2e-6)
+
+
+def test_a_reference_computed_once_is_that_of_answers_apart():
+    policy, rows = model(), list(prepared(METHODS[0], shared=True))
+    collate = answer_collator(config(), make_tokenizer())
+    reference = reference_log_probs(policy, collate(rows))
+    expected = reference_log_probs(policy, collate([apart(row) for row in rows]))
+    torch.testing.assert_close(reference, expected, rtol=2e-6, atol=2e-6)
+    with torch.no_grad(), as_reference(policy):
+        assert torch.equal(log_probs(policy, collate(rows)), reference)
+    parts = reference.split([trained_tokens(row) for row in rows])
+    kept = [row | {"reference": part.tolist()} for row, part in zip(rows, parts, strict=True)]
+    assert torch.equal(collate(kept)["reference"], reference)
+
+
+def test_single_answers_take_mismatched_ones_apart_and_refer_to_both_at_once():
+    rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(ROWS)]
+    asked = method(method="kto")
+    made = {
+        shared: list(as_documents(Dataset.from_list(rows), PAIRED, ["label"], shared=shared))
+        for shared in (True, False)
+    }
+    collate = asked.collator(config(method="kto"), make_tokenizer())
+    batches = {shared: collate(found) for shared, found in made.items()}
+    assert batches[True].keys() == batches[False].keys()
+    for name, value in batches[False].items():
+        assert torch.equal(batches[True][name], value), name
+    assert asked.tokens(made[True]) == asked.tokens(made[False])
+    both = answer_collator(config(), make_tokenizer())
+    assert both(made[True])["input_ids"].numel() < both(made[False])["input_ids"].numel()
+
+
+def test_what_was_loaded_comes_back():
+    policy, batch = model(), collated(METHODS[0], shared=True)
+    configured = policy.get_base_model().config
+    log_probs(policy, batch)
+    assert configured._attn_implementation == "halfbyte"
+    plain = collated(METHODS[0], shared=False)
+    bound = log_probs(policy, plain)
+    unpatch(policy)
+    assert configured._attn_implementation == "sdpa"
+    assert torch.equal(log_probs(policy, plain), bound)
+    assert share(policy, plain).keys() == plain.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "asked", "why"),
+    [
+        ("Mistral", {"sliding_window": 32}, {}, "window of 32 tokens, below max_length"),
+        ("Mistral", {"sliding_window": 64}, {}, ""),
+        ("Gemma2", {"attn_logit_softcapping": 20.0, "sliding_window": 4096}, {}, "caps its attention scores"),
+        ("Llama", {"attention_dropout": 0.1}, {}, "attention_dropout"),
+        ("Llama", {}, {"use_kernels": False}, "use_kernels: false"),
+        ("Llama", {}, {"attn_implementation": "eager"}, "attn_implementation: eager"),
+        ("Gemma3", {}, {}, "takes images"),
+        ("Llama", {}, {}, ""),
+    ],
+)
+def test_models_whose_prompts_are_not_shared(family, keys, asked, why):
+    found = why_apart(config(**asked), AutoConfig.for_model(family.lower(), **keys))
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+def test_models_that_nobody_knows():
+    assert why_apart(config(), GPT2Config()) == "halfbyte does not know the layers of gpt2"
+    assert set(SHARING) < set(FAMILIES)

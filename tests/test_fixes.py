@@ -1,0 +1,41 @@
+"""Every error about what comes from outside says what to do: it has a fix, or its words say what is asked for."""
+
+import ast
+import re
+from pathlib import Path
+
+import halfbyte
+
+SOURCE = Path(halfbyte.__file__).parent
+OURS = {"HalfbyteError", "UsageError", "ConfigError", "DataError", "ModelError", "CheckpointError", "TrainingError"}
+SAYS_IT = re.compile(r" must |, not | but ")
+# Whose words another error takes as its reason, with a fix of its own.
+REASONS = {"gguf/tokenizer.py", "gguf/to_formats.py", "runs/manifest.py"}
+OUTSIDE = [
+    path
+    for folder in ("cli", "config", "data", "export", "gguf", "models", "reading", "rewards", "runs", "serve", "train")
+    for path in sorted((SOURCE / folder).rglob("*.py"))
+    if path.relative_to(SOURCE).as_posix() not in REASONS
+]
+
+
+def without_fix(text: str) -> list[str]:
+    """Each `raise` of one of our errors with a message alone that does not say what is asked for."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+            alone = len(node.exc.args) == 1 and not isinstance(node.exc.args[0], ast.Starred) and not node.exc.keywords
+            if node.exc.func.id in OURS and alone and not SAYS_IT.search(ast.unparse(node.exc)):
+                found.append(f"line {node.lineno}: {ast.unparse(node.exc)}")
+    return found
+
+
+def test_the_check_sees_one():
+    assert without_fix("raise DataError(f'{where}: half a pair')") == ["line 1: DataError(f'{where}: half a pair')"]
+    assert not without_fix("raise DataError(f'{where}: half a pair', 'write both')")
+    assert not without_fix("raise DataError('it holds 3, not text')")
+
+
+def test_each_error_says_what_to_do():
+    found = {str(path.relative_to(SOURCE)): without_fix(path.read_text(encoding="utf-8")) for path in OUTSIDE}
+    assert not {path: errors for path, errors in found.items() if errors}
