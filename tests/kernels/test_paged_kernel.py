@@ -108,13 +108,14 @@ def test_rotated_keys_are_stored(dtype, heads, size, eight, shape):
 
 @pytest.mark.skipif(INTERPRETED, reason="needs FP8 conversions")
 def test_an_8_bit_cache():
-    q, keys, values, tables, lengths = case(torch.bfloat16, (32, 8), 128)
+    q, keys, values, tables, lengths, shared = shared_case(torch.bfloat16, (32, 8), 128)
     keys, values = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
     on_device = tuple(each.to(DEVICE) for each in (q, keys, values, tables, lengths))
-    found = attend((*on_device, 0.1, None, None)).cpu()
     own = q.double(), keys.float().double(), values.float().double(), tables, lengths
     truth = paged_attention.reference(*own, 0.1, None, None)
-    assert (found.double() - truth).norm() <= 0.02 * truth.norm()
+    for common in (None, type(shared)(*(each.to(DEVICE) for each in shared))):
+        found = attend((*on_device, 0.1, None, None, common)).cpu()
+        assert (found.double() - truth).norm() <= 0.02 * truth.norm()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
