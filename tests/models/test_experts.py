@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 from halfbyte.errors import ModelError
+from halfbyte.layers import experts
 from halfbyte.layers.plain import Adapter
-from halfbyte.models import experts
 from halfbyte.ops.experts_unit import Unit, expert_unit
 
 MODELS = Path(transformers.__file__).parent / "models"

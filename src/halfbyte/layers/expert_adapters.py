@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..architectures import runs_experts
 from ..errors import ModelError
-from .experts import experts_forward
+from .experts import NAME
 from .plain import Adapter, read_adapters
 
 
@@ -34,6 +34,7 @@ def run_beside(model: nn.Module) -> None:
     """Have PEFT's wrappers around experts compute their low-rank products beside the stacks."""
     for _, wrapper in expert_wrappers(model):
         wrapper.forward = MethodType(_forward, wrapper)
+        wrapper.get_base_layer().config._experts_implementation = NAME
 
 
 def drop_inputs(model: nn.Module, probability: float) -> None:
@@ -44,8 +45,8 @@ def drop_inputs(model: nn.Module, probability: float) -> None:
 
 
 def _forward(wrapper: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    adapters = read_expert_adapters(wrapper)
-    return experts_forward(wrapper.get_base_layer(), hidden_states, top_k_index, top_k_weights, adapters)
+    experts = wrapper.get_base_layer()  # called, so that hooks on it run; transformers hands keywords on to ours
+    return experts(hidden_states, top_k_index, top_k_weights, adapters=read_expert_adapters(wrapper))
 
 
 def read_expert_adapters(wrapper: Any) -> dict[str, Adapter]:

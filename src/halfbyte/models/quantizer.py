@@ -306,6 +306,8 @@ class HalfbyteQuantizer(HfQuantizer):
                 raise CheckpointError(f"{name} is missing from the checkpoint", "re-download the checkpoint")
         for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
             _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
+        for module in self.stacks.values():
+            module.requires_grad_(False)  # biases, too: their gradients would pass by the stacks
         self.quantization_config.stacks = frozenset(self.stacks)
         if stacked := stays_whole(model, self.stacks):
             notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")

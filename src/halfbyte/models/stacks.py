@@ -95,7 +95,7 @@ def store_stacks(model: Any, formats: dict[str, Format], skip_modules: list[str]
 
 
 def run_ours(model: Any) -> None:
-    """Have the model's experts run in `models.experts`."""
+    """Have the model's experts run in `layers.experts`."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
@@ -190,16 +190,21 @@ def _read(entry: Tensor | Callable[[], Tensor]) -> Tensor:
 
 def stacking(conversion: Any, hf_quantizer: HalfbyteQuantizer) -> Any:
     """A converter of transformers' as one that quantizes experts one at a time, where all it does is stack them."""
-    if not isinstance(conversion, WeightConverter):
-        return conversion
-    kinds = [(type(each), getattr(each, "dim", None)) for each in conversion.operations]
-    if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+    if not only_stacks(conversion):
         return conversion
     operation = _QuantizeEach(hf_quantizer, conversion.operations)
     sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
     ours = _OneByOne(list(sources), list(targets), operations=[operation])
     ours.scope_prefix, ours.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
     return ours
+
+
+def only_stacks(conversion: Any) -> bool:
+    """Whether all that a converter of transformers' does is to stack experts, gate above up."""
+    if not isinstance(conversion, WeightConverter):
+        return False
+    kinds = [(type(each), getattr(each, "dim", None)) for each in conversion.operations]
+    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def is_stacking(conversion: Any) -> bool:
