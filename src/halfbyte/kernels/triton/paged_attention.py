@@ -110,14 +110,16 @@ def _share(
     inside = there[:, None] & (d[None, :] < size)
     q = tl.load(q_ptr + row[:, None] * q_stride + query[:, None] * size + d[None, :], mask=inside, other=0.0)
     first = tl.zeros((ROWS,), tl.int32)
+    tiles_from, tiles_to = 0, pages * (PAGE // SLOTS)
     if WINDOW > 0:
         first = tl.maximum(tl.load(lengths_ptr + row, mask=there, other=0) - WINDOW, 0)
+        tiles_from = tl.min(tl.where(there, first, pages * PAGE), axis=0) // SLOTS
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, SIZE), tl.float32)
-    tiles = pages * (PAGE // SLOTS)
-    each = tl.cdiv(tiles, PARTS)
-    for tile in tl.range(p.to(tl.int32) * each, tl.minimum((p.to(tl.int32) + 1) * each, tiles), num_stages=STAGES):
+    each = tl.cdiv(tiles_to - tiles_from, PARTS)
+    start_tile = tiles_from + p.to(tl.int32) * each
+    for tile in tl.range(start_tile, tl.minimum(start_tile + each, tiles_to), num_stages=STAGES):
         start = tile * SLOTS
         page = tl.load(tables_ptr + begin * stride + start // PAGE).to(tl.int64)
         where = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
