@@ -52,7 +52,7 @@ def dequantized(model: nn.Module, stored: nn.Module) -> nn.Module:
     own = dict(twin.named_parameters())
     with torch.no_grad():
         for name, parameter in stored.named_parameters():
-            value = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
+            value = parameter.dequantize(torch.float32) if isinstance(parameter, QuantizedTensor) else parameter
             transposed = value.dim() == 3 and type(model).__name__.startswith("GptOss")
             own[name].copy_(value.transpose(1, 2) if transposed else value)
     twin.set_experts_implementation("eager")
