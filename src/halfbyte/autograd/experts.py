@@ -107,7 +107,7 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
         raise ModelError(f"experts: {shapes}", "give each token k indices and k weights")
     frozen = {name: getattr(weights, name) for name in ("first", "second", "first_bias", "second_bias")}
     for name, tensor in frozen.items():
-        if tensor is not None and tensor.requires_grad:
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise ModelError(f"experts: {name} requires a gradient", "freeze it, or use another experts_implementation")
     pairs = {"first": (weights.first, loras[0]), "second": (weights.second, loras[1])}
     for name, (weight, lora) in pairs.items():
