@@ -1,9 +1,10 @@
 """DPO's step and reference pass on one CUDA device, beside our own step of as many tokens of supervised fine-tuning.
 
     python -m benchmarks.preference_step [--model llama-3.1-8b] [--pairs 8] [--prompt 1024] [--answer 512] [--steps 5]
-                                         [--reference once|each] [--json FILE]
+                                         [--reference once|each] [--prompts once|twice|both] [--json FILE]
 
-Random weights in NF4, r=16 on seven linears, each pair's prompt twice, as padded rows. Reported are ms and tokens a
+Random weights in NF4, r=16 on seven linears, as padded rows. Each pair's prompt stands once before both answers, as a run
+has it, or before each. Reported are ms and tokens a
 second of both steps and of the reference's forward, and each one's peak. Asked: the reference's tokens a second at
 least 1.9 times the step's, DPO's peak within 5% of the other's. Before that both answers' log-probabilities of the
 fused model are compared with transformers' own forwards, and the losses of steps as CUDA graphs with eager ones.
@@ -25,7 +26,7 @@ from benchmarks.step_model import build, levels, model_config, run_config, timed
 ERROR = 0.02  # of a log-probability, relative to their mean size, in bf16
 
 
-def batch_of(name: str, pairs: int, prompt: int, answer: int) -> dict[str, Tensor]:
+def batch_of(name: str, pairs: int, prompt: int, answer: int, once: bool = True) -> dict[str, Any]:
     """Random pairs as `halfbyte train` collates them for a GPU, with the reference's log-probabilities set to 0."""
     from halfbyte.data.collate import PaddedCollator
     from halfbyte.data.paired import AnswerCollator
@@ -37,10 +38,12 @@ def batch_of(name: str, pairs: int, prompt: int, answer: int) -> dict[str, Tenso
     for each in ids:
         labels = each.clone()
         labels[:, :prompt] = -100
-        rows.append({"input_ids": each.flatten().tolist(), "labels": labels.flatten().tolist(),
-                     "seq_lengths": [length, length], "reference": [0.0] * (2 * answer)})  # fmt: skip
+        kept = torch.cat([torch.arange(length), length + torch.arange(prompt if once else 0, length)])
+        parts = {"seq_lengths": [prompt, answer, answer], "answers": [2]} if once else {"seq_lengths": [length, length]}
+        rows.append({"input_ids": each.flatten()[kept].tolist(), "labels": labels.flatten()[kept].tolist(),
+                     "reference": [0.0] * (2 * answer), **parts})  # fmt: skip
     batch = AnswerCollator(PaddedCollator(2, True, length, True), rounded=True)(rows)
-    return {name: value.cuda() for name, value in batch.items()}
+    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def method_for(name: str, each: bool) -> Any:
@@ -69,15 +72,16 @@ def checked(name: str) -> None:
     with torch.no_grad():
         for parameter in trained_of(model):
             parameter += 0.02 * torch.randn_like(parameter)
-    batch = batch_of(name, 2, 96, 100)
+    batch, twice = batch_of(name, 2, 96, 100), batch_of(name, 2, 96, 100, once=False)
     with torch.no_grad(), compute(model, torch.bfloat16):
-        plain = log_probs(model, batch)
+        plain = log_probs(model, twice)
         halfbyte.patch(model)
-        fused = log_probs(model, batch)
-    apart = float((fused - plain).abs().mean() / plain.abs().mean())
-    print(f"log-probabilities fused and not: {apart:.2e} apart", flush=True)
-    if not apart < ERROR:
-        raise SystemExit("the fused model's log-probabilities are not the model's")
+        for said, given in (("prompts twice", twice), ("prompts once", batch)):
+            fused = log_probs(model, given)[: len(plain)]
+            apart = float((fused - plain[: len(fused)]).abs().mean() / plain.abs().mean())
+            print(f"log-probabilities fused, {said}, and not: {apart:.2e} apart", flush=True)
+            if not apart < ERROR:
+                raise SystemExit("the fused model's log-probabilities are not the model's")
     found = {}
     for reference in ("once", "each"):
         asked = method_for(name, reference == "each")
@@ -114,18 +118,23 @@ def steps_of(model: Any, asked: Any, batch: Any, graphed: bool, plain: Any, with
     return found
 
 
-def measured(given: argparse.Namespace) -> dict[str, Any]:
+def built(given: argparse.Namespace) -> Any:
     import halfbyte
+
+    model = build(given.model, "cuda")
+    halfbyte.patch(model, levels(given.model, 2 * given.pairs, given.prompt + given.answer, "auto", None))
+    return model
+
+
+def measured(given: argparse.Namespace, model: Any, once: bool) -> dict[str, Any]:
     from halfbyte.adapters import compute
     from halfbyte.methods.answers import as_reference, log_probs
     from halfbyte.models.head import causal_lm_loss
 
-    length = given.prompt + given.answer
-    rows, model = 2 * given.pairs, build(given.model, "cuda")
-    halfbyte.patch(model, levels(given.model, rows, length, "auto", None))
     trained = trained_of(model)
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    batch, asked = batch_of(given.model, given.pairs, given.prompt, given.answer), method_for(given.model, True)
+    batch = batch_of(given.model, given.pairs, given.prompt, given.answer, once)
+    asked, tokens = method_for(given.model, True), batch["input_ids"].numel()
     inputs = dict(batch) if given.reference == "once" else {k: v for k, v in batch.items() if k != "reference"}
     text = {"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone()}
 
@@ -141,8 +150,8 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
     def imitation() -> Tensor:
         with compute(model, torch.bfloat16):
-            loss, tokens = causal_lm_loss(model, text)
-        return finish(loss / tokens)
+            loss, count = causal_lm_loss(model, text)
+        return finish(loss / count)
 
     @torch.no_grad()
     def reference() -> Tensor:
@@ -154,7 +163,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         model.train(name != "reference")
         gc.collect()
         torch.cuda.empty_cache()
-        found[name] = timed(step, rows * length, given.steps)
+        found[name] = timed(step, tokens, given.steps)
         print(json.dumps({name: found[name]}), flush=True)
     found["reference_speed"] = found["reference"]["tokens_per_second"] / found["dpo"]["tokens_per_second"]
     found["peak"] = found["dpo"]["peak_gib"] / found["sft"]["peak_gib"]
@@ -169,11 +178,15 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--reference", choices=["once", "each"], default="once")
+    parser.add_argument("--prompts", choices=["once", "twice", "both"], default="once")
     parser.add_argument("--json")
     given = parser.parse_args()
     checked("tiny")
-    result = {"settings": vars(given), **measured(given)}
-    print(json.dumps({name: result[name] for name in ("reference_speed", "peak")}))
+    model, result = built(given), {"settings": vars(given)}
+    for prompts in ("twice", "once") if given.prompts == "both" else (given.prompts,):
+        print(f"prompts {prompts}", flush=True)
+        result[prompts] = measured(given, model, prompts == "once")
+        print(json.dumps({name: result[prompts][name] for name in ("reference_speed", "peak")}))
     write_result(given.json, result)
 
 

@@ -403,7 +403,7 @@ def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, tor
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the adapter as plain PEFT does: adapter_config.json and adapter_model.safetensors.
+    """Write the adapter "default" as plain PEFT does: adapter_config.json and adapter_model.safetensors.
 
     Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. Base
     weights are not asked for their state, which FSDP2 would take for a reason to drop what it has gathered.
@@ -412,7 +412,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
         weights: of the whole adapter, as `adapter_weights` gives them, where `model` has a part of it.
     """
     own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    model.save_pretrained(str(folder), state_dict=own, save_embedding_layers=False)
+    model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=own, save_embedding_layers=False)
     if weights is not None:
         save_file(dict(weights), folder / ADAPTER, metadata={"format": "pt"})  # as PEFT does
 

@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
 from halfbyte.errors import ModelError
 from halfbyte.formats import from_spec
 from halfbyte.ops.experts_unit import Unit
+from halfbyte.plan.ledger import Ledger, kernels
 from halfbyte.tensor import QuantizedTensor
 
 SILU, CLAMPED = Unit("silu"), Unit("silu", interleaved=True, limit=0.7, alpha=1.702, offset=1.0)
@@ -168,3 +170,24 @@ def test_dropout():
     whole, mean = ours(weights, SILU, index, *leaves), sum(dropped(seed, 0.1, *leaves) for seed in range(60)) / 60
     assert (mean - whole).norm() < 0.1 * whole.norm()
     assert not torch.allclose(out, whole)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_shapes_alone(device):
+    """As the memory plan runs it: nothing depends on where tokens go, and what is kept is what the docstring says."""
+    tokens, count, top_k = 32, 5, 2
+    weights, leaves, index = problem(tokens, count, top_k, dtype=torch.bfloat16)
+    ledger = Ledger()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        weights = {name: mode.from_tensor(weight) for name, weight in weights.items()}
+        leaves = [mode.from_tensor(leaf) for leaf in leaves]
+        index = mode.from_tensor(index)
+        ledger.ignore(iter((*weights.values(), *leaves, index)))
+        with ledger, kernels(ledger, device):
+            out = ours(weights, SILU, index, *leaves)
+            kept = ledger.live - out.nbytes
+            grads = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
+    slots = tokens * top_k
+    routing = 4 * (2 * slots + count + 1)
+    assert 0 <= kept - (slots * (2 * INNER + 2 * RANK) * 2 + routing) < 2048  # the ledger counts in blocks

@@ -23,11 +23,17 @@ from ...ops import experts as reference
 from ...ops.blockwise4 import NESTED_BLOCK
 from ...ops.codebooks import codebook4
 from ...ops.experts import LowRank, Routing, StackedWeight
+from ..device import device_of
 from ..tiling import ceil_div, power_of_2
 from .gemv4 import _decode, _lanes, _scales, shuffles
 from .launch import Launcher
 
+BLACKWELL = (10, 0)
 STEP = 64  # of the sum, a block of the usual 4-bit formats
+# Up to so many rows of a tile, nested scales are decoded where they are needed: a pass over all of a stack's would read
+# those of experts without rows, too. Beyond, each would be decoded once for each tile.
+NESTED_ROWS = 16
+UNNESTED = 1024  # scales that a program decodes
 
 
 class Tile(NamedTuple):
@@ -156,7 +162,18 @@ def _grouped(
         tl.store(out_ptr + place, (acc * alpha).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_launcher = Launcher(_grouped)
+@triton.jit
+def _unnest(
+    absmax_ptr, second_ptr, code_ptr, shift_ptr, out_ptr, blocks, NESTED_BLOCK: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    mask = block < blocks
+    q = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
+    second = tl.load(second_ptr + block // NESTED_BLOCK, mask=mask, other=0.0)
+    tl.store(out_ptr + block, tl.load(code_ptr + q) * second + tl.load(shift_ptr), mask=mask)
+
+
+_launcher, _unnest_launcher = Launcher(_grouped), Launcher(_unnest, enable_fp_fusion=False)
 
 
 def tile_of(stack: StackedWeight, routing: Routing, width: int, turned: bool) -> Tile:
@@ -183,19 +200,31 @@ def obstacle(
 ) -> str | None:
     if not routing.tile_rows:
         return "needs the table of tiles"
+    if x.dtype is torch.float32 and device_of(x).at_least(BLACKWELL):
+        return "takes 16 bits there: of fp32, Triton 3.6's compiler aborts the process"
     return None
 
 
-def _weight(stack: StackedWeight, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[int, bool, int]]:
-    """Pointers, and constants of how they are read."""
+def _weight(stack: StackedWeight, dtype: torch.dtype, nested: bool) -> tuple[tuple[Tensor, ...], tuple[int, bool, int]]:
+    """Pointers, and constants of how they are read; unless `nested`, scales are decoded first."""
     format_, parts = stack.format, stack.parts
     if isinstance(format_, Blockwise4) and packed_obstacle(stack) is None:
-        nested = format_.nested_parts(parts)
-        second, code, shift = nested if nested is not None else (parts["absmax"],) * 3
+        scales = parts["absmax"]
+        found = format_.nested_parts(parts)
+        if found is not None and not nested:
+            scales = torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
+            pointers = parts["absmax"], *found, scales
+            _unnest_launcher(
+                ceil_div(scales.numel(), UNNESTED), pointers, (scales.numel(),), (NESTED_BLOCK, UNNESTED), warps=4
+            )
+            found = None
         packed = parts["packed"].view(-1).view(torch.int32)
         table = codebook4(format_.quant_type, packed.device)
-        constants = format_.blocksize // 8, format_.nested, NESTED_BLOCK
-        return (packed, parts["absmax"], second, code, shift, table), constants
+        return (packed, scales, *(found or (scales,) * 3), table), (
+            format_.blocksize // 8,
+            found is not None,
+            NESTED_BLOCK,
+        )
     values = stack.values(dtype).contiguous()
     return (values,) * 6, (0, False, NESTED_BLOCK)
 
@@ -218,7 +247,7 @@ def grouped_product(
     if not out.numel():
         return out
     tile = tile or tile_of(stack, routing, width, turned)
-    weight, how = _weight(stack, x.dtype)
+    weight, how = _weight(stack, x.dtype, routing.tile_rows <= NESTED_ROWS)
     u, factor, scale = low_rank if low_rank is not None else (x, x, 1.0)
     rank = u.shape[1] if low_rank is not None else 0
     _launcher(
