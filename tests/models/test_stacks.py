@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks
+from expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks, upcycled
 from safetensors.torch import load_file, save_file
 
 from halfbyte import notices
@@ -159,3 +159,25 @@ def test_what_is_wrong_with_an_expert_is_named(saved, tmp_path):
         load(damaged(folder, tmp_path, lambda entries: entries.pop(name)))
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight has shape \(31, 64\)"):
         load(damaged(folder, tmp_path, lambda entries: entries.update({name: entries[name][:31].clone()})))
+
+
+@pytest.mark.parametrize("slices", [False, True], ids=["copies", "slices"])
+def test_real_weights_upcycled_compute_what_the_dense_model_does(slices, shared, tmp_path):
+    """Eight copies of each MLP, two weights that sum to one; or eight slices of it, all chosen."""
+    dense = load_model(str(shared / "models/llama-40m"), load_in_4bit=False, dtype="float32", device="cpu")
+    upcycled(dense, slices=slices).save_pretrained(tmp_path)
+    ids = torch.arange(100, 164).view(2, 32)
+    keys = {"dtype": "float32", "device": "cpu"}
+    whole = load_model(str(tmp_path), load_in_4bit=False, **keys)
+    whole.set_experts_implementation("halfbyte")
+    for parameter in whole.parameters():
+        parameter.requires_grad_(False)
+    cases = [(whole, dense)]
+    if not slices:  # a slice of a column's block is no block: other bytes
+        plain = {"bnb_4bit_use_double_quant": False} | keys  # whose scales are those of each expert alone
+        quantized = load_model(str(shared / "models/llama-40m"), **plain)
+        cases.append((load_model(str(tmp_path), **plain), quantized))
+    for mixed, alone in cases:
+        with torch.no_grad():
+            mine, expected = mixed(ids).logits, alone(ids).logits
+        assert (mine - expected).abs().max() <= 1e-5 * expected.abs().max()
