@@ -40,6 +40,7 @@ from .sources import read_sources
 MOST_SHOWN = 1_000  # rows that samples, and what `merge` compares losses on, are of
 MASK = datasets.List(Value("int8"))
 ANSWERED = ("pairs", "unpaired")  # whose trained tokens are an answer's
+NO_END: dict[str, Any] = {"eos_trained": None, "stop_tokens": []}  # none is learned
 FIXES = {  # where all labels are alike
     "unpaired": "add answers of the other label, or set method: sft to imitate desirable ones",
     "stepwise": "add steps of the other label",
@@ -102,7 +103,7 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
         "mask": "; ".join(training.masks),
         "train": said,
         "eval": also_said,
-        **(_stops(encoder) if kind == "prompts" else {} if kind == "stepwise" else endings(train, tokenizer)),
+        **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer) if kind in ANSWERED else NO_END),
         "samples": samples(texts, tokenizer),
         "held_out": held_out(_as_texts(held, kind)) if held is not None and kind in ANSWERED else [],
     }
