@@ -329,7 +329,8 @@ class HalfbyteQuantizer(HfQuantizer):
         patterns = {f"{entry_name('weight', suffix)}$": suffix for suffix in sorted(suffixes)} | {"weight": ""}
         found = [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
         for leaf in {".".join(name.split(".")[-2:]) for name in self.stacks}:
-            suffixes = {each for name in self.stacks for each in type(self.stored_format(name)).state_suffixes()} - {""}
+            classes = {type(each(name)) for name in self.stacks for each in (self.format_of, self.stored_format)}
+            suffixes = {each for cls in classes for each in cls.state_suffixes() if each and not each.startswith("../")}
             patterns = {f"{entry_name(leaf, suffix)}$": suffix for suffix in sorted(suffixes)} | {f"{leaf}$": ""}
             found.append(WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
         return found
