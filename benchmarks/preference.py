@@ -158,7 +158,7 @@ def _adapted(given: Settings, config: Any) -> Any:
     set_seed(config.seed)
     if given.method != "reward":
         return add_adapter(model, config)
-    adapted = add_adapter(model, config, scores=True)
+    adapted = add_adapter(model, config, scores="SEQ_CLS")
     own = dict(adapted.named_parameters())
     plain = AutoModelForSequenceClassification.from_pretrained(given.model, num_labels=1, dtype=torch.float32)
     theirs = get_peft_model(plain, copy.deepcopy(adapted.peft_config["default"]))

@@ -3,10 +3,11 @@
     python -m benchmarks.preference_step [--model llama-3.1-8b] [--pairs 8] [--prompt 1024] [--answer 512] [--steps 5]
                                          [--reference once|each] [--json FILE]
 
-Random weights in NF4, r=16 on seven linears, each pair's prompt twice, as padded rows. Reported are ms and tokens a
-second of both steps and of the reference's forward, and each one's peak. Asked: the reference's tokens a second at
-least 1.9 times the step's, DPO's peak within 5% of the other's. Before that both answers' log-probabilities of the
-fused model are compared with transformers' own forwards, and the losses of steps as CUDA graphs with eager ones.
+Random weights in NF4, r=16 on seven linears, padded rows: a document each, prompts twice, and then trees that have them
+once. Reported are ms and computed tokens a second of the steps and of the reference's forward, and each one's peak.
+Asked: the reference's tokens a second at least 1.9 times the step's, DPO's peak within 5% of the other's, and shared
+prompts at least 1.35 times as fast. Before that the log-probabilities of the fused model, prompts shared and not, are
+compared with transformers' own forwards, and the losses of steps as CUDA graphs with eager ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +27,23 @@ from benchmarks.step_model import build, levels, model_config, run_config, timed
 ERROR = 0.02  # of a log-probability, relative to their mean size, in bf16
 
 
-def batch_of(name: str, pairs: int, prompt: int, answer: int) -> dict[str, Tensor]:
+def batch_of(name: str, pairs: int, prompt: int, answer: int, *, shared: bool = False) -> dict[str, Any]:
     """Random pairs as `halfbyte train` collates them for a GPU, with the reference's log-probabilities set to 0."""
-    from halfbyte.data.collate import PaddedCollator
-    from halfbyte.data.paired import AnswerCollator
+    from datasets import Dataset
 
-    length, generator = prompt + answer, torch.Generator().manual_seed(1)
-    ids = torch.randint(3, model_config(name).vocab_size, (pairs, 2, length), generator=generator)
-    ids[:, 1, :prompt] = ids[:, 0, :prompt]
-    rows = []
-    for each in ids:
-        labels = each.clone()
-        labels[:, :prompt] = -100
-        rows.append({"input_ids": each.flatten().tolist(), "labels": labels.flatten().tolist(),
-                     "seq_lengths": [length, length], "reference": [0.0] * (2 * answer)})  # fmt: skip
-    batch = AnswerCollator(PaddedCollator(2, True, length, True), rounded=True)(rows)
-    return {name: value.cuda() for name, value in batch.items()}
+    from halfbyte.data.collate import PaddedCollator
+    from halfbyte.data.paired import AnswerCollator, as_documents
+    from halfbyte.methods.preference import ANSWERS
+
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": answer}
+    words = {key: torch.randint(3, model_config(name).vocab_size, (pairs, size), generator=generator).tolist()
+             for key, size in sizes.items()}  # fmt: skip
+    masks = {f"{side}_mask": [[1] * answer] * pairs for side in ("chosen", "rejected")}
+    rows = as_documents(Dataset.from_dict(words | masks), ANSWERS, shared=shared)
+    collate = AnswerCollator(PaddedCollator(2, True, prompt + answer, True), rounded=True)
+    batch = collate([{**row, "reference": [0.0] * (2 * answer)} for row in rows])
+    return {key: value.cuda() if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def method_for(name: str, each: bool) -> Any:
@@ -63,21 +66,29 @@ def checked(name: str) -> None:
     import halfbyte
     from halfbyte.adapters import compute
     from halfbyte.methods.answers import log_probs
-    from halfbyte.train.stepper import GraphedStepper, Stepper
 
     model = build(name, "cuda")
     with torch.no_grad():
         for parameter in trained_of(model):
             parameter += 0.02 * torch.randn_like(parameter)
-    batch = batch_of(name, 2, 96, 100)
+    batches = [batch_of(name, 2, 96, 100, shared=shared) for shared in (False, True)]
     with torch.no_grad(), compute(model, torch.bfloat16):
-        plain = log_probs(model, batch)
+        plain = log_probs(model, batches[0])[:400]
         halfbyte.patch(model)
-        fused = log_probs(model, batch)
-    apart = float((fused - plain).abs().mean() / plain.abs().mean())
-    print(f"log-probabilities fused and not: {apart:.2e} apart", flush=True)
-    if not apart < ERROR:
-        raise SystemExit("the fused model's log-probabilities are not the model's")
+        for kind, batch in zip(("apart", "shared"), batches, strict=True):
+            fused = log_probs(model, batch)[:400]
+            apart = float((fused - plain).abs().mean() / plain.abs().mean())
+            print(f"log-probabilities fused, prompts {kind}, and not fused: {apart:.2e} apart", flush=True)
+            if not apart < ERROR:
+                raise SystemExit("the fused model's log-probabilities are not the model's")
+    for kind, batch in zip(("apart", "shared"), batches, strict=True):
+        print(f"prompts {kind}:")
+        _check_graphs(name, model, batch)
+
+
+def _check_graphs(name: str, model: Any, batch: dict[str, Any]) -> None:
+    from halfbyte.train.stepper import GraphedStepper, Stepper
+
     found = {}
     for reference in ("once", "each"):
         asked = method_for(name, reference == "each")
@@ -125,8 +136,13 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     halfbyte.patch(model, levels(given.model, rows, length, "auto", None))
     trained = trained_of(model)
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    batch, asked = batch_of(given.model, given.pairs, given.prompt, given.answer), method_for(given.model, True)
-    inputs = dict(batch) if given.reference == "once" else {k: v for k, v in batch.items() if k != "reference"}
+    shape, asked = (given.model, given.pairs, given.prompt, given.answer), method_for(given.model, True)
+    batch = batch_of(*shape)
+    left = {"reference"} if given.reference == "each" else set()
+    inputs, shared = (
+        {key: value for key, value in each.items() if key not in left}
+        for each in (batch, batch_of(*shape, shared=True))
+    )
     text = {"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone()}
 
     def finish(loss: Tensor) -> Tensor:
@@ -135,9 +151,9 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def preference() -> Tensor:
+    def preference(pairs: dict[str, Any]) -> Tensor:
         with compute(model, torch.bfloat16):
-            return finish(asked.sums(model, inputs)["loss"] / given.pairs)
+            return finish(asked.sums(model, pairs)["loss"] / given.pairs)
 
     def imitation() -> Tensor:
         with compute(model, torch.bfloat16):
@@ -150,12 +166,16 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             return log_probs(model, batch).sum()
 
     found = {}
-    for name, step in (("sft", imitation), ("dpo", preference), ("reference", reference)):
+    apart, once = (each["input_ids"].numel() for each in (inputs, shared))
+    steps = {"sft": (imitation, apart), "dpo": (partial(preference, inputs), apart),
+             "dpo, shared": (partial(preference, shared), once), "reference": (reference, apart)}  # fmt: skip
+    for name, (step, tokens) in steps.items():
         model.train(name != "reference")
         gc.collect()
         torch.cuda.empty_cache()
-        found[name] = timed(step, rows * length, given.steps)
+        found[name] = timed(step, tokens, given.steps)
         print(json.dumps({name: found[name]}), flush=True)
+    found["shared_speed"] = found["dpo"]["ms"] / found["dpo, shared"]["ms"]
     found["reference_speed"] = found["reference"]["tokens_per_second"] / found["dpo"]["tokens_per_second"]
     found["peak"] = found["dpo"]["peak_gib"] / found["sft"]["peak_gib"]
     return found
@@ -173,7 +193,7 @@ def main() -> None:
     given = parser.parse_args()
     checked("tiny")
     result = {"settings": vars(given), **measured(given)}
-    print(json.dumps({name: result[name] for name in ("reference_speed", "peak")}))
+    print(json.dumps({name: result[name] for name in ("shared_speed", "reference_speed", "peak")}))
     write_result(given.json, result)
 
 

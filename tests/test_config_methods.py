@@ -119,6 +119,7 @@ def test_what_does_not_fit_a_method_is_refused(keys, said, fix):
         ({"rl": "simpo", "simpo_gamma": 1.0}, {"method": "simpo", "simpo_gamma": 1.0}),
         ({"rl": "kto", "kto_undesirable_weight": 2.0}, {"method": "kto", "undesirable_weight": 2.0}),
         ({"reward_model": True, "center_rewards_coefficient": 0.01}, {"method": "reward"}),
+        ({"process_reward_model": True, "step_separator": "\n\n"}, {"method": "prm"}),
         ({"stage": "dpo", "pref_loss": "hinge"}, {"method": "dpo", "loss_type": "hinge"}),
         ({"stage": "dpo", "pref_beta": 0.2}, {"method": "dpo", "loss_type": "sigmoid", "beta": 0.2}),
         ({"stage": "dpo", "pref_loss": "orpo", "pref_beta": 0.2}, {"method": "orpo", "beta": 0.2}),

@@ -15,6 +15,7 @@ Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import os
 import re
@@ -26,12 +27,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from .architectures import ALL_LINEAR, all_linear, is_linear
+from .architectures import ALL_LINEAR, all_linear, expert_stacks, expert_targets, is_linear
 from .config import Adapter, RunConfig, resolve
 from .errors import CheckpointError, ConfigError, ModelError
+from .layers.expert_adapters import drop_inputs, expert_wrappers, run_beside
 from .notices import notice
 from .qat.model import round_merged
 from .reading.boundary import answered
@@ -41,19 +44,20 @@ from .words import brief
 
 COMMON_RANK = 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that adapters are saved in
-SCORES = "SEQ_CLS"  # PEFT's type of an adapter with a head that scores texts
+# PEFT's types of an adapter with a head that scores texts, or each token: labels of the head, and what loads it.
+SCORES = {"SEQ_CLS": (1, "AutoModelForSequenceClassification"), "TOKEN_CLS": (2, "AutoModelForTokenClassification")}
 MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
-def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: bool = False) -> PeftModel:
+def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | None = None) -> PeftModel:
     """Freeze `model` and put trainable LoRA adapters on its linear layers.
 
     Args:
         model: any Hugging Face causal LM, 16-bit or with 4-bit linears.
         config: a run's, or its adapter section: `r`, `lora_alpha`, `target_modules`, ... and `adapter_path` to continue
             from a saved adapter, whose own rank, alpha and targets then hold.
-        scores: also train a head `score` that gives texts a number, as transformers' sequence classification has it.
+        scores: also train a head `score`, as transformers has it for this one of `SCORES`.
 
     Returns:
         The PeftModel around `model`; trainable weights are `config.adapter_dtype`.
@@ -75,40 +79,60 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: bool =
             with quiet_peft():
                 lora = _lora_config(model, adapter)
                 if scores:
-                    add_score_head(model)
-                    lora.task_type = SCORES
+                    add_score_head(model, scores)
+                    lora.task_type = scores
                 peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
             raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
     # PEFT takes the name from the model object, which may have been built in memory.
     peft_model.peft_config["default"].base_model_name_or_path = adapter.origin.name
     round_merged(peft_model)
+    run_beside(peft_model)
+    if adapter.lora_dropout and any(expert_wrappers(peft_model)):
+        drop_inputs(peft_model, adapter.lora_dropout)
     dtype = getattr(torch, adapter.adapter_dtype)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    _say_how_many(peft_model)
     return peft_model
 
 
-def add_score_head(model: nn.Module) -> None:
-    """Give `model` the head of transformers' sequence classification with one label, under its name and fresh."""
+def _say_how_many(model: PeftModel) -> None:
+    """Experts have many times the adapters that attention has, which decides what a run takes."""
+    on_experts = sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_A.parameters())
+    on_experts += sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_B.parameters())
+    if on_experts:
+        others = sum(p.numel() for p in model.parameters() if p.requires_grad) - on_experts
+        said = f"trained: {on_experts / 1e6:.3g}M weights on experts, {others / 1e6:.3g}M beside them"
+        notice("experts-adapted", f"{said} (target_parameters: [] leaves experts out)")
+
+
+def add_score_head(model: nn.Module, scores: str) -> None:
+    """Give `model` the head that transformers has for this one of `SCORES`, under its name and fresh."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     device = next(model.parameters()).device
-    model.score = nn.Linear(config.hidden_size, 1, bias=False, device=device)
+    tokens = scores == "TOKEN_CLS"
+    model.score = nn.Linear(config.hidden_size, SCORES[scores][0], bias=tokens, device=device)
     nn.init.normal_(model.score.weight, std=getattr(config, "initializer_range", 0.02))
+    if tokens:
+        nn.init.zeros_(model.score.bias)
 
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """PEFT 0.21 asks transformers 5.23 for a name that it deprecates; nobody can act on that warning."""
+    """Warnings of PEFT 0.21 that nobody can act on, such as of a name it asks for that transformers 5.23 deprecates."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        # it looks among modules alone, and has not found those of parameters; `_lora_config` has looked
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         yield
 
 
 def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
-    adapted = _adapted(model, adapter.target_modules)
-    names = {name for name, _ in model.named_modules() if name}
+    experts = _adapted_experts(model, adapter)
+    adapted = _adapted(model, adapter.target_modules) | experts
+    names = {name for name, _ in model.named_modules() if name} | experts
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
     for key in ("rank_pattern", "alpha_pattern"):
@@ -121,20 +145,75 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
                     f"{key}: what matches {pattern!r} gets no adapter ({brief(min(found))})",
                     "name it in target_modules, too, or leave it out here",
                 )
-    return LoraConfig(
+    lora = LoraConfig(
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
         r=adapter.r,
         lora_alpha=_plain(adapter.lora_alpha),
-        lora_dropout=adapter.lora_dropout,
+        lora_dropout=0.0 if experts else adapter.lora_dropout,  # `drop_inputs`
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
+        target_parameters=_parameter_targets(model, adapter) if experts else None,
         modules_to_save=adapter.modules_to_save,
         rank_pattern=dict(adapter.rank_pattern),
         alpha_pattern={name: _plain(alpha) for name, alpha in adapter.alpha_pattern.items()},
         init_lora_weights=adapter.init_lora_weights,
     )
+    _leave_to_experts(lora, model, adapter)
+    return lora
+
+
+def _parameter_targets(model: nn.Module, adapter: Adapter) -> list[str]:
+    return expert_targets(model) if adapter.target_parameters is None else adapter.target_parameters
+
+
+def _adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
+    """Names of the stacks of experts that get adapters.
+
+    Raises:
+        ModelError: `target_parameters` names something else.
+    """
+    if adapter.target_parameters is None and (adapter.target_modules != ALL_LINEAR or adapter.use_dora):
+        if adapter.use_dora and expert_targets(model):
+            notice("experts-dora", "experts get no adapter: PEFT has no DoRA of parameters")
+        return set()
+    stacks = expert_stacks(model, [])
+    targets = _parameter_targets(model, adapter)
+    for target in targets:
+        if not any(_names(stack, target) for stack in stacks):
+            known = ", ".join(expert_targets(model)) or "none that halfbyte runs"
+            raise ModelError(
+                f"target_parameters: no stack of experts is named {target!r}", f"this model's stacks: {known}"
+            )
+    if targets and adapter.use_dora:
+        raise ModelError("target_parameters: PEFT has no DoRA of parameters", "set use_dora: false")
+    return {stack for stack in stacks if any(_names(stack, target) for target in targets)}
+
+
+def _leave_to_experts(lora: LoraConfig, model: nn.Module, adapter: Adapter) -> None:
+    """PEFT takes gate_proj, up_proj and down_proj of some mixtures for their routed experts, whose linears they were in
+    transformers 4, when it makes an adapter and when it reads one. What it would take so is left out.
+
+    Raises:
+        ModelError: `target_modules` names it.
+    """
+    read: Any = copy.deepcopy(lora)
+    convert_peft_config_for_transformers(read, model=model, conversions=None)
+    named: Any = lora.target_modules
+    if isinstance(named, str):
+        taken = set()
+        if set(read.target_parameters or ()) == set(lora.target_parameters or ()):
+            return
+    elif not (taken := set(named) - set(read.target_modules)):
+        return
+    what = ", ".join(sorted({name.rpartition(".")[2] for name in taken})) or repr(named)
+    config: Any = model.config
+    said = f"PEFT takes {what} of a {config.model_type} for its routed experts"
+    if adapter.target_modules != ALL_LINEAR:
+        raise ModelError(f"target_modules: {said}", "leave it out, and name experts in target_parameters")
+    lora.target_modules = sorted(set(named) - taken)
+    notice("experts-names", f"{said}: dense layers and shared experts get no adapter")
 
 
 def _plain(alpha: float) -> Any:
@@ -312,13 +391,14 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
     """
     trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
     with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft():
-        if lora.task_type == SCORES and not hasattr(model, "score"):
-            add_score_head(model)
+        if lora.task_type in SCORES and not hasattr(model, "score"):
+            add_score_head(model, str(lora.task_type))
         if not isinstance(model, PeftModel):
             model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
         else:
             model.add_adapter(name, lora, autocast_adapter_dtype=autocast)
     lora.base_model_name_or_path = trained_on
+    run_beside(model)
     return model
 
 

@@ -322,10 +322,13 @@ def _rows(split: Mapping[str, Any]) -> list[str]:
     means = split.get("mean_tokens")
     if means is None:
         return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
-    kind = "pairs" if "chosen" in means else "answers" if "completion" in means else "prompts"
+    kinds = {"chosen": "pairs", "completion": "answers", "steps": "answers in steps"}
+    kind = next((kind for name, kind in kinds.items() if name in means), "prompts")
     words = [f"{split['rows']:,} {kind}"]
     if "desirable" in split:
         words.append(f"{split['desirable']:,} desirable")
+    if "steps" in split:
+        words.append(f"{split['right_steps']:,} of {split['steps']:,} steps right")
     words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
     if split.get("contradicting"):
         words.append(f"{split['contradicting']:,} contradicting")

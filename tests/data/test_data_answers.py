@@ -50,6 +50,7 @@ ALL_LABELLED = {
     "whole conversation": {"completion": TURNS, "label": True},
     "alpaca": {"instruction": QUESTION["content"], "input": "", "output": GOOD["content"], "label": True},
 }
+STEPS = {"prompt": QUESTION["content"], "completions": ["1 + 1", "That is 3."], "labels": [True, False]}
 
 
 def whole(row, name="chosen"):
@@ -242,6 +243,40 @@ def test_prompts_without_template_are_in_the_format_of_instructions(config, writ
     assert tokenizer.decode(row["prompt_ids"]) == "### Instruction:\n1 + 1\n\n### Response:\n"
 
 
+@pytest.mark.parametrize("separator", ["\n", "\n\n", ""])
+def test_each_step_has_its_label_at_its_last_token(separator, config, write, make_tokenizer):
+    """Prompt as for generation, then steps and separators tokenized apart, as TRL's PRMTrainer had it."""
+    tokenizer, further = make_tokenizer("plain"), {**STEPS, "prompt": [QUESTION], "labels": [False, True]}
+    prepared = prepare_answers(
+        config(write([STEPS, further]), method="prm", step_separator=separator), tokenizer, "stepwise"
+    )
+    prompt = f"<|im_start|>user\n{QUESTION['content']}<|im_end|>\n<|im_start|>assistant\n"
+    steps = [tokenizer(step + separator, add_special_tokens=False)["input_ids"] for step in STEPS["completions"]]
+    mask = [int(at == len(step) - 1) for step in steps for at in range(len(step))]
+    for row, labels in zip(prepared.train, (STEPS["labels"], further["labels"]), strict=True):
+        assert tokenizer.decode(row["prompt_ids"]) == prompt
+        assert (row["steps_ids"], row["steps_mask"], row["right"]) == ([*steps[0], *steps[1]], mask, labels)
+    report = prepared.report["train"]
+    assert (report["steps"], report["right_steps"], report["trained_tokens"]) == (4, 2, 4)
+    assert report["contradicting"] == 1
+    mapped = {"question": "1", "parts": STEPS["completions"], "good": STEPS["labels"]}
+    names = {"prompt": "question", "completions": "parts", "labels": "good"}
+    [row] = prepare_answers(config(write([mapped]), column_mapping=names), tokenizer, "stepwise").train
+    assert row["right"] == STEPS["labels"]
+
+
+def test_steps_are_cut_with_their_labels(config, write, make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    [whole_row] = prepare_answers(config(write([STEPS])), tokenizer, "stepwise").train
+    size = len(whole_row["prompt_ids"]) + len(whole_row["steps_ids"])
+    rows = [STEPS, {**STEPS, "completions": ["1", "2"], "labels": [False, True]}]
+    prepared = prepare_answers(config(write(rows), max_length=size - 1), tokenizer, "stepwise")
+    assert [row["right"] for row in prepared.train] == [[True], [False, True]]
+    assert [sum(row["steps_mask"]) for row in prepared.train] == [1, 2]
+    dropping = prepare_answers(config(write(rows), max_length=size - 1, overlong="drop"), tokenizer, "stepwise")
+    assert dropping.report["train"]["dropped"] == {"longer than max_length": 1}
+
+
 def test_a_pair_stays_where_both_keep_trained_tokens(config, write, make_tokenizer):
     tokenizer, long = make_tokenizer("plain"), {"role": "assistant", "content": "x" * 50}
     rows = [
@@ -296,7 +331,24 @@ REFUSED = {
     "no label": ([{"prompt": "a", "completion": "b"}], "unpaired", "holds examples to imitate, not answers with a"),
     "examples": ([{"messages": TURNS}], "pairs", "holds examples to imitate, not preference pairs"),
     "labelled": ([ALL_LABELLED["turns"]], "pairs", "set method: kto"),
-    "steps": ([{"prompt": "a", "completions": ["b"], "labels": [True]}], "pairs", "holds steps with labels"),
+    "steps": ([STEPS], "pairs", "holds steps with labels"),
+    "steps for rollouts": ([STEPS], "prompts", "holds steps with labels, not prompts"),
+    "pairs for steps": ([PAIR], "stepwise", "holds preference pairs, not steps with labels"),
+    "steps without labels": (
+        [STEPS, {**STEPS, "labels": None}], "stepwise", "data.jsonl:2: column 'labels' holds NoneType null, not a list"
+    ),
+    "a label less than steps": (
+        [{**STEPS, "labels": [True]}], "stepwise",
+        "data.jsonl:1: columns 'completions' and 'labels' hold 2 steps and 1 labels",
+    ),
+    "a label of a step as text": (
+        [{**STEPS, "labels": [True, "-"]}], "stepwise",
+        "data.jsonl:1: column 'labels' holds str \"-\", not true or false",
+    ),
+    "an empty step": ([{**STEPS, "completions": ["b", " "]}], "stepwise", "data.jsonl:1: step 2 in column"),
+    "no steps": ([{**STEPS, "completions": [], "labels": []}], "stepwise", "column 'completions' holds no steps"),
+    "steps of one label": ([{**STEPS, "labels": [True, True]}], "stepwise", "have the label true: there is nothing to"),
+    "a prompt without room for a step": ([{**STEPS, "prompt": "y" * 300}], "stepwise", "no trained tokens left after"),
     "a typing error": ([{"prompt": "a", "chosn": "b", "rejected": "c"}], "pairs", "did you mean 'chosen' by 'chosn'?"),
     "an answered prompt": ([{"messages": TURNS}], "prompts", "data.jsonl:1: the prompt ends with an assistant turn"),
     "pairs for rollouts": ([PAIR], "prompts", "set method: dpo, orpo"),
@@ -313,6 +365,12 @@ def test_what_is_refused_is_named(name, config, write, make_tokenizer):
     with pytest.raises(DataError, match=re.escape(said)) as caught:
         prepare_answers(config(write(rows), max_length=200), make_tokenizer("plain"), kind)
     assert caught.value.fix
+
+
+def test_steps_for_imitation_name_the_method_that_takes_them(config, write, make_tokenizer):
+    with pytest.raises(DataError, match="holds steps with labels") as caught:
+        prepare(config(write([STEPS])), make_tokenizer("plain"))
+    assert "method: prm" in caught.value.fix
 
 
 def test_pairs_for_imitation_name_the_methods_that_take_them(config, write, make_tokenizer):

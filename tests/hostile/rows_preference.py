@@ -26,6 +26,14 @@ def dpo(more: str = "") -> tuple[str, ...]:
     return both(f"method=dpo {more}".strip())
 
 
+def stepwise(**columns) -> dict:
+    return {"prompt": "a", "completions": ["b", "c"], "labels": [True, False], **columns}
+
+
+def prm(more: str = "") -> tuple[str, ...]:
+    return both(f"method=prm {more}".strip())
+
+
 def kto(more: str = "") -> tuple[str, ...]:
     return both(f"method=kto {more}".strip())
 
@@ -208,5 +216,36 @@ ROWS = [
         says="b.jsonl has no column margin",
         files={**lines(pair(margin=2)), "b.jsonl": json.dumps(pair()) + "\n"},
     ),
+    # Steps with labels.
+    Case("+ steps are ready", "check run.yaml method=prm", code=0, says="1 of 2 steps right", files=lines(stepwise())),
+    Case("+ steps are shown", "preview run.yaml method=prm", code=0, says="right: ", files=lines(stepwise())),
+    Case(
+        "+ steps without labels",
+        prm(),
+        says=("data.jsonl:2", "'labels'", "nothing"),
+        fix="for each step",
+        files=lines(stepwise(), {"prompt": "a", "completions": ["b"]}),
+    ),
+    Case(
+        "+ fewer labels than steps",
+        prm(),
+        says=("data.jsonl:1", "2 steps and 1 labels"),
+        files=lines(stepwise(labels=[True])),
+    ),
+    Case("+ labels that are numbers", prm(), says=("data.jsonl:1", "'labels'"), files=lines(stepwise(labels=[1, 0]))),
+    Case("+ a step of turns", prm(), says=("data.jsonl:1", "step 1"), files=lines(stepwise(completions=[[GOOD], "b"]))),
+    Case(
+        "+ steps that are one text", prm(), says=("data.jsonl:1", "not a list"), files=lines(stepwise(completions="b"))
+    ),
+    Case("+ only right steps", prm(), says="the label true", files=lines(stepwise(labels=[True, True]))),
+    Case("+ process rewards of pairs", prm(), says="preference pairs", fix="method: dpo", files=lines(pair())),
+    Case("+ examples that are steps", both(), says="steps with labels", fix="method: prm", files=lines(stepwise())),
+    Case(
+        "+ a whole model that scores steps",
+        prm("use_peft=false load_in_4bit=false"),
+        says="use_peft",
+        files=lines(stepwise()),
+    ),
+    Case("+ a separator of pairs", dpo("'step_separator=x'"), says="step_separator", fix="method: prm"),
     Case("+ beta of a reward model", both("method=reward beta=0.1"), says="beta: 0.1", fix="remove it"),
 ]

@@ -31,7 +31,7 @@ def both(family):
     one_label.num_labels = 1
     theirs = AutoModelForSequenceClassification.from_config(one_label)
     assert theirs.load_state_dict(plain, strict=False).missing_keys == ["score.weight"]
-    policy = add_adapter(causal, asked, scores=True).train()
+    policy = add_adapter(causal, asked, scores="SEQ_CLS").train()
     theirs = get_peft_model(theirs, copy.deepcopy(policy.peft_config["default"])).train()
     own = dict(policy.named_parameters())
     for name, parameter in theirs.named_parameters():

@@ -59,7 +59,7 @@ def policy_of(asked, family="Llama"):
     if asked["method"] != "reward":
         return model(family)
     torch.manual_seed(4)
-    policy = add_adapter(tiny(family, adapter=False), config(**asked, r=4), scores=True).train()
+    policy = add_adapter(tiny(family, adapter=False), config(**asked, r=4), scores="SEQ_CLS").train()
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

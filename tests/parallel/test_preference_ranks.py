@@ -15,6 +15,14 @@ ASKED = {
     "kto": {"method": "kto"},
     "reward": {"method": "reward"},
 }
+SHARDED = {
+    "dpo": {"method": "dpo", "loss_type": ["sigmoid", "sft"]},
+    "dpo of each step, weighed": {"method": "dpo", "precompute_ref_log_probs": False, "use_weighting": True},
+    "orpo": {"method": "orpo"},
+    "kto": {"method": "kto"},
+    "reward": {"method": "reward"},
+    "prm": {"method": "prm"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +34,11 @@ def place(tmp_path_factory):
         for n, row in enumerate(rows)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    steps = [
+        {"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]], "labels": [True, False]}
+        for row in made
+    ]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     return folder
 
 
@@ -41,12 +54,27 @@ def test_two_ranks_are_one_process(place, two, tmp_path, monkeypatch, name):
         assert {key for key in mine if "rewards/" in key} == {key for key in theirs if "rewards/" in key}
 
 
+@pytest.mark.parametrize("name", SHARDED)
+def test_two_ranks_with_slices_of_the_model_are_one_process(place, two, tmp_path, monkeypatch, name):
+    """Of its layers, and of head and embedding by vocabulary, through which the log-probabilities' gradients go."""
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    rows = "steps" if name == "prm" else "pairs"
+    asked = {"dataset": str(place / f"{rows}.jsonl"), "sample_prompts": 0, **SHARDED[name]}
+    one = run(None, place, tmp_path / "one", gradient_accumulation_steps=4, **asked)
+    both = run(two, place, tmp_path / "two", gradient_accumulation_steps=2, parallel={"shard": 2}, **asked)
+    both.same_as(one, loss=2e-6, weights=1e-4)
+
+
 def test_other_ways_to_divide_a_run_are_refused(place, tmp_path):
     from halfbyte.config import RunConfig
     from halfbyte.config.resolve import Parallel
     from halfbyte.plan.meshes import check_layout
 
     config = RunConfig(model_name_or_path="m", dataset="d", method="dpo")
-    for axis in ("shard", "tensor", "context", "pipeline"):
-        with pytest.raises(ConfigError, match="method: dpo"):
-            check_layout(Parallel(**{axis: 2}), config, None)
+    for axis in ("tensor", "context", "pipeline"):
+        with pytest.raises(ConfigError, match="method: dpo") as refused:
+            check_layout(Parallel(**{"shard": 2, axis: 2}), config, None)
+        assert "{data: N} or {shard: N}" in refused.value.fix
+    sampling = config.model_copy(update={"method": "grpo"})
+    with pytest.raises(ConfigError, match="method: grpo"):
+        check_layout(Parallel(shard=2), sampling, None)

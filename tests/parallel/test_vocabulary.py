@@ -44,15 +44,24 @@ def loss_and_gradient(mesh, axes, vocabulary, tokens, dtype, how):
     (loss / 7).backward()
     with torch.no_grad():
         assert over.cross_entropy(hidden, weight, labels[own], **how) == loss
-        log_probs, likeliest = over.log_probs(hidden, weight, labels[own], **how)
+        log_probs, likeliest = over.likeliest(hidden, weight, labels[own], **how)
         products = over.products(hidden, weight)
-    return own, len(weight), loss.detach(), hidden.grad, log_probs, likeliest, products
+    again = hidden.detach().requires_grad_()
+    weighed = over.log_probs(again, weight, labels[own], temperature=0.7, **how)
+    (weighed * weights_of(labels[own])).sum().backward()
+    found = weighed.detach(), again.grad
+    return own, len(weight), loss.detach(), hidden.grad, log_probs, likeliest, products, found
+
+
+def weights_of(labels):
+    """Another factor of each token's log-probability."""
+    return torch.linspace(-1.0, 2.0, len(labels))
 
 
 def assert_as_one(results, vocabulary, tokens, how, dtype=torch.float32):
     weight, hidden, labels = example(vocabulary, tokens, 0, dtype)
     assert sum(result[1] for result in results) == vocabulary
-    for own, _, loss, grad, log_probs, likeliest, products in results:
+    for own, _, loss, grad, log_probs, likeliest, products, weighed in results:
         x, y = hidden[own].clone().requires_grad_(), labels[own]
         expected = linear_cross_entropy(x, weight, y, shift=False, **how)
         (expected / 7).backward()
@@ -62,6 +71,11 @@ def assert_as_one(results, vocabulary, tokens, how, dtype=torch.float32):
             torch.testing.assert_close(log_probs, linear_log_probs(x, weight, y, **how)[0], rtol=1e-5, atol=1e-5)
             logits = x @ weight.T
         torch.testing.assert_close(products, logits, rtol=1e-5, atol=1e-5)
+        x.grad = None
+        one = linear_log_probs(x, weight, y, temperature=0.7, **how)[0]
+        (one * weights_of(y)).sum().backward()
+        torch.testing.assert_close(weighed[0], one.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weighed[1], x.grad, rtol=1e-5, atol=2e-5)
         trained = y != IGNORE_INDEX
         assert torch.equal(likeliest[trained], (logits.argmax(-1) == y)[trained])
 

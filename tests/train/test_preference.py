@@ -108,6 +108,29 @@ def test_first_losses_of_a_reference_of_each_step_and_of_a_precomputed_one(data,
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "padded"), rel=1e-4)
 
 
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_prompts_are_computed_once_and_the_steps_are_the_same(data, tmp_path, method):
+    """Beside a run whose answers have a prompt each, and says why."""
+    more = {"method": method, "max_steps": 4, "eval_split_size": 6, "num_train_epochs": 1}
+    run(data, tmp_path / "once", **more)
+    run(data, tmp_path / "apart", **more, use_kernels=False)
+    assert losses(tmp_path / "once") == pytest.approx(losses(tmp_path / "apart"), rel=1e-4)
+    once, apart = (json.loads((tmp_path / name / "data_report.json").read_text()) for name in ("once", "apart"))
+    assert once["train"]["computed_tokens"] < once["train"]["tokens_apart"]
+    assert once["eval"]["computed_tokens"] < once["eval"]["tokens_apart"]
+    assert "computed_tokens" not in apart["train"]
+    tokens = [sum(record["tokens"] for record in records(tmp_path / name)) for name in ("once", "apart")]
+    assert tokens[0] < tokens[1]
+    checks = json.loads((tmp_path / "once" / "checks.json").read_text())
+    assert checks["shared_prompts"]["tokens"] > 0
+    assert checks["shared_prompts"]["largest_difference"] < 1e-4
+    notices = json.loads((tmp_path / "apart" / "environment.json").read_text())["notices"]
+    assert "a prompt of its own: use_kernels: false" in str(notices)
+    found = evaluate(str(tmp_path / "once"), str(data / "pairs.jsonl")).numbers
+    alone = evaluate(str(tmp_path / "once"), str(data / "pairs.jsonl"), ["use_kernels=false"]).numbers
+    assert found == pytest.approx(alone, rel=1e-4, abs=1e-4)
+
+
 def test_a_kept_reference_serves_other_losses_and_no_other_model(data, tmp_path, cache):
     run(data, tmp_path / "first", max_steps=7, precompute_ref_log_probs=True)
     [kept] = cache.iterdir()
@@ -203,7 +226,7 @@ def test_a_reward_model_reloads_in_plain_transformers(data, tmp_path):
     rows = method_of(saved_model.config).ready(saved_model.config, tokenizer).train
     batch = method_of(saved_model.config).collator(saved_model.config, tokenizer)([rows[n] for n in range(6)])
     with torch.no_grad():
-        own = score(saved_model.model, batch)
+        own = score(saved_model.model, batch).squeeze(-1)
         theirs.config.pad_token_id = tokenizer.pad_token_id
         expected = theirs(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1)
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
@@ -229,6 +252,52 @@ def test_a_reward_model_reloads_in_plain_transformers(data, tmp_path):
     assert all(torch.equal(weight, saved[name]) for name, weight in adapter(part).items())
     with pytest.raises(ConfigError, match="use_peft: false"):
         run(data, tmp_path / "full", method="reward", use_peft=False)
+
+
+def test_a_process_reward_model_reloads_in_plain_transformers(data, tmp_path):
+    """It learns which steps are right; a resumed run has equal bytes, head and all."""
+    from peft import PeftModel
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    rows = [
+        {"prompt": f"{n} and {n + 1}?", "completions": [f" is {n}", " no 7", f" it {n}"], "labels": [True, False, True]}
+        for n in range(24)
+    ]
+    file = data / "steps.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = {"method": "prm", "num_train_epochs": 4, "eval_split_size": 6, "save_steps": 5, "sample_prompts": 2}
+    whole = keys(tmp_path / "out", save_total_limit=None, **whole)
+    finetune(str(data / "model"), str(file), **whole)
+    before, *_, after = records(tmp_path / "out", "eval")
+    assert after["loss"] < before["loss"]
+    assert after["accuracy"] > 0.9
+    assert after["labelled_steps"] == 18
+    assert json.loads((tmp_path / "out" / "generations.json").read_text()) == []
+    saved = adapter(tmp_path / "out")
+    assert {"base_model.model.score.weight", "base_model.model.score.bias"} <= saved.keys()
+    tokenizer = AutoTokenizer.from_pretrained(data / "model")
+    base = AutoModelForTokenClassification.from_pretrained(data / "model", num_labels=2, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+    own = load_saved(str(tmp_path / "out"), scores=True)
+    method = method_of(own.config)
+    batch = method.collator(own.config, tokenizer)([method.ready(own.config, tokenizer).train[n] for n in range(6)])
+    with torch.no_grad():
+        found = score(own.model, batch, "at")
+        logits = theirs(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    torch.testing.assert_close(found, logits.flatten(0, 1)[batch["at"]], rtol=1e-5, atol=1e-5)
+    assert evaluate(str(tmp_path / "out"), str(file)).numbers["accuracy"] > 0.9
+    answered = CliRunner().invoke(app, ["merge", str(tmp_path / "out")])
+    assert answered.exit_code == 1
+    assert "AutoModelForTokenClassification" in answered.output
+    part = tmp_path / "part"
+    (part / "checkpoint-5").mkdir(parents=True)
+    for name in ("metrics.jsonl", "config.resolved.yaml"):
+        (part / name).write_bytes((tmp_path / "out" / name).read_bytes())
+    for each in (tmp_path / "out" / "checkpoint-5").iterdir():
+        (part / "checkpoint-5" / each.name).write_bytes(each.read_bytes())
+    finetune(str(data / "model"), str(file), **{**whole, "output_dir": str(part), "resume_from_checkpoint": True})
+    assert losses(part) == losses(tmp_path / "out")
+    assert all(torch.equal(weight, saved[name]) for name, weight in adapter(part).items())
 
 
 def test_the_command_line(data, tmp_path):

@@ -101,7 +101,7 @@ def render_answers(
         yield _heading(f"row {number + 1}, {said}: {len(ids)} tokens, {sum(mask)} trained")
         labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
         yield _coloured(ids, labels, tokenizer, ends, marks, TRAINED if wanted else REJECTED)
-    further = {name: row[name] for name in ("margin",) if name in row} | row.get("columns", {})
+    further = {name: row[name] for name in ("margin", "right") if name in row} | row.get("columns", {})
     if further:
         yield Text("\n".join(f"{name}: {brief(value)}" for name, value in further.items()), style="cyan")
 

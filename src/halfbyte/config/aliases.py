@@ -19,6 +19,7 @@ RENAMED = {
     "revision_of_model": "model_revision",
     "lora_r": "r",
     "lora_modules_to_save": "modules_to_save",
+    "lora_target_parameters": "target_parameters",
     "lora_model_dir": "adapter_path",
     "lora_rank_pattern": "rank_pattern",
     "lora_alpha_pattern": "alpha_pattern",
@@ -137,11 +138,8 @@ HARMLESS = {
 
 NOT_BUILT = {
     "use_ray": "remove it, and start the run with `halfbyte train`, or torchrun on each host",
-    "process_reward_model": "remove it; method: reward trains a model of whole answers",
     "sync_ref_model": "remove it; the reference stays what the run began with",
     "dpo_norm_loss": "set loss_type: sigmoid_norm, which takes the mean log-prob of an answer's tokens",
-    "target_parameters": "remove it; target_modules adapts every linear layer",
-    "lora_target_parameters": "remove it; target_modules adapts every linear layer",
     "loftq_config": "remove it; init_lora_weights: true or gaussian works now",
     "pissa_init": "remove it; init_lora_weights: true or gaussian works now",
     "loraplus_lr_ratio": "remove it; one learning_rate holds for all adapter weights",

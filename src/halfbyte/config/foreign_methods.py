@@ -16,7 +16,8 @@ OURS = (
 )
 # Of an engine of its own, which is not there, or of what is shown.
 BESIDE = ("log_completions", "num_completions_to_print", "use_liger_loss")
-CHOOSING = ("rl", "reward_model", "stage", "pref_loss", "pref_ftx")
+SCORING = {"reward_model": "reward", "process_reward_model": "prm"}  # Axolotl's
+CHOOSING = ("rl", *SCORING, "stage", "pref_loss", "pref_ftx")
 
 
 def method_keys(key: str, values: dict[str, Any]) -> dict[str, Any] | None:
@@ -26,8 +27,8 @@ def method_keys(key: str, values: dict[str, Any]) -> dict[str, Any] | None:
         values: all keys of the file.
     """
     value, loss = values[key], values.get("pref_loss", "sigmoid")
-    if key == "reward_model":
-        return _method("reward")
+    if key in SCORING:
+        return _method(SCORING[key])
     if key == "rl":
         return {"method": "dpo", "loss_type": "ipo"} if value == "ipo" else _method(value)
     if key == "stage":

@@ -16,6 +16,7 @@ from .section import Section
 Weight = Annotated[float, Field(ge=0)]
 PAIRED = ("dpo", "orpo", "simpo", "cpo")
 WITH_REFERENCE = ("dpo", "kto")
+COMPARING = (*PAIRED, "kto", "reward", "prm")  # answers that the data has
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "dpo": (
         *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
@@ -36,12 +37,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # TRL's
     "cpo": {"beta": 0.1, "loss_type": "sigmoid", "cpo_alpha": 1.0},
     "kto": {"beta": 0.1, "loss_type": "kto"},
     "reward": {},
+    "prm": {},
     "grpo": {"beta": 0.0, "loss_type": "dapo", "num_generations": 8},
     "rloo": {"beta": 0.05, "num_generations": 2},
 }
 # The learning rate of a full model is TRL's; adapters learn with ten times that ("LoRA Without Regret", 2025), and
 # TRL's for reward models is theirs already.
-RATES = {"reward": {True: 1e-4, False: 1e-5}}
+SCORING = {True: 1e-4, False: 1e-5}
+RATES = {"reward": SCORING, "prm": SCORING}
 RATE = {True: 1e-5, False: 1e-6}
 WITH_DEFAULTS = frozenset({"learning_rate"}.union(*DEFAULTS.values()))
 
@@ -108,3 +111,4 @@ class PreferenceSection(Section):
     center_rewards_coefficient: Weight | None = of(
         ("reward",), None, "weight of the squared sum of a pair's rewards, which keeps them around 0; default: 0"
     )
+    step_separator: str = of(("prm",), "\n", "written behind each step; its last token carries the step's label")

@@ -2,7 +2,8 @@
 
 - pairs: `{"answers": [document, document]}`, chosen and rejected; with `"margin": x` where the data has one;
 - unpaired: `{"answers": [document], "label": bool}`;
-- prompts: `{"prompt": document, "asked": the prompt as its row has it, "columns": {...}}`, the document without answer.
+- prompts: `{"prompt": document, "asked": the prompt as its row has it, "columns": {...}}`, the document without answer;
+- stepwise: `{"prompt": document, "steps": [text, ...], "labels": [bool, ...]}`, likewise.
 
 A document is one of `data.formats`. Its answer begins behind its `given` assistant turns, behind its prompt, or, of a
 text, at the character `answer_from`.
@@ -53,6 +54,9 @@ def rows_in(source: Source, layout: RowLayout, *, templated: bool) -> Iterator[t
         if layout.kind == "prompts":
             yield where, _prompt_row(row, columns, where)
             continue
+        if layout.kind == "stepwise":
+            yield where, _stepwise_row(row, columns, where)
+            continue
         names = [columns[part] for part in ("chosen", "rejected", "completion") if part in columns]
         documents = _documents(row, columns, names, where, templated)
         if layout.kind == "pairs":
@@ -65,16 +69,46 @@ def rows_in(source: Source, layout: RowLayout, *, templated: bool) -> Iterator[t
 
 
 def _prompt_row(row: Row, columns: Columns, where: str) -> dict[str, Any]:
-    prompt = _prompt(row, columns, where)
     own = {columns[part] for part in ("prompt", "messages", "instruction", "input") if part in columns}
-    asked = (
-        row[columns["prompt"]] if "prompt" in columns else row[columns["messages"]] if "messages" in columns else prompt
-    )
-    found = {"asked": asked, "columns": {name: value for name, value in row.items() if name not in own}}
+    document = _asking(row, columns, where)
+    part = next((part for part in ("prompt", "messages") if part in columns), "")
+    asked = row[columns[part]] if part else document["prompt"]
+    return {
+        "prompt": document,
+        "asked": asked,
+        "columns": {name: value for name, value in row.items() if name not in own},
+    }
+
+
+def _asking(row: Row, columns: Columns, where: str) -> Document:
+    """The document of a prompt without an answer."""
+    prompt = _prompt(row, columns, where)
     if isinstance(prompt, str):
-        return {"prompt": {"prompt": prompt, "completion": "", **system_of(row, columns, where)}, **found}
+        return {"prompt": prompt, "completion": "", **system_of(row, columns, where)}
     _check_prompt(prompt or [], where)
-    return {"prompt": conversation(list(prompt or []), row, columns, where), **found}
+    return conversation(list(prompt or []), row, columns, where)
+
+
+def _stepwise_row(row: Row, columns: Columns, where: str) -> dict[str, Any]:
+    prompt = _asking(row, columns, where)
+    steps, labels = (_listed(row, columns[part], where) for part in ("completions", "labels"))
+    names = f"columns {columns['completions']!r} and {columns['labels']!r}"
+    if len(steps) != len(labels):
+        wrong = f"{where}: {names} hold {len(steps)} steps and {len(labels)} labels"
+        raise DataError(wrong, "give each step a label, true or false")
+    for number, step in enumerate(steps, 1):
+        if not (isinstance(step, str) and step.strip()):
+            wrong = f"{where}: step {number} in column {columns['completions']!r} is {described(step)}, not a text"
+            raise DataError(wrong, "write what the step says")
+    return {"prompt": prompt, "steps": steps, "labels": [_truth(each, columns["labels"], where) for each in labels]}
+
+
+def _listed(row: Row, column: str, where: str) -> list[Any]:
+    value = row.get(column)
+    if isinstance(value, list) and value:
+        return value
+    found = "nothing" if column not in row else "no steps" if value == [] else described(value)
+    raise DataError(f"{where}: column {column!r} holds {found}, not a list", "give a list with an entry for each step")
 
 
 def _prompt(row: Row, columns: Columns, where: str) -> Side | None:
@@ -215,11 +249,19 @@ def _cut(texts: Sequence[str]) -> int:
 
 
 def _label(row: Row, column: str, where: str) -> bool:
-    value = row.get(column)
+    if column in row:
+        return _truth(row[column], column, where)
+    raise _no_truth("nothing", column, where)
+
+
+def _truth(value: Any, column: str, where: str) -> bool:
     if isinstance(value, bool):
         return value
-    found = described(value) if column in row else "nothing"
-    raise DataError(
+    raise _no_truth(described(value), column, where)
+
+
+def _no_truth(found: str, column: str, where: str) -> DataError:
+    return DataError(
         f"{where}: column {column!r} holds {found}, not true or false",
-        "write true for a desirable answer and false for another, without quotes",
+        "write true for a good answer or step and false for another, without quotes",
     )

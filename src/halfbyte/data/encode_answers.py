@@ -20,7 +20,12 @@ from .preference import Kind
 ALIKE = "with two answers that are the same"
 NO_PROMPT = "without a token that is the prompt's alone"
 NO_ROOM = "with a prompt that leaves no room for an answer"
-NAMES: dict[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "unpaired": ("completion",), "prompts": ()}
+NAMES: dict[Kind, tuple[str, ...]] = {
+    "pairs": ("chosen", "rejected"),
+    "unpaired": ("completion",),
+    "prompts": (),
+    "stepwise": ("steps",),
+}
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,20 @@ class AnswerEncoder(Encoder):
         kind: of the rows.
         everything: whether all tokens of an answer are trained, turns of others in it, too.
         room: tokens that a prompt without answers has to leave for one.
+        separator: behind each step.
     """
 
-    def __init__(self, *args: Any, kind: Kind, everything: bool = False, room: int = 1, **options: Any):
+    def __init__(
+        self,
+        *args: Any,
+        kind: Kind,
+        everything: bool = False,
+        room: int = 1,
+        separator: str = "\n",
+        **options: Any,
+    ):
         super().__init__(*args, **options)
-        self.kind, self.everything, self.room = kind, everything, room
+        self.kind, self.everything, self.room, self.separator = kind, everything, room, separator
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """`document` and `where` to prompt_ids; of each answer (see `NAMES`) `_ids` and `_mask`; and the row's own
@@ -57,6 +71,8 @@ class AnswerEncoder(Encoder):
         rows = [json.loads(row) for row in batch["document"]]
         if self.kind == "prompts":
             found = self._prompts(rows, batch["where"])
+        elif self.kind == "stepwise":
+            found = self._steps(rows, batch["where"])
         else:
             found = self._answers(rows, batch["where"])
         return {key: [each[key] for each in found] for key in found[0]}
@@ -132,17 +148,8 @@ class AnswerEncoder(Encoder):
         return ALIKE if alike else ""
 
     def _prompts(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
-        documents = [row["prompt"] for row in rows]
-        if self.template is not None:
-            texts = self.template.prompts_of(documents)
-            check_rendered(texts, places)
-        else:
-            texts = [_instruction(document) for document in documents]
-        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         found = []
-        for row, ids in zip(rows, encoded, strict=True):
-            if self.template is None and self.prefix and ids[:1] != self.prefix[:1]:
-                ids = [*self.prefix, *ids]
+        for row, ids in zip(rows, self._asked([row["prompt"] for row in rows], places), strict=True):
             full = len(ids) > self.max_length - self.room
             found.append(
                 {
@@ -157,6 +164,55 @@ class AnswerEncoder(Encoder):
                 }
             )
         return found
+
+    def _steps(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
+        """A prompt as for generation; behind it each step and the separator, tokenized apart as in TRL, so that a step
+        has a last token of its own, which is the one with the label."""
+        prompts = self._asked([row["prompt"] for row in rows], places)
+        texts = [step for row in rows for step in row["steps"]]
+        encoded = self.tokenizer([self.separator, *texts], add_special_tokens=False, verbose=False)["input_ids"]
+        separator, steps = encoded[0], iter(encoded[1:])
+        found = []
+        for row, prompt in zip(rows, prompts, strict=True):
+            ids: list[int] = []
+            mask: list[int] = []
+            for step in (next(steps) for _ in row["steps"]):
+                ids += [*step, *separator]
+                mask += [0] * (len(ids) - len(mask) - 1) + [1]
+            length, room = len(prompt) + len(ids), max(self.max_length - len(prompt), 0)
+            mask = mask[:room]
+            found.append(
+                {
+                    "prompt_ids": prompt[: self.max_length],
+                    "steps_ids": ids[:room],
+                    "steps_mask": mask,
+                    "right": row["labels"][: sum(mask)],
+                    "length": length,
+                    "dropped": self._why_no_steps(prompt, mask, length),
+                    "ends": [],
+                    "empty": False,
+                    "otherwise": False,
+                }
+            )
+        return found
+
+    def _why_no_steps(self, prompt: list[int], mask: list[int], length: int) -> str:
+        if not prompt:
+            return NO_PROMPT
+        if length > self.max_length and self.overlong == "drop":
+            return TOO_LONG
+        return "" if any(mask) else CUT_AWAY
+
+    def _asked(self, documents: list[Document], places: list[str]) -> list[list[int]]:
+        """The ids of prompts as for generation."""
+        if self.template is not None:
+            texts = self.template.prompts_of(documents)
+            check_rendered(texts, places)
+        else:
+            texts = [_instruction(document) for document in documents]
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        prefix = self.prefix if self.template is None else []
+        return [ids if ids[:1] == prefix[:1] else [*prefix, *ids] for ids in encoded]
 
 
 def _prompt_of(document: Document) -> Document:

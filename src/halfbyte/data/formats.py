@@ -60,6 +60,7 @@ MESSAGE_KEYS = ("tool_calls", "name", "tool_call_id", "reasoning_content", "reas
 
 
 PAIR_COLUMNS = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+STEP_COLUMNS = ("completions", "labels")
 # Kinds of rows, and the methods that take them.
 WORDS = {
     "text": "examples to imitate",
@@ -73,7 +74,7 @@ METHODS_FOR = {
     "pairs": "dpo, orpo, simpo, cpo or reward",
     "unpaired": "kto",
     "prompts": "grpo or rloo",
-    "stepwise": "prm, which halfbyte does not have",
+    "stepwise": "prm",
 }
 
 
@@ -108,11 +109,12 @@ def recognise(
     if text_field != "text":
         mapped.setdefault("text", text_field)
     check_mapping(source, mapped, PARTS, mapping or {})
-    for pair in PAIR_COLUMNS if format == "auto" else ():
-        if set(pair) <= set(present):
+    others = [("pairs", pair) for pair in PAIR_COLUMNS] + [("stepwise", STEP_COLUMNS)]
+    for kind, columns in others if format == "auto" else ():
+        if set(columns) <= set(present):
             raise DataError(
-                f"{source.path} holds {WORDS['pairs']} (columns {' and '.join(pair)}), not {WORDS['text']}",
-                f"set method: {METHODS_FOR['pairs']}; or name the columns to train on with column_mapping and"
+                f"{source.path} holds {WORDS[kind]} (columns {' and '.join(columns)}), not {WORDS['text']}",
+                f"set method: {METHODS_FOR[kind]}; or name the columns to train on with column_mapping and"
                 " dataset_format",
             )
     # Columns that the user named come first; the others count where those alone decide nothing.

@@ -1,12 +1,13 @@
 """Recognising rows of preference and RL training from their columns.
 
-Rows are one of three kinds, whatever the file called its columns (`data.answers` reads them):
+Rows are one of four kinds, whatever the file called its columns (`data.answers` reads them):
 
 - pairs: a prompt, explicit or not, with a chosen and a rejected answer;
 - unpaired: a prompt with one answer and a label that says whether it is desirable;
-- prompts: a prompt alone, with any further columns.
+- prompts: a prompt alone, with any further columns;
+- stepwise: a prompt with the steps of an answer, each with a label that says whether it is right.
 
-Sources: preference, unpaired preference and prompt-only rows as in TRL; ranking and `kto_tag` rows and
+Sources: preference, unpaired preference, prompt-only and stepwise rows as in TRL; ranking and `kto_tag` rows and
 `chosen_messages` as in LLaMA-Factory; dialogues as text as in Anthropic's HH (Bai et al., 2204.05862).
 """
 
@@ -19,14 +20,14 @@ from typing import Literal
 
 from ..errors import DataError
 from ..notices import notice
-from .formats import CHAT_COLUMNS, METHODS_FOR, PAIR_COLUMNS, PAIRS, WORDS, check_mapping, columns_of
+from .formats import CHAT_COLUMNS, METHODS_FOR, PAIR_COLUMNS, PAIRS, STEP_COLUMNS, WORDS, check_mapping, columns_of
 from .sources import Source
 
-Kind = Literal["pairs", "unpaired", "prompts"]
+Kind = Literal["pairs", "unpaired", "prompts", "stepwise"]
 # What `column_mapping` may name.
 PARTS = (
     *("prompt", "completion", "chosen", "rejected", "label", "margin"),
-    *("messages", "instruction", "input", "output", "system", "tools"),
+    *("completions", "labels", "messages", "instruction", "input", "output", "system", "tools"),
 )
 CHOSEN, REJECTED = zip(*PAIR_COLUMNS, strict=True)
 LABELS = ("label", "kto_tag")
@@ -37,6 +38,7 @@ EXAMPLES = {
     "pairs": "column_mapping: {prompt: your_column, chosen: the_better, rejected: the_worse}",
     "unpaired": "column_mapping: {prompt: your_column, completion: the_answer, label: whether_it_is_good}",
     "prompts": "column_mapping: {prompt: your_column}",
+    "stepwise": "column_mapping: {prompt: your_column, completions: the_steps, labels: which_are_right}",
 }
 
 
@@ -72,7 +74,7 @@ def recognise_rows(source: Source, kind: Kind, mapping: Mapping[str, str] | None
     columns = {column: column for column in columns_of(source)} | mapped
     found = _kind_of(columns)
     parts = _parts(columns, "pairs" if kind == "unpaired" and found == "pairs" else kind)
-    if parts is None or (kind == "prompts" and found == "pairs"):
+    if parts is None or (kind == "prompts" and found in ("pairs", "stepwise")):
         raise _misfit(source, kind, found)
     parts |= {part: columns[part] for part in ("system", "tools") if part in columns}
     for part in ("prompt", "completion", "label"):
@@ -86,9 +88,7 @@ def recognise_rows(source: Source, kind: Kind, mapping: Mapping[str, str] | None
 
 def _kind_of(columns: Mapping[str, str]) -> str | None:
     """The kind of rows that have these parts; None: of none."""
-    if {"completions", "labels"} <= columns.keys():
-        return "stepwise"
-    for kind in ("pairs", "unpaired"):
+    for kind in ("stepwise", "pairs", "unpaired"):
         if _parts(columns, kind) is not None:
             return kind
     pairs = any(prompt in columns and answer in columns for prompt, answer in PAIRS)
@@ -102,6 +102,9 @@ def _parts(columns: Mapping[str, str], kind: str) -> dict[str, str] | None:
     prompt = _prompt(columns)
     if kind == "prompts":
         return prompt or None
+    if kind == "stepwise":
+        steps = {part: columns[part] for part in STEP_COLUMNS if part in columns}
+        return {**prompt, **steps} if prompt and len(steps) == 2 else None
     if kind == "pairs":
         chosen, rejected = _first(CHOSEN, columns), _first(REJECTED, columns)
         if not (chosen and rejected):

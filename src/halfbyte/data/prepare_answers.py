@@ -39,6 +39,12 @@ from .sources import read_sources
 
 MOST_SHOWN = 1_000  # rows that samples, and what `merge` compares losses on, are of
 MASK = datasets.List(Value("int8"))
+ANSWERED = ("pairs", "unpaired")  # whose trained tokens are an answer's
+NO_END: dict[str, Any] = {"eos_trained": None, "stop_tokens": []}  # none is learned
+FIXES = {  # where all labels are alike
+    "unpaired": "add answers of the other label, or set method: sft to imitate desirable ones",
+    "stepwise": "add steps of the other label",
+}
 REMEDIES = {
     **REMEDY,
     ALIKE: "give another answer as the rejected one: equal ones say nothing (check column_mapping)",
@@ -55,7 +61,8 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
     - pairs: prompt_ids, chosen_ids, rejected_ids, chosen_mask, rejected_mask (1 where a token is trained), and where
       the data has one, margin (float);
     - unpaired: prompt_ids, completion_ids, completion_mask, label (bool: desirable);
-    - prompts: prompt_ids, prompt (turns or text, as in the data), columns (the further columns, as in the data).
+    - prompts: prompt_ids, prompt (turns or text, as in the data), columns (the further columns, as in the data);
+    - stepwise: prompt_ids, steps_ids, steps_mask (1 at the last token of each step), right (bool, one a step).
 
     A prompt with an answer is the ids that supervised fine-tuning makes of that conversation, and the trained tokens
     are those it would train; with `assistant_only_loss: false` all of an answer is. What is longer than `max_length` is
@@ -77,6 +84,7 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
         kind=kind,
         everything=not config.assistant_only_loss,
         room=config.max_completion_length,
+        separator=config.step_separator,
     )
     training, evaluated = _read(config, config.dataset, template, kind), None
     sources = training.sources
@@ -95,9 +103,9 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
         "mask": "; ".join(training.masks),
         "train": said,
         "eval": also_said,
-        **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer)),
+        **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer) if kind in ANSWERED else NO_END),
         "samples": samples(texts, tokenizer),
-        "held_out": held_out(_as_texts(held, kind)) if held is not None and kind != "prompts" else [],
+        "held_out": held_out(_as_texts(held, kind)) if held is not None and kind in ANSWERED else [],
     }
     return PreparedData(_rows(train, kind), _rows(held, kind) if held is not None else None, report)
 
@@ -119,6 +127,7 @@ def _features(kind: Kind, columns: Any) -> dict[str, Any]:
         "pairs": {"margin": Value("float64")} if "margin" in columns else {},
         "unpaired": {"label": Value("bool")},
         "prompts": {"prompt": Value("string"), "columns": Value("string")},
+        "stepwise": {"right": datasets.List(Value("bool"))},
     }[kind]
     return {**ids, **masks, **further, **beside}
 
@@ -131,8 +140,7 @@ def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | No
         for where, row in rows_in(source, layout, templated=template is not None):
             found.texts.append(_text(_for_template(row, template, where), where))
             found.places.append(where)
-        everything = not config.assistant_only_loss
-        found.masks["every token of an answer" if everything else mask_of("answers", False, template)] = None
+        found.masks[_mask_said(config, template, kind)] = None
         rows = len(found.texts) - before
         found.sources.append({"path": source.path, "format": kind, "why": layout.why, "rows": rows})
         margins[source.path] = "margin" in layout.columns
@@ -141,6 +149,13 @@ def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | No
         raise DataError(f"{lacking} has no column margin, and {having} has one", "give it in both, or in neither")
     found.columns = ["margin"] if True in margins.values() else []
     return found
+
+
+def _mask_said(config: RunConfig, template: ChatTemplate | None, kind: Kind) -> str:
+    """What of the rows is trained, in words."""
+    if kind == "stepwise":
+        return "the last token of each step"
+    return mask_of("answers", False, template) if config.assistant_only_loss else "every token of an answer"
 
 
 def _for_template(row: dict[str, Any], template: ChatTemplate | None, where: str) -> dict[str, Any]:
@@ -209,12 +224,12 @@ def _check_answers(kept: Dataset, kind: Kind, name: str) -> None:
         )
     if empty:
         notice(f"empty:{name}", f"{empty} of {total} {name} rows have an empty answer")
-    if kind == "unpaired" and name == "training" and len(set(kept["label"])) == 1:
-        label = json.dumps(kept["label"][0])
-        raise DataError(
-            f"all {total} {name} rows have the label {label}: there is nothing to tell apart",
-            "add answers of the other label, or set method: sft to imitate desirable ones",
-        )
+    if name != "training" or kind not in FIXES:
+        return
+    labels = set(kept["label"]) if kind == "unpaired" else {label for row in kept["right"] for label in row}
+    if len(labels) == 1:
+        said = f"all {total} {name} rows have the label {json.dumps(labels.pop())}"
+        raise DataError(f"{said}: there is nothing to tell apart", FIXES[kind])
 
 
 def _contradicting(texts: list[str], kind: Kind) -> int:
@@ -224,12 +239,19 @@ def _contradicting(texts: list[str], kind: Kind) -> int:
     seen: set[tuple[int, int]] = set()
     count = 0
     for row in (json.loads(text) for text in texts):
+        if kind == "stepwise":
+            row = _last_step(row)
         answers = [hash(json.dumps(document)) for document in row["answers"]]
         says = (answers[0], answers[1] if len(answers) > 1 else row["label"])
         opposite = (says[1], says[0]) if len(answers) > 1 else (says[0], not row["label"])
         count += opposite in seen
         seen.add(says)
     return count
+
+
+def _last_step(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of steps as an answer with the label of its last."""
+    return {"answers": [[row["prompt"], row["steps"]]], "label": row["labels"][-1]}
 
 
 def _as_texts(rows: Dataset, kind: Kind) -> Dataset:

@@ -79,6 +79,9 @@ def answers_report(encoded: Dataset, kept: Dataset, names: Sequence[str], trunca
         report["chosen_longer"] = float((lengths["chosen"] > lengths["rejected"]).mean())
     if "label" in kept.column_names:
         report["desirable"] = int(good.sum())
+    if "steps" in lengths:
+        right = ragged(kept, "right")[0]
+        report |= {"steps": len(right), "right_steps": int(right.sum())}
     return report
 
 

@@ -13,7 +13,7 @@ from .preference import (
     DirectPreferenceOptimization,
     OddsRatioPreferenceOptimization,
 )
-from .reward import RewardModelling
+from .reward import ProcessRewardModelling, RewardModelling
 from .sft import SupervisedFineTuning
 
 METHODS: dict[str, Method] = {
@@ -26,6 +26,7 @@ METHODS: dict[str, Method] = {
     "rloo": PolicyOptimization(),
     "kto": KahnemanTverskyOptimization(),
     "reward": RewardModelling(),
+    "prm": ProcessRewardModelling(),
 }
 
 

@@ -21,7 +21,7 @@ from ..models.head import aligned_log_probs_at, hidden_at, log_probs_at
 from ..models.layer import causal_lm_of
 from .base import Batch
 
-OWN = frozenset({"at", "ends", "wanted", "answer", "place", "real", "reference", "margin", "label"})
+OWN = frozenset({"at", "ends", "wanted", "answer", "place", "real", "reference", "margin", "label", "right"})
 REFERENCE = "reference"  # PEFT's name of a frozen adapter; in a batch: its log-probs [M], fp32
 
 
@@ -84,9 +84,10 @@ def shared_lengths(counts: Tensor, answer: Tensor) -> Tensor:
     return shorter[answer.clamp(min=0) // 2]
 
 
-def score(model: nn.Module, batch: Batch) -> Tensor:
-    """What the head `score` makes of the last token of each document, fp32 [N], differentiable."""
-    hidden = hidden_at(model, model_inputs(batch), batch["ends"])
+def score(model: nn.Module, batch: Batch, at: str = "ends") -> Tensor:
+    """What the head `score` makes of the tokens at the batch's positions `at` (default: each document's last): fp32
+    [N, labels of the head], differentiable."""
+    hidden = hidden_at(model, model_inputs(batch), batch[at])
     head = causal_lm_of(model).score
     with torch.autocast(hidden.device.type, enabled=False):
-        return head(hidden.float()).squeeze(-1)
+        return head(hidden.float())

@@ -82,9 +82,10 @@ class Method(ABC):
 
     Attributes:
         rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
-            unpaired or prompts (see `data.prepare_answers`).
+            unpaired, prompts or stepwise (see `data.prepare_answers`).
         numbers: what its records hold.
-        scores: whether it trains a head that gives a text a number, so that the model answers nothing.
+        scores: of a method that trains a head that scores texts or tokens, so that the model answers nothing, which of
+            `adapters.SCORES`.
         looks_ahead: whether its losses need something of the whole step before any is taken, see `ahead`.
         reference: whether its losses compare the model with what it was before training.
         shares: whether the answers of a row can share its prompt, see `data.branches`.
@@ -92,11 +93,11 @@ class Method(ABC):
             a document.
     """
 
-    rows: Literal["text", "pairs", "unpaired", "prompts"] = "text"
+    rows: Literal["text", "pairs", "unpaired", "prompts", "stepwise"] = "text"
     numbers = Numbers()
     reference = False
     looks_ahead = False
-    scores = False
+    scores: str | None = None
     shares = False
     columns: tuple[str, ...] = ()
 

@@ -1,8 +1,7 @@
-"""Reward models: a head that scores a prompt with its answer, learned from pairs."""
+"""Reward models: a head that scores a prompt with its answer, learned from pairs, or each step of an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,15 +39,11 @@ class RewardModelling(Method):
 
     rows = "pairs"
     shares = True
-    scores = True
+    scores = "SEQ_CLS"
     numbers = Numbers(METRICS, METRICS)
 
     def of(self, config: RunConfig) -> Self:
-        if not config.use_peft:
-            raise ConfigError(
-                "use_peft: false with method: reward: the head that scores is saved with an adapter",
-                "set use_peft: true",
-            )
+        _check_adapter(config)
         return replace(self, center=config.center_rewards_coefficient or 0.0)
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
@@ -80,12 +75,72 @@ class RewardModelling(Method):
         from .pair_losses import reward
 
         real = batch["real"]
-        chosen, rejected = score(model, batch).view(-1, 2).unbind(-1)
+        chosen, rejected = score(model, batch).view(-1, 2).unbind(-1)  # one label
         loss = (reward(chosen, rejected, batch.get("margin", 0.0), self.center) * real).sum()
         with_margin = chosen.detach() - rejected.detach()
         values = [(with_margin > 0).float(), with_margin, (chosen.detach() + rejected.detach()) / 2]
         named = zip(METRICS[1:], values, strict=True)
         return {"loss": loss, **{metric.name: (value * real).sum() for metric, value in named}}
 
-    def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        return {**means, **counts}
+
+def _check_adapter(config: RunConfig) -> None:
+    if not config.use_peft:
+        raise ConfigError(
+            f"use_peft: false with method: {config.method}: the head that scores is saved with an adapter",
+            "set use_peft: true",
+        )
+
+
+STEP_METRICS = (
+    replace(LOSS, over="labelled_steps"),
+    Metric("accuracy", "accuracy", ".3f", over="labelled_steps"),
+    Metric("right", "steps taken to be right", ".3f", over="labelled_steps"),
+)
+
+
+@dataclass(frozen=True)
+class ProcessRewardModelling(Method):
+    """−log p(label) of each step by a head of two classes (wrong, right) at its last token: the process supervision of
+    arXiv:2305.20050 (section 2.6, appendix F) and arXiv:2211.14275 (section 2.5).
+
+    The head is saved with the adapter, which plain transformers and PEFT load as token classification.
+    """
+
+    rows = "stepwise"
+    scores = "TOKEN_CLS"
+    numbers = Numbers(STEP_METRICS, STEP_METRICS)
+
+    def of(self, config: RunConfig) -> Self:
+        _check_adapter(config)
+        return self
+
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        from ..data.stepwise import steps_in
+
+        return steps_in(config, data)
+
+    def collator(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        from ..data.stepwise import step_collator
+
+        return step_collator(config, tokenizer, device)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {"labelled_steps": int(batch["real"].sum())}
+
+    def blank(self, batch: Batch) -> dict[str, Any]:
+        return {**batch, "real": batch["real"].new_zeros(batch["real"].shape)}
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        import torch.nn.functional as F
+
+        from .answers import score
+
+        logits, real = score(model, batch, "at"), batch["real"]
+        wanted, taken = batch["right"].long(), logits.detach().argmax(-1)
+        return {
+            "loss": (F.cross_entropy(logits, wanted, reduction="none") * real).sum(),
+            "accuracy": ((taken == wanted) * real).sum(),
+            "right": (taken * real).sum(),
+        }

@@ -174,7 +174,7 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[asked]
     weight, vocabulary = causal_lm.get_output_embeddings().weight, _divided.get(causal_lm)
     if vocabulary is not None:
-        return vocabulary.log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
+        return vocabulary.likeliest(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
     log_probs, _ = linear_log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale)
     # The largest stays the largest under a scale and a softcap.
     likeliest = [(rows.to(weight.dtype) @ weight.T).argmax(-1) for rows in hidden.split(ARGMAX_ROWS)]
@@ -208,7 +208,7 @@ def log_probs_at(
         log-probabilities fp32 [N]; entropies [N] in nats, or None.
 
     Raises:
-        ModelError: the head is divided among processes.
+        ModelError: entropies are asked of a head divided among processes.
     """
     entropy = entropy or entropy_grad
     hidden, head = _rows_at(model, inputs, at)
@@ -216,9 +216,13 @@ def log_probs_at(
         logits = hidden.float() / temperature
         log_probs = -F.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORE_INDEX)
         return log_probs, _entropies(logits, entropy_grad) if entropy else None
-    how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "entropy_grad": entropy_grad}
-    weight = causal_lm_of(model).get_output_embeddings().weight
-    return linear_log_probs(hidden, weight, wanted, softcap=head.softcap, scale=head.scale, **how)
+    how: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale, "temperature": temperature}
+    weight, vocabulary = causal_lm_of(model).get_output_embeddings().weight, _divided.get(causal_lm_of(model))
+    if vocabulary is None:
+        return linear_log_probs(hidden, weight, wanted, entropy=entropy, entropy_grad=entropy_grad, **how)
+    if entropy:
+        raise ModelError("a head divided among processes gives no entropies", "use parallel: {data: N}")
+    return vocabulary.log_probs(hidden, weight, wanted, **how), None
 
 
 def aligned_log_probs_at(
@@ -234,11 +238,17 @@ def aligned_log_probs_at(
             -F.cross_entropy(hidden.float() * t, wanted, reduction="none", ignore_index=IGNORE_INDEX) for t in (1, 2)
         ]
         return found[0], (found[1] - found[0]).detach()
-    weight = causal_lm_of(model).get_output_embeddings().weight
-    how: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale}
-    log_probs, _ = linear_log_probs(hidden, weight, wanted, **how)
+    weight, vocabulary = causal_lm_of(model).get_output_embeddings().weight, _divided.get(causal_lm_of(model))
+
+    def asked(rows: Tensor, temperature: float) -> Tensor:
+        how: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale, "temperature": temperature}
+        if vocabulary is not None:
+            return vocabulary.log_probs(rows, weight, wanted, **how)
+        return linear_log_probs(rows, weight, wanted, **how)[0]
+
+    log_probs = asked(hidden, 1.0)
     with torch.no_grad():
-        doubled, _ = linear_log_probs(hidden.detach(), weight, wanted, temperature=0.5, **how)
+        doubled = asked(hidden.detach(), 0.5)
     return log_probs, doubled - log_probs.detach()
 
 
@@ -252,8 +262,6 @@ def hidden_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> Tensor
 def _rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
     """Hidden states [N, H] at these positions and the head that turns them into logits; or logits [N, V] and None."""
     causal_lm = causal_lm_of(model)
-    if causal_lm in _divided:
-        raise ModelError("no gradient goes through a head divided among processes", "use parallel: {data: N}")
     inputs = backbone_inputs(model, inputs)
     head, inputs = _head_of(model, inputs), share(model, inputs)
     if isinstance(head, str):
@@ -285,11 +293,10 @@ def divide_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None
         raise ModelError(f"the vocabulary is not divided: {obstacle}", "use parallel: {data: N}")
     head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
     vocabulary = Vocabulary.over(mesh, axes, len(head.weight))
-    slices: dict[nn.Parameter, nn.Parameter] = {}
-    for module in (embedding, head):
-        if (whole := module.weight) not in slices:
-            slices[whole] = nn.Parameter(vocabulary.slice_of(whole.detach()), requires_grad=False)
-        module.weight = slices[whole]
+    for weight in {id(module.weight): module.weight for module in (embedding, head)}.values():
+        device = weight.device
+        weight.data = vocabulary.slice_of(weight.data)  # a device that is full has no room for it beside the whole
+        weight.data = weight.data.to(device)
     embedding.padding_idx = None  # a row number; of a frozen table it says nothing
     embedding.forward = MethodType(partial(_embedded, vocabulary), embedding)
     head.forward = MethodType(partial(_logits, vocabulary), head)

@@ -95,9 +95,9 @@ class Vocabulary:
         return -(-self.size // self.ways)
 
     def slice_of(self, weight: Tensor) -> Tensor:
-        """This process's rows of `weight` [V, ...], in memory of their own."""
+        """This process's rows of `weight` [V, ...], in the host's memory."""
         begin, end = self.bounds()
-        return weight[begin:end].clone()
+        return weight[begin:end].to("cpu", copy=True)
 
     def embedded(self, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         """[*ids.shape, H] of token ids, which each process has its own or the same of.
@@ -130,12 +130,31 @@ class Vocabulary:
             DataError: on a CPU, a label is outside the vocabulary; on an accelerator the loss is NaN instead.
             ModelError: the head is trained.
         """
-        if weight.requires_grad:
-            raise ModelError("a head that is trained is not divided by vocabulary", "leave it out of modules_to_save")
+        _check_frozen(weight)
         hidden, weight, labels = flat_rows(hidden, weight, labels)
-        return _CrossEntropy.apply(hidden, weight, labels, Objective(scale, softcap), self)
+        return _Losses.apply(hidden, weight, labels, Objective(scale, softcap), self).sum()
 
     def log_probs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Log-probabilities fp32 [N] of `labels` [N] of this process's tokens, differentiable; 0 of ignored ones.
+
+        Arguments as in `cross_entropy`; `temperature` divides the logits.
+
+        Raises:
+            ModelError: the head is trained.
+        """
+        _check_frozen(weight)
+        return -_Losses.apply(*flat_rows(hidden, weight, labels), Objective(scale, softcap, temperature), self)
+
+    def likeliest(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities fp32 [N] of `labels` [N] of this process's tokens, and whether each is the likeliest; not
@@ -247,18 +266,23 @@ class Vocabulary:
         return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()
 
 
-class _CrossEntropy(OnceFunction):
-    """Forward makes the gradient, as on one process, and backward scales it."""
+class _Losses(OnceFunction):
+    """The loss [N] of each token. Forward makes the gradients, as on one process, and backward scales them."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, objective, vocabulary):
         found = vocabulary._answers(hidden, weight, labels, objective, gradient=ctx.needs_input_grad[0])
         ctx.save_for_backward(found.gradient)
-        return found.losses.sum()
+        return found.losses
 
     @staticmethod
     def backward(ctx, grad):
-        return scaled(ctx.saved_tensors[0], grad.reshape(1, 1)), None, None, None, None
+        return scaled(ctx.saved_tensors[0], grad.unsqueeze(1)), None, None, None, None
+
+
+def _check_frozen(weight: Tensor) -> None:
+    if weight.requires_grad:
+        raise ModelError("a head that is trained is not divided by vocabulary", "leave it out of modules_to_save")
 
 
 def _lengthened(rows: Tensor, length: int) -> Tensor:

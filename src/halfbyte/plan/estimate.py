@@ -294,7 +294,8 @@ class _Planner:
         """`choice`, with slices of as many layers in the host's memory as there is no room for on the device, which
         must hold them all while the model is loaded; of what fits, none."""
         plan = self.planned(choice)
-        if plan.total <= self._budget or self._gathered is None or plan.weights > self._budget:
+        loaded = max(self.frozen.loaded(stage, self.layout) + self._trained(stage).bytes for stage in self.stages)
+        if plan.total <= self._budget or self._gathered is None or loaded > self.capacity:
             return choice
         each = [self.frozen.slice(index, self.layout) for stage in self.stages for index in stage.layers]
         offloaded = sum(map(self.layer(self.batches.largest).on_host, choice.levels)) if self.shapes.fused else 0

@@ -8,6 +8,7 @@ those that divide rows, too. All are compared on steps of the same rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from ..config import Parallel, RunConfig, resolve
 from ..config.combinations import layouts, obstacle, wide
+from ..config.methods import COMPARING
 from ..errors import ConfigError, HalfbyteError
 from ..memory.batches import Batches
 from ..models.layer import decoder_layers
@@ -46,11 +48,7 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
     """
     if wrong := obstacle(layout):
         raise ConfigError(*wrong)
-    if config.method != "sft" and layout.size > layout.data:
-        raise ConfigError(
-            f"parallel: {layout} with method: {config.method}: its losses are of whole rows, by the whole head",
-            "divide rows: use parallel: {data: N}",
-        )
+    _check_method(layout, config)
     if layout.tensor > 1:
         _check_products(layout.tensor, config, shapes)
     if layout.context > 1:
@@ -62,6 +60,16 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
         _check_stages(config, shapes)
     if layout.shard > 1:
         decoder_layers(shapes.causal_lm)
+
+
+def _check_method(layout: Parallel, config: RunConfig) -> None:
+    """Whether a method whose losses are of whole rows gets whole rows."""
+    ways = ["data", *(["shard"] if config.method in COMPARING else [])]
+    if config.method != "sft" and layout.size > math.prod(getattr(layout, axis) for axis in ways):
+        raise ConfigError(
+            f"parallel: {layout} with method: {config.method}: its losses are of whole rows",
+            f"divide rows: use parallel: {' or '.join(f'{{{axis}: N}}' for axis in ways)}",
+        )
 
 
 def _check_products(ways: int, config: RunConfig, shapes: ModelShapes) -> None:

@@ -181,10 +181,11 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     if template and template.is_file():  # the one trained with, wherever chat_template_path is now
         config.chat_template_path = str(template)
     if place.adapter:
-        if not scores and read_adapter_config(place.adapter).get("task_type") == SCORES:
+        kind = read_adapter_config(place.adapter).get("task_type")
+        if not scores and kind in SCORES:
             raise CheckpointError(
                 f"{name} is a reward model: it scores texts, and writes none",
-                "measure it with `halfbyte eval`, or load it with PEFT and AutoModelForSequenceClassification",
+                f"measure it with `halfbyte eval`, or load it with PEFT and {SCORES[kind][1]}",
             )
         check_adapter_files(place.adapter)
     run = resolve(config)
