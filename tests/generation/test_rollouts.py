@@ -339,3 +339,20 @@ def test_on_a_gpu_an_8_bit_cache_stays_close():
     for number, each in enumerate(found):
         truth = log_probs_of_cuda(model, prompts[number // 4], each.ids)
         assert (each.log_probs.double() - truth).abs().mean() < 0.25
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Gemma3Text"])
+def test_a_patched_model_rolls_out_as_it_did_before(family):
+    """As a run on a GPU has it: the fused forwards of training are no hooks, and others are."""
+    model, prompts = model_of(family), prompts_of(9, 30)
+    options = {"max_new_tokens": 6, "sampling": Sampling(1.0, seed=3), "stops": []}
+    before = [each.ids for each in Rollouts(model).generate(prompts, 2, **options)]
+    notices.forget()
+    halfbyte.patch(model)
+    notices.forget()  # of what is not fused
+    assert [each.ids for each in Rollouts(model).generate(prompts, 2, **options)] == before
+    assert [key for key in notices.said() if key.startswith("rollouts")] == []
+    norm = model.get_base_model().model.norm
+    norm.register_forward_hook(lambda *_: None)
+    Rollouts(model).generate(prompts, 2, **options)
+    assert "rollouts: it has hooks" in notices.said()

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..adapters import compute_dtype_of
 from ..families import scale_of
 from ..layers.plain import hooked
+from ..models.blocks import is_fused
 from ..models.head import configured_head
 from ..models.layer import Half, LayerView, epsilon, layer_view
 from ..models.sharding import sharded
@@ -203,6 +204,7 @@ def _views(causal: Any) -> list[LayerView]:
             raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
     if any(is_divided(view.attention_half.inner) for view in views):
         raise Unknown("its products are divided over processes")
-    if any(hooked(module) for module in (causal.lm_head, backbone.embed_tokens, backbone.norm)):
+    norm = [] if is_fused(backbone.norm) else [backbone.norm]  # of a patched model, which this computes as well
+    if any(hooked(module) for module in (causal.lm_head, backbone.embed_tokens, *norm)):
         raise Unknown("it has hooks")
     return views
