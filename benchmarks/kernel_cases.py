@@ -18,10 +18,13 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.autograd.attention import HOPPER, WIDEST
 from halfbyte.dispatch import Op
+from halfbyte.formats import Blockwise4
 from halfbyte.kernels.device import device_of
 from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
+from halfbyte.ops.experts import LowRank, StackedWeight
+from halfbyte.ops.experts_unit import Unit
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
@@ -42,7 +45,7 @@ losses, decode_attention, decode_layers, e2m1 = map(
 float8, gemv4, gemv8, gemv_planes, glu = map(on_gpu, ("float8", "gemv4", "gemv8", "gemv_planes", "glu"))
 hqq, int4, int8, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "lora_glu", "lora_read"))
 low_rank, norms, paged_attention, partial_sums = map(on_gpu, ("low_rank", "norms", "paged_attention", "partial_sums"))
-rope, sample = map(on_gpu, ("rope", "sample"))
+rope, sample, experts, experts_unit = map(on_gpu, ("rope", "sample", "experts", "experts_unit"))
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -203,7 +206,9 @@ def rollout_cases() -> Iterator[Case]:
         for rows in (2, 512) if size == 128 else (2,):
             q, keys = empty(rows, 32, size, dtype=dtype), empty(1024, 8, 64, size, dtype=cache)
             tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
-            paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap)
+            bundles = empty(rows // 2, 3, dtype=torch.int32)
+            for shared in (None, paged_attention.Shared(bundles, lengths)):
+                paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap, shared)
 
     for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
         for window, softcap in ((None, None), (512, None), (None, 30.0)):
@@ -214,6 +219,15 @@ def rollout_cases() -> Iterator[Case]:
                 lambda d=dtype, s=size, e=eight, w=window, c=softcap: attend(d, s, E4M3 if e else d, w, c),
                 dtype, (dtype, size) == (FP16, 256) and not (eight or window or softcap),
             )  # fmt: skip
+    for dtype, eight in itertools.product(DTYPES, (False, True)):
+
+        def store(dtype: torch.dtype = dtype, eight: bool = eight) -> None:
+            q, k, angles = empty(4, 32, 1, 128, dtype=dtype), empty(4, 8, 1, 128, dtype=dtype), empty(4, 1, 128)
+            keys, places = empty(64, 8, 64, 128, dtype=E4M3 if eight else dtype), empty(4, dtype=torch.int64)
+            paged_attention.rope_store_paged_(q, k, k, angles, angles, keys, keys, places, places)
+            paged_attention.store_paged(keys, keys, places, places, k[:, :, 0], k[:, :, 0])
+
+        yield Case("keys and values into pages" + (", 8 bits" if eight else ""), store, dtype, dtype is BF16)
     for temperature, filtered in itertools.product((1.0, 0.0), (False, True)):
 
         def draw(temperature: float = temperature, filtered: bool = filtered) -> None:
@@ -411,9 +425,53 @@ def product_cases() -> Iterator[Case]:
             yield Case(f"adapters' gradients, rank {rank}", read, dtype)
 
 
+def packed_experts(count: int, rows: int, columns: int) -> StackedWeight:
+    format_ = Blockwise4("nf4", 64, True)
+    specs = format_.part_specs((count, rows, columns))
+    parts = {name: empty(*size, dtype=dtype) for name, (size, dtype) in specs.items()}
+    return StackedWeight(parts, (count, rows, columns), format_)
+
+
+def expert_cases() -> Iterator[Case]:
+    """Qwen3-30B-A3B's products, from a row an expert to 512."""
+    count, top_k, rank, sides = 128, 8, 16, (2048, 1536)
+    for dtype, tokens in apart((FP32, BF16), (8192, 1024, 512, 8)):
+
+        def products(dtype=dtype, tokens=tokens, sides=sides):
+            routing = experts.route(empty(tokens, top_k, dtype=torch.int64), count)
+            slots, stacks = (
+                tokens * top_k,
+                [packed_experts(count, *sides), StackedWeight.plain(empty(count, *sides, dtype=dtype))],
+            )
+            for stack, turned in itertools.product(stacks, (False, True)):
+                depth, width = sides if turned else sides[::-1]
+                x, u = empty(tokens, depth, dtype=dtype), empty(slots, rank, dtype=dtype)
+                shape = (count, rank, width) if turned else (count, width, rank)
+                low = LowRank(u, empty(*shape, dtype=dtype), 1.0)
+                experts.grouped_product(x, stack, routing, True, turned, low, None)
+            for turned in (False, True):  # with an adapter's own factors
+                stack = StackedWeight.plain(
+                    empty(count, *((sides[0], rank) if turned else (rank, sides[1])), dtype=dtype)
+                )
+                x = empty(slots, sides[0] if turned else sides[1], dtype=dtype)
+                experts.grouped_product(x, stack, routing, False, turned)
+            experts.grouped_outer(empty(tokens, sides[1], dtype=dtype), u, routing, True, 1.0, FP32)
+            experts.combine(empty(slots, sides[0], dtype=dtype), routing, empty(tokens, top_k))
+
+        yield Case("experts", products, dtype, dtype is BF16 and tokens == 8192)
+    for dtype, unit in apart(WIDTHS, (Unit("silu"), Unit("gelu_tanh"), Unit("silu", True, 7.0, 1.702, 1.0))):
+
+        def units(dtype=dtype, unit=unit):
+            c, z, slots = empty(ROWS, 1536, dtype=dtype), empty(ROWS, 768, dtype=dtype), empty(ROWS)
+            experts_unit.expert_unit(c, unit)
+            experts_unit.expert_unit_backward_(z, c, unit, slots, empty(ROWS, dtype=torch.int32))
+
+        yield Case(f"experts' unit, {unit.activation}", units, dtype)
+
+
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
-    glu_cases, attention_backward_cases, rollout_cases,
+    glu_cases, attention_backward_cases, rollout_cases, expert_cases,
 )  # fmt: skip
 
 

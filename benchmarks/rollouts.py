@@ -1,7 +1,8 @@
 """Rollouts: tokens a second of completions with their log-probabilities, a live adapter, prompts in groups of 8.
 
 python -m benchmarks.rollouts [--model llama-3.1-8b] [--rows 64,128,256,512] [--new 256] [--json FILE]   GPU
-python -m benchmarks.rollouts --uneven [...]   GPU: lengths of 16 to 1,024 tokens, geometric, beside even ones
+python -m benchmarks.rollouts --uneven [...]   GPU: lengths of 16 to 1,024 tokens, beside even ones and a static batch
+python -m benchmarks.rollouts --long [...]   GPU: prompts of 2,048 tokens in groups of 16, beside each row's own
 python -m benchmarks.rollouts --cpu FOLDER [--json FILE]   CPU: a real model in NF4, beside Hugging Face generate
 
 Models on a GPU have random weights. Prompts have 128 tokens. Seconds are those of a whole call, reading the prompts
@@ -40,12 +41,17 @@ def seconds(model: Any, rows: int, vocabulary: int, new: int, **keys: Any) -> tu
     return taken, sum(len(each.ids) for each in found), engine
 
 
-def gpu(given: argparse.Namespace) -> dict[str, Any]:
+def model_of(name: str) -> tuple[Any, int]:
+    """And its vocabulary."""
     from benchmarks.step_model import build, model_config
 
-    model, vocabulary, results = build(given.model, "cuda").eval(), model_config(given.model).vocab_size, []
+    return build(name, "cuda").eval(), model_config(name).vocab_size
+
+
+def gpu(given: argparse.Namespace) -> dict[str, Any]:
+    (model, vocabulary), results = model_of(given.model), []
     for rows in map(int, given.rows.split(",")):
-        for weights in ("auto",) if rows <= 64 else ("unpacked", "packed"):
+        for weights in ("auto",) if rows < 64 else ("unpacked", "packed"):
             torch.cuda.reset_peak_memory_stats()
             taken, tokens, engine = seconds(model, rows, vocabulary, given.new, weights=weights)
             peak = torch.cuda.max_memory_allocated() / 2**30
@@ -58,27 +64,59 @@ def gpu(given: argparse.Namespace) -> dict[str, Any]:
     return {"model": given.model, "new": given.new, "rows": results}
 
 
-def uneven(given: argparse.Namespace) -> dict[str, Any]:
-    """Completions of 16 to 1,024 tokens, four times as many as run at once, beside as many of their mean length."""
-    from benchmarks.step_model import build, model_config
-    from halfbyte.generation import Rollouts, Sampling
+def timed(engine: Any, *arguments: Any, **keys: Any) -> float:
+    """Seconds of a call that draws and never stops early."""
+    from halfbyte.generation import Sampling
 
-    model, vocabulary, seats = build(given.model, "cuda").eval(), model_config(given.model).vocab_size, 256
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    engine.generate(*arguments, sampling=Sampling(1.0, seed=1), stops=[], **keys)
+    return time.perf_counter() - began
+
+
+def uneven(given: argparse.Namespace) -> dict[str, Any]:
+    """Completions of 16 to 1,024 tokens, geometric, eight times as many as run at once; as many of their mean length;
+    and a static batch of them, in which every row runs as long as the longest."""
+    from halfbyte.generation import Rollouts
+
+    (model, vocabulary), seats = model_of(given.model), 256
     generator, results = torch.Generator().manual_seed(1), {}
-    lengths = (16 * 64 ** torch.rand(4 * seats, generator=generator)).long().tolist()
+    lengths = (16 * 64 ** torch.rand(given.times * seats, generator=generator)).long().tolist()
     prompts = torch.randint(3, vocabulary, (len(lengths), PROMPT), generator=generator).tolist()
-    for name, own in (("even", [sum(lengths) // len(lengths)] * len(lengths)), ("uneven", lengths)):
-        engine = Rollouts(model, rows=seats)
-        engine.generate(prompts[:seats], max_new_tokens=32, sampling=Sampling(1.0, seed=1), stops=[])
-        began = time.perf_counter()
-        engine.generate(prompts, max_new_tokens=own, sampling=Sampling(1.0, seed=1), stops=[])
-        results[name] = sum(own) / (time.perf_counter() - began)
+    mean, first = sum(lengths) // len(lengths), lengths[:seats]
+    engine = Rollouts(model, rows=seats)
+    for new in (32, 16 + torch.arange(seats).remainder(100)):  # all graphs, of few rows too
+        timed(engine, prompts[:seats], max_new_tokens=new if isinstance(new, int) else new.tolist())
+    for name, own, tokens in (
+        ("even", [mean] * len(lengths), mean * len(lengths)),
+        ("uneven", lengths, sum(lengths)),
+        ("static", [max(first)] * seats, sum(first)),
+    ):
+        results[name] = tokens / timed(engine, prompts[: len(own)], max_new_tokens=own)
         print(f"{name}: {results[name]:.0f} tok/s over {len(own)} completions", flush=True)
+    print(
+        f"uneven / even {results['uneven'] / results['even']:.2f}, / static {results['uneven'] / results['static']:.2f}"
+    )
+    return {"model": given.model, "completions": len(lengths), "mean": mean, **results}
+
+
+def long(given: argparse.Namespace) -> dict[str, Any]:
+    """64 rows of 128 new tokens."""
+    from halfbyte.generation import Rollouts
+
+    (model, vocabulary), results = model_of(given.model), {}
+    prompts = torch.randint(3, vocabulary, (4, 2048), generator=torch.Generator().manual_seed(1)).tolist()
+    for name, own, n in (("shared", prompts, 16), ("own", [each for each in prompts for _ in range(16)], 1)):
+        engine = Rollouts(model, rows=64)
+        timed(engine, own, n, max_new_tokens=4)
+        rate = 64 * 128 / timed(engine, own, n, max_new_tokens=128)
+        cache = engine._decoder.pages * engine._decoder.page_bytes / 2**30
+        results[name] = {"tokens_per_second": rate, "cache_GiB": cache}
+        print(f"{name}: {rate:.0f} tok/s, {cache:.2f} GiB of pages", flush=True)
         engine.free()
         del engine
         torch.cuda.empty_cache()
-    print(f"uneven / even: {results['uneven'] / results['even']:.2f}")
-    return results
+    return {"model": given.model, **results}
 
 
 def cpu(folder: str) -> dict[str, Any]:
@@ -121,12 +159,15 @@ def main() -> None:
     parser.add_argument("--rows", default="64,128,256,512")
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--uneven", action="store_true")
+    parser.add_argument("--times", type=int, default=8, help="completions for each that runs at once, with --uneven")
+    parser.add_argument("--long", action="store_true")
     parser.add_argument("--cpu", metavar="FOLDER")
     parser.add_argument("--json")
     given = parser.parse_args()
     from benchmarks.common import write_result
 
-    write_result(given.json, cpu(given.cpu) if given.cpu else uneven(given) if given.uneven else gpu(given))
+    measure = uneven if given.uneven else long if given.long else gpu
+    write_result(given.json, cpu(given.cpu) if given.cpu else measure(given))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ THEIRS = {
     "simpo": cpo.CPOConfig, "orpo": orpo.ORPOConfig,
     "grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig,
 }  # fmt: skip
-NOT_THEIRS = {"reward_funcs", "reward_timeout_s"}  # theirs are arguments of the trainer
+NOT_THEIRS = {"reward_funcs", "reward_timeout_s", "rollout_weights", "rollout_memory_gib", "kv_cache"}
+NOT_THEIRS |= {"dynamic_sampling", "importance_sampling_correction", "importance_sampling_mode"}
+NOT_THEIRS |= {"importance_sampling_clip_max", "importance_sampling_clip_min"}  # vllm_... there
 NEEDED = {method: {"reward_funcs": ["exact"], "gradient_accumulation_steps": 8} for method in ("grpo", "rloo")}
 OTHERWISE = {  # where ours is another on purpose
     ("dpo", "loss_type"): ["sigmoid"],  # a list there

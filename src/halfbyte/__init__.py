@@ -19,6 +19,7 @@ _PUBLIC = {
     "add_adapter": "halfbyte.adapters",
     "generate": "halfbyte.generation",
     "Sampling": "halfbyte.generation",
+    "rollout_func": "halfbyte.generation.trl",
     "patch": "halfbyte.models.patch",
     "unpatch": "halfbyte.models.patch",
     "HalfbyteConfig": "halfbyte.models.quantizer",

@@ -15,6 +15,7 @@ Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import os
 import re
@@ -26,12 +27,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from .architectures import ALL_LINEAR, all_linear, is_linear
+from .architectures import ALL_LINEAR, all_linear, expert_stacks, expert_targets, is_linear
 from .config import Adapter, RunConfig, resolve
 from .errors import CheckpointError, ConfigError, ModelError
+from .layers.expert_adapters import drop_inputs, expert_wrappers, run_beside
 from .notices import notice
 from .qat.model import round_merged
 from .reading.boundary import answered
@@ -84,11 +87,25 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
     # PEFT takes the name from the model object, which may have been built in memory.
     peft_model.peft_config["default"].base_model_name_or_path = adapter.origin.name
     round_merged(peft_model)
+    run_beside(peft_model)
+    if adapter.lora_dropout and any(expert_wrappers(peft_model)):
+        drop_inputs(peft_model, adapter.lora_dropout)
     dtype = getattr(torch, adapter.adapter_dtype)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    _say_how_many(peft_model)
     return peft_model
+
+
+def _say_how_many(model: PeftModel) -> None:
+    """Experts have many times the adapters that attention has, which decides what a run takes."""
+    on_experts = sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_A.parameters())
+    on_experts += sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_B.parameters())
+    if on_experts:
+        others = sum(p.numel() for p in model.parameters() if p.requires_grad) - on_experts
+        said = f"trained: {on_experts / 1e6:.3g}M weights on experts, {others / 1e6:.3g}M beside them"
+        notice("experts-adapted", f"{said} (target_parameters: [] leaves experts out)")
 
 
 def add_score_head(model: nn.Module, scores: str) -> None:
@@ -104,15 +121,18 @@ def add_score_head(model: nn.Module, scores: str) -> None:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """PEFT 0.21 asks transformers 5.23 for a name that it deprecates; nobody can act on that warning."""
+    """Warnings of PEFT 0.21 that nobody can act on, such as of a name it asks for that transformers 5.23 deprecates."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        # it looks among modules alone, and has not found those of parameters; `_lora_config` has looked
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         yield
 
 
 def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
-    adapted = _adapted(model, adapter.target_modules)
-    names = {name for name, _ in model.named_modules() if name}
+    experts = _adapted_experts(model, adapter)
+    adapted = _adapted(model, adapter.target_modules) | experts
+    names = {name for name, _ in model.named_modules() if name} | experts
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
     for key in ("rank_pattern", "alpha_pattern"):
@@ -125,20 +145,75 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
                     f"{key}: what matches {pattern!r} gets no adapter ({brief(min(found))})",
                     "name it in target_modules, too, or leave it out here",
                 )
-    return LoraConfig(
+    lora = LoraConfig(
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
         r=adapter.r,
         lora_alpha=_plain(adapter.lora_alpha),
-        lora_dropout=adapter.lora_dropout,
+        lora_dropout=0.0 if experts else adapter.lora_dropout,  # `drop_inputs`
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
+        target_parameters=_parameter_targets(model, adapter) if experts else None,
         modules_to_save=adapter.modules_to_save,
         rank_pattern=dict(adapter.rank_pattern),
         alpha_pattern={name: _plain(alpha) for name, alpha in adapter.alpha_pattern.items()},
         init_lora_weights=adapter.init_lora_weights,
     )
+    _leave_to_experts(lora, model, adapter)
+    return lora
+
+
+def _parameter_targets(model: nn.Module, adapter: Adapter) -> list[str]:
+    return expert_targets(model) if adapter.target_parameters is None else adapter.target_parameters
+
+
+def _adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
+    """Names of the stacks of experts that get adapters.
+
+    Raises:
+        ModelError: `target_parameters` names something else.
+    """
+    if adapter.target_parameters is None and (adapter.target_modules != ALL_LINEAR or adapter.use_dora):
+        if adapter.use_dora and expert_targets(model):
+            notice("experts-dora", "experts get no adapter: PEFT has no DoRA of parameters")
+        return set()
+    stacks = expert_stacks(model, [])
+    targets = _parameter_targets(model, adapter)
+    for target in targets:
+        if not any(_names(stack, target) for stack in stacks):
+            known = ", ".join(expert_targets(model)) or "none that halfbyte runs"
+            raise ModelError(
+                f"target_parameters: no stack of experts is named {target!r}", f"this model's stacks: {known}"
+            )
+    if targets and adapter.use_dora:
+        raise ModelError("target_parameters: PEFT has no DoRA of parameters", "set use_dora: false")
+    return {stack for stack in stacks if any(_names(stack, target) for target in targets)}
+
+
+def _leave_to_experts(lora: LoraConfig, model: nn.Module, adapter: Adapter) -> None:
+    """PEFT takes gate_proj, up_proj and down_proj of some mixtures for their routed experts, whose linears they were in
+    transformers 4, when it makes an adapter and when it reads one. What it would take so is left out.
+
+    Raises:
+        ModelError: `target_modules` names it.
+    """
+    read: Any = copy.deepcopy(lora)
+    convert_peft_config_for_transformers(read, model=model, conversions=None)
+    named: Any = lora.target_modules
+    if isinstance(named, str):
+        taken = set()
+        if set(read.target_parameters or ()) == set(lora.target_parameters or ()):
+            return
+    elif not (taken := set(named) - set(read.target_modules)):
+        return
+    what = ", ".join(sorted({name.rpartition(".")[2] for name in taken})) or repr(named)
+    config: Any = model.config
+    said = f"PEFT takes {what} of a {config.model_type} for its routed experts"
+    if adapter.target_modules != ALL_LINEAR:
+        raise ModelError(f"target_modules: {said}", "leave it out, and name experts in target_parameters")
+    lora.target_modules = sorted(set(named) - taken)
+    notice("experts-names", f"{said}: dense layers and shared experts get no adapter")
 
 
 def _plain(alpha: float) -> Any:
@@ -323,6 +398,7 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
         else:
             model.add_adapter(name, lora, autocast_adapter_dtype=autocast)
     lora.base_model_name_or_path = trained_on
+    run_beside(model)
     return model
 
 
@@ -395,7 +471,7 @@ def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, tor
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the adapter as plain PEFT does: adapter_config.json and adapter_model.safetensors.
+    """Write the adapter "default" as plain PEFT does: adapter_config.json and adapter_model.safetensors.
 
     Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. Base
     weights are not asked for their state, which FSDP2 would take for a reason to drop what it has gathered.
@@ -404,7 +480,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
         weights: of the whole adapter, as `adapter_weights` gives them, where `model` has a part of it.
     """
     own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    model.save_pretrained(str(folder), state_dict=own, save_embedding_layers=False)
+    model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=own, save_embedding_layers=False)
     if weights is not None:
         save_file(dict(weights), folder / ADAPTER, metadata={"format": "pt"})  # as PEFT does
 

@@ -107,3 +107,39 @@ def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, 
         for name, module in model.named_modules()
         if type(module) is nn.Linear and should_convert_module(name, skip)
     }
+
+
+def expert_stacks(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
+    """Name of a parameter → its module, of the stacked experts that may be quantized and adapted: weights of three
+    dimensions of a module that transformers gives its ExpertsInterface, but for `skip_modules`, as in `kept_whole`."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    skip = kept_whole(model, skip_modules)
+    return {
+        f"{name}.{leaf}": module
+        for name, module in model.named_modules()
+        if runs_experts(module)
+        for leaf in (("gate_up_proj" if module.has_gate else "up_proj"), "down_proj")
+        if should_convert_module(f"{name}.{leaf}", skip)
+    }
+
+
+def expert_targets(model: Any) -> list[str]:
+    """What `all-linear` adapts beside linears: the stacks of a model's routed experts, by names of nothing else."""
+    beside = tuple(beside_text(model))
+    stacks = [name for name in expert_stacks(model, []) if not name.startswith(beside)]
+    return sorted({".".join(name.split(".")[-2:]) for name in stacks})
+
+
+def runs_experts(module: Any) -> bool:
+    """Whether a module is a layer's experts as transformers' `use_experts_implementation` makes them, without norms of
+    its own after each."""
+    decorated = hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")
+    return decorated and not getattr(module, "has_post_expert_norm", False)
+
+
+def stays_whole(model: Any, stacked: Any = ()) -> int:
+    """Weights of the language model's parameters of three dimensions that are none of `stacked`, by their names."""
+    beside = tuple(beside_text(model))
+    text = ((name, parameter) for name, parameter in model.named_parameters() if not name.startswith(beside))
+    return sum(parameter.numel() for name, parameter in text if parameter.dim() > 2 and name not in stacked)

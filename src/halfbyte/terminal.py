@@ -51,6 +51,7 @@ MEMORY_PARTS = {
     "activations": Part("activations", "magenta", "A"),
     "logits": Part("logits", "red", "l"),
     "graphs": Part("beside CUDA graphs", "bright_magenta", "G"),
+    "rollouts": Part("rollouts beyond a step", "bright_cyan", "R"),
 }
 MEASURED_PARTS = {
     "base": Part("process", "bright_black", "p"),

@@ -3,9 +3,11 @@ tokens in its pages, and at the end no page is missing."""
 
 from collections import Counter
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfbyte.generation.batch import bundles_of
 from halfbyte.generation.schedule import PAGE, Group, Pages, Row, Schedule, pages_of
 
 LONGEST, MOST = 3 * PAGE, 2 * PAGE
@@ -20,12 +22,15 @@ class Cache:
         self.unread = []
         self.sent_back = 0
         self.read = Counter()
+        self.joined = []  # empty seats, and rows that took one, of each step
 
     def run(self, ends):
         """`ends` of a row: tokens after which it stops."""
         schedule, last = self.schedule, {}
         while schedule.waiting or schedule.seated:
+            empty = schedule.seats - len(schedule.seated)
             found = schedule.admit(2 * LONGEST)
+            self.joined.append((empty, len(found.starts)))
             for document in found.documents:
                 self.read[tuple(document.tokens)] += 1
                 for at, token in enumerate(document.tokens):
@@ -82,6 +87,25 @@ class Cache:
                 assert self.slots[row.pages[at // PAGE], at % PAGE] == token
             for page in row.pages[len(row.group.prompt) // PAGE :]:
                 assert readers[page] == 1  # nobody writes to a page that somebody else reads
+        self.check_bundles(schedule.seated)
+
+    @staticmethod
+    def check_bundles(rows):
+        """Their rows begin with the same pages, and end with others."""
+        table = np.zeros((len(rows) + 2, 1 + max((len(row.pages) for row in rows), default=0)), dtype=np.int32)
+        for line, row in zip(table, rows, strict=False):
+            line[: len(row.pages)] = row.pages
+        bundles, common = bundles_of(table)
+        assert 2 * len(bundles) <= len(table)
+        found = np.zeros_like(common)
+        for begin, count, pages in bundles:
+            assert count > 1
+            assert pages > 0
+            assert not found[begin : begin + count].any()
+            found[begin : begin + count] = pages
+            assert (table[begin : begin + count, :pages] == table[begin, :pages]).all()
+            assert all(row.length >= pages * PAGE for row in rows[begin : begin + count])
+        assert (found == common).all()
 
 
 groups_of = st.lists(
@@ -90,7 +114,7 @@ groups_of = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(groups_of, st.integers(1, 9), st.integers(0, 12), st.integers(0, 2), st.integers(1, MOST))
+@given(groups_of, st.integers(1, 9) | st.just(40), st.integers(0, 12), st.integers(0, 2), st.integers(1, MOST))
 def test_every_row_finds_its_tokens_and_no_page_leaks(shapes, seats, spare, late, most):
     rows, ends = [], {}
     for key, (length, lengths) in enumerate(shapes):
@@ -108,6 +132,35 @@ def test_every_row_finds_its_tokens_and_no_page_leaks(shapes, seats, spare, late
         begin = len(row.group.prompt)
         assert row.ids == [cache.token(row, begin + at) for at in range(count)]
         assert row.ended == (ends[row] <= most)
+
+
+def test_rows_join_several_at_a_time():
+    """Of 64 seats four are empty before others are read, but for the last, and no more than four."""
+    rows = [Row(Group(key, [(key, "prompt", 0)], 1), 0, PAGE) for key in range(150)]
+    pages = Pages(300)
+    cache = Cache(Schedule(rows, pages, 64), pages, 0)
+    cache.run({row: 1 + number % 50 for number, row in enumerate(rows)})
+    assert cache.joined[0] == (64, 64)
+    later = [(empty, joined) for empty, joined in cache.joined[1:] if joined]
+    assert sum(joined for _, joined in later) == 150 - 64
+    assert all(empty >= 4 and joined == empty for empty, joined in later[:-1])
+    assert len(later) > 10
+
+
+def test_rows_with_a_common_beginning_make_bundles():
+    """Of 16 rows at most; one row more is alone. A row's own pages, and rows that are not there, are in none."""
+    table = np.zeros((27, 5), dtype=np.int32)
+    table[:17] = 3, 9, 0, 0, 0
+    table[:17, 2] = 20 + np.arange(17)
+    table[17:19] = (4, 5, 6, 50, 0), (4, 5, 7, 51, 52)
+    table[19] = 70, 71, 0, 0, 0  # sent back between two of its group, and read again
+    table[20:22] = (4, 5, 53, 0, 0), (4, 5, 54, 0, 0)
+    table[22:24] = (60, 0, 0, 0, 0), (61, 0, 0, 0, 0)
+    bundles, common = bundles_of(table)
+    assert bundles.tolist() == [[0, 16, 2], [17, 2, 2], [20, 2, 2]]
+    assert common.tolist() == [2] * 16 + [0, 2, 2, 0, 2, 2] + [0] * 5
+    assert (bundles.dtype, common.dtype) == (np.int32, np.int32)
+    assert [each.tolist() for each in bundles_of(table[:1])] == [[], [0]]
 
 
 def test_a_prompt_is_read_once_for_all_rows_and_again_only_where_pages_are_short():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from paged_cases import LENGTHS, VARIANTS, case, exact
+from paged_cases import LENGTHS, VARIANTS, case, check_store, exact
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.ops.decode_attention import decode_attention
-from halfbyte.ops.paged_attention import PAGE, paged_attention, store_paged
+from halfbyte.ops.paged_attention import paged_attention, store_paged
 
 
 @VARIANTS
@@ -48,10 +48,4 @@ def test_c(dtype, heads, size, window, softcap):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_new_tokens_are_stored_where_they_belong(dtype):
-    cache = torch.zeros(5, 2, PAGE, 8, dtype=dtype)
-    new = torch.randn(3, 2, 8) * 1000
-    store_paged(cache, torch.tensor([4, 1, 4]), torch.tensor([0, 63, 7]), new)
-    limit = torch.finfo(dtype).max
-    for row, (page, slot) in enumerate([(4, 0), (1, 63), (4, 7)]):
-        assert torch.equal(cache[page, :, slot].float(), new[row].clamp(-limit, limit).to(dtype).float())
-    assert cache.float().count_nonzero() <= 3 * 2 * 8
+    check_store(store_paged, torch.float32, dtype)

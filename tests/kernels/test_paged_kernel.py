@@ -3,10 +3,10 @@
 import parity
 import pytest
 import torch
-from paged_cases import LENGTHS, WINDOWS_AND_CAPS, case, exact
+from paged_cases import BUNDLES, LENGTHS, WINDOWS_AND_CAPS, case, check_store, exact, shared_case
 from parity import DEVICE, INTERPRETED, dtypes
 
-from halfbyte.ops.paged_attention import paged_attention
+from halfbyte.ops.paged_attention import PAGE, paged_attention, rope_store_paged_, store_paged
 from halfbyte.ops.sample import draw_tokens
 
 pytestmark = parity.mark
@@ -20,6 +20,12 @@ if not INTERPRETED:
     CALLS += [((8, 8), 80, 1, None, None), ((6, 1), 64, 8, 70, None), ((16, 8), 256, 3, None, 3.0)]
 
 
+SHARED = [((4, 2), 24, 2, *variant) for variant in WINDOWS_AND_CAPS] + [((3, 1), 16, 1, None, None)]
+if not INTERPRETED:
+    SHARED += [((32, 8), 128, splits, None, None) for splits in (1, 4)] + [((8, 8), 80, 3, 150, None)]
+    SHARED += [((32, 4), 128, 1, None, None), ((32, 2), 64, 1, None, None), ((16, 8), 256, 3, None, 3.0)]
+
+
 def attend(arguments, splits=None):
     from halfbyte.kernels.triton import paged_attention as module
 
@@ -30,6 +36,13 @@ def attend(arguments, splits=None):
         return module.attend(*arguments)
 
 
+def close(found, truth, dtype):
+    assert (found.shape, found.dtype) == (truth.shape, dtype)
+    # in fp32 it is the scores' own rounding that shows: they go to 12 here, and into an exponential
+    allowed = 20 if dtype is torch.float32 else 4
+    assert (found.double() - truth).norm() <= allowed * torch.finfo(dtype).eps * truth.norm()
+
+
 @dtypes
 @pytest.mark.parametrize(("heads", "size", "splits", "window", "softcap"), CALLS)
 def test_attention_is_the_references(dtype, heads, size, splits, window, softcap):
@@ -37,11 +50,59 @@ def test_attention_is_the_references(dtype, heads, size, splits, window, softcap
     on_cpu = case(dtype, heads, size, FEW)
     arguments = (*(each.to(DEVICE) for each in on_cpu), 0.3, window, softcap)
     found = attend(arguments, splits).cpu()
+    close(found, paged_attention.reference(*exact(on_cpu), 0.3, window, softcap), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "size", "parts", "window", "softcap"), SHARED)
+def test_pages_that_rows_share_are_read_for_all_of_them(dtype, heads, size, parts, window, softcap):
+    """That their first row's table is read, and no other, shows where it is another's."""
+    bundles = [(common, rows[:2]) for common, rows in BUNDLES] if INTERPRETED else BUNDLES
+    *on_cpu, shared = shared_case(dtype, heads, size, bundles)
     truth = paged_attention.reference(*exact(on_cpu), 0.3, window, softcap)
-    assert (found.shape, found.dtype) == (truth.shape, dtype)
-    # in fp32 it is the scores' own rounding that shows: they go to 12 here, and into an exponential
-    allowed = 20 if dtype is torch.float32 else 4
-    assert (found.double() - truth).norm() <= allowed * torch.finfo(dtype).eps * truth.norm()
+    other = on_cpu[3].clone()
+    for begin, count, pages in shared.bundles.tolist() if 16 * heads[0] // heads[1] <= 128 else []:
+        other[begin + 1 : begin + count, :pages] = 0
+    on_device = [each.to(DEVICE) for each in (*on_cpu[:3], other, on_cpu[4])]
+    shared = type(shared)(*(each.to(DEVICE) for each in shared))
+    wide = torch.randn(len(other), heads[0] + 3, size).to(dtype).to(DEVICE)  # q as a part of a projection's result
+    wide[:, : heads[0]] = on_device[0]
+    arguments = (wide[:, : heads[0]], *on_device[1:], 0.3, window, softcap, shared)
+    close(attend(arguments, parts).cpu(), truth, dtype)
+    close(attend(arguments).cpu(), truth, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "size"), [(2, 24), (3, 8), (8, 128)])
+@pytest.mark.parametrize("eight", [False, True])
+def test_new_tokens_are_stored_where_they_belong(dtype, heads, size, eight):
+    if eight and INTERPRETED:
+        pytest.skip("needs FP8 conversions")
+    check_store(store_paged.on("cuda"), dtype, torch.float8_e4m3fn if eight else dtype, heads, size, DEVICE)
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "size", "eight"), [((4, 2), 24, False), ((3, 3), 16, True), ((32, 8), 128, True)])
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3)], ids=["a token of each row", "a prompt"])
+def test_rotated_keys_are_stored(dtype, heads, size, eight, shape):
+    """What two launches do, with q, k and v parts of one projection's result."""
+    if INTERPRETED and (eight or heads[0] > 8):
+        pytest.skip("needs FP8 conversions")
+    batch, tokens = shape
+    whole = torch.randn(batch, tokens, heads[0] + 2 * heads[1] + 1, size).to(dtype).to(DEVICE)
+    cos, sin = torch.randn(2, batch, tokens, size).to(dtype).to(DEVICE)
+    pages, slots = torch.tensor([[4, 1, 4], [0, 63, 7]], device=DEVICE)
+    results = []
+    for function in (rope_store_paged_.on("cuda"), rope_store_paged_.reference):
+        own = whole.clone()
+        cache_dtype = torch.float8_e4m3fn if eight else dtype
+        caches = [torch.zeros(5, heads[1], PAGE, size, dtype=cache_dtype, device=DEVICE) for _ in range(2)]
+        q, k, v, _ = (each.transpose(1, 2) for each in own.split([heads[0], heads[1], heads[1], 1], dim=2))
+        function(q, k, v, cos, sin, *caches, pages, slots)
+        results.append((own, *(each.float() for each in caches)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
+    assert results[0][1].count_nonzero() == results[0][2].count_nonzero() == 3 * heads[1] * size
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs FP8 conversions")
@@ -72,10 +133,11 @@ def test_a_graph_follows_lengths_and_tables(rows):
 
 @pytest.mark.parametrize("vocabulary", [1, 1000, 4096, 4099] if INTERPRETED else [1, 1000, 4096, 4099, 128_256])
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.0])
-def test_draws_are_the_references(vocabulary, temperature):
+@dtypes
+def test_draws_are_the_references(dtype, vocabulary, temperature):
     """The same tokens but where two are as likely as the last bits of a logarithm tell."""
     rows = 3 if INTERPRETED else 200
-    logits = torch.randn(rows, vocabulary) * 4
+    logits = (torch.randn(rows, vocabulary) * 4).to(dtype)
     logits[2, :-1] = -torch.inf
     places = torch.randint(-(2**31), 2**31, (rows, 3))
     kept = torch.rand(rows, vocabulary) > 0.5

@@ -13,6 +13,7 @@ from halfbyte.ops.float8 import E4M3
 
 pytest.importorskip("triton")
 from halfbyte.kernels.device import assumed
+from halfbyte.kernels.triton import cached_attention
 from halfbyte.kernels.triton import decode_attention as attention
 from halfbyte.kernels.triton import lora_glu as kernels
 
@@ -81,7 +82,7 @@ def test_an_8_bit_cache_where_triton_does_not_convert_it(dtype, monkeypatch):
     q = random(2, 4, 1, 64, dtype=dtype)
     keys, values = (random(2, 2, 192, 64).to(torch.float8_e4m3fn) for _ in range(2))
     first, last = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), torch.tensor([130], device=DEVICE)
-    monkeypatch.setattr(attention, "CONVERTS", (99, 0))
+    monkeypatch.setattr(cached_attention, "CONVERTS", (99, 0))
     found = attention.attend(q, keys, values, first, last, 0.1, None, None)
     expected = decode_attention.reference(q.float(), keys.float(), values.float(), first, last, 0.1, None, None)
     assert (found.float() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()

@@ -45,7 +45,9 @@ def numbers(seed=0):
         log_probs=log_probs,
         old=near(log_probs, 0.4),
         reference=near(log_probs, 0.3),
+        sampled=near(log_probs, 0.3),
         entropy=3 * torch.rand(ROWS, WIDTH, generator=drawn),
+        corrects=False,
         advantages=torch.tensor([1.3, -0.7, 0.0, -1.1, 0.9, 0.4]),
     )
 
@@ -59,7 +61,8 @@ def trainer(policy: Policy, found, log_probs, entropy):
         epsilon_low=policy.epsilon,
         top_entropy_threshold=policy.top_entropy_quantile,
         max_completion_length=LONGEST,
-        use_vllm=False,
+        use_vllm=found.corrects,
+        vllm_importance_sampling_correction=True,
         use_adaptive_entropy=False,
         _entropy_bonus_enabled=policy.entropy_coef != 0,
         aux_loss_enabled=False,
@@ -95,15 +98,27 @@ def of_trl(policy, found, log_probs, entropy):
         "old_per_token_logps": found.old,
         "ref_per_token_logps": found.reference,
         "num_items_in_batch": found.mask.sum(),
-    }
+    } | ({"importance_sampling_ratio": ratios(policy, found)} if found.corrects else {})
     return GRPOTrainer._compute_loss(theirs, None, inputs), theirs._metrics["train"]
+
+
+def ratios(policy, found):
+    """Lines 2666 to 2703 of TRL's trainer."""
+    level, _, how = policy.sampling_mode.partition("_")
+    apart = (found.old - found.sampled) * found.mask
+    ratio = (apart.sum(-1, keepdim=True) if level == "sequence" else apart).exp()
+    low, high = policy.importance_sampling_clip_min, policy.importance_sampling_clip_max
+    if how == "truncate":
+        return torch.clamp(ratio, min=low, max=high)
+    return ratio.masked_fill((ratio < (low or -torch.inf)) | (ratio > (high or torch.inf)), 0.0)
 
 
 def of_ours(policy, found, log_probs, entropy):
     kept = found.mask.bool()
     answer = torch.arange(ROWS).repeat_interleave(LENGTHS)
     reference = found.reference[kept] if policy.beta else None
-    answers = Answers(answer, found.advantages, found.old[kept], found.old[kept], reference)
+    sampled = found.sampled if found.corrects else found.old
+    answers = Answers(answer, found.advantages, found.old[kept], sampled[kept], reference, found.corrects)
     sums = policy_loss(log_probs[kept], entropy[kept], answers, policy)
     over = {"generated": len(answer), "tokens": len(answer), "answers": ROWS, "longest": ROWS * LONGEST}
     return sums["loss"] / over[policy.divisor] - policy.entropy_coef * sums["bonus"], sums, len(answer)
@@ -129,7 +144,32 @@ OPTIONS = {
 @pytest.mark.parametrize("loss_type", LOSS_TYPES["grpo"])
 def test_equals_trl(loss_type, options):
     """Loss, gradients by log-probabilities and entropy, KL and clipped shares."""
-    policy, found = Policy(loss_type, **options), numbers()
+    equal_to_trl(Policy(loss_type, **options), numbers())
+
+
+CORRECTIONS = {
+    "token_truncate": {"importance_sampling_clip_max": 1.1},
+    "token_mask": {"importance_sampling_clip_max": 1.2, "importance_sampling_clip_min": 0.8},
+    "sequence_truncate": {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.9},
+    "sequence_mask": {"importance_sampling_clip_max": 2.0},
+}
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo", "vespo"])
+def test_corrected_for_the_mismatch_as_trl_does(loss_type, mode):
+    if loss_type == "vespo" and mode.startswith("sequence"):
+        pytest.skip("TRL refuses it, and so do we")
+    found = numbers(4)
+    found.corrects = True
+    policy = Policy(loss_type, beta=0.05, importance_sampling_mode=mode, **CORRECTIONS[mode])
+    weights = ratios(policy, found).expand(ROWS, WIDTH)[found.mask.bool()]
+    assert len(weights.unique()) > 2
+    sums = equal_to_trl(policy, found)
+    torch.testing.assert_close(sums["weights"], weights.sum())
+
+
+def equal_to_trl(policy, found):
     ours, theirs = ([x.clone().requires_grad_() for x in (found.log_probs, found.entropy)] for _ in range(2))
     loss, sums, tokens = of_ours(policy, found, *ours)
     expected, metrics = of_trl(policy, found, *theirs)
@@ -151,6 +191,7 @@ def test_equals_trl(loss_type, options):
         assert float(sums["high"]) / over == pytest.approx(metrics["clip_ratio/high_mean"][0])
     if metrics["cispo_clip_ratio"]:
         assert float(sums["high"]) / over == pytest.approx(metrics["cispo_clip_ratio"][0])
+    return sums
 
 
 def test_the_policy_that_drew_the_answers_has_ratio_one():
@@ -208,5 +249,7 @@ def test_the_most_uncertain_tokens():
 
 def test_defaults_are_trl_s(tmp_path):
     theirs, ours = GRPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True), Policy()
-    for name in Policy.__dataclass_fields__:
-        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.sampling_mode == theirs.vllm_importance_sampling_mode
+    for name in set(Policy.__dataclass_fields__) - {"importance_sampling_mode"}:
+        their = f"vllm_{name}" if name.startswith("importance_sampling_clip") else name
+        assert getattr(ours, name) == getattr(theirs, their), name

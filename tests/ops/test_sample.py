@@ -105,6 +105,15 @@ def test_it_is_the_reference(draw, vocabulary):
 
 
 @each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_computed_with_in_float32(draw, dtype):
+    logits = (torch.randn(40, 501) * 4).to(dtype)
+    found, expected = (draw(each, places(40), SEED, 0.7, None) for each in (logits, logits.float()))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@each
 def test_nan_is_seen(draw):
     logits = torch.randn(4, 200)
     logits[2, 77] = torch.nan

@@ -32,18 +32,21 @@ def alone(place, tmp_path_factory):
     return run(None, place, output, **KEYS | {"device": "cuda:0"}, gradient_accumulation_steps=4)
 
 
-LAYOUTS = [("data", 2, 1e-4), ("shard", 2, 1e-3), ("tensor", 4, 4e-3), ("pipeline", 4, 1e-3), ("context", 4, 1e-3)]
+LAYOUTS = [("data", 2, 1e-3), ("shard", 2, 1e-3), ("tensor", 4, 4e-3), ("pipeline", 4, 1e-3), ("context", 4, 1e-3)]
 
 
 @pytest.mark.parametrize(("axis", "accumulation", "tolerance"), LAYOUTS)
 def test_two_gpus_are_one(gpus, place, alone, tmp_path, axis, accumulation, tolerance):
-    """Partial products are rounded before they are added, which tensor parallelism does in each layer."""
+    """Partial products are rounded before they are added, which tensor parallelism does in each layer. Under `data`
+    nothing is rounded otherwise, until a sum of gradients in another order flips a rounded bit of a factor."""
     layout = {"parallel": {axis: 2}, "gradient_accumulation_steps": accumulation}
     found = run(gpus, place, tmp_path / "out", **KEYS, **layout)
     pairs = [*zip(found.trained, alone.trained, strict=True), *zip(found.evaluated, alone.evaluated, strict=True)]
     far = [(mine["kind"], mine["step"], mine["loss"], theirs["loss"]) for mine, theirs in pairs
            if abs(mine["loss"] / theirs["loss"] - 1) > tolerance]  # fmt: skip
     assert not far
+    early = [abs(mine["loss"] / theirs["loss"] - 1) for mine, theirs in pairs if mine["step"] <= 8]
+    assert axis != "data" or max(early) <= 1e-6
     assert all(mine.get("trained_tokens") == theirs.get("trained_tokens") for mine, theirs in pairs)
     memory = json.loads((found.folder / "memory.json").read_text())
     assert len(memory["ranks"]) == 2

@@ -107,13 +107,13 @@ def test_as_many_slices_leave_as_the_host_has_room_for(shapes_70b, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     keys = {"activation_checkpointing": "checkpoint"}
     monkeypatch.setattr("halfbyte.memory.host.available_bytes", lambda: int(2 * 3.1 * GIB / 4 / 0.9))
-    plan = plan_of(shapes_70b, Parallel(shard=2), 20.5, **keys)
+    plan = plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys)
     assert len(plan.hosted) == 3
     assert not plan.fits
     monkeypatch.setattr("halfbyte.memory.host.available_bytes", lambda: 200 * GIB)
-    assert len(plan_of(shapes_70b, Parallel(shard=2), 20.5, **keys).hosted) > 20
-    assert plan_of(shapes_70b, Parallel(shard=2), 18.0, **keys).hosted == ()
-    assert plan_of(shapes_70b, Parallel(), 20.5, **keys).hosted == ()
+    assert len(plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys).hosted) > 15
+    assert plan_of(shapes_70b, Parallel(shard=2), 20.9, **keys).hosted == ()  # head and embedding are loaded whole
+    assert plan_of(shapes_70b, Parallel(), 21.5, **keys).hosted == ()
 
 
 def test_70b_step_on_one_gpu_takes_what_arithmetic_says(shapes_70b):

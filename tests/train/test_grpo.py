@@ -8,10 +8,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from halfbyte import notices
 from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.evaluate import evaluate
+from halfbyte.train.generations import Generations
+from halfbyte.train.rewarded import passes
 from halfbyte.train.sft import finetune, train
 
 REWARD = '''
@@ -81,10 +84,11 @@ WAYS = {
     "rloo": {"method": "rloo", "num_generations": 2, "beta": 0.1, "steps_per_generation": 4},
     "truncated": {"mask_truncated_completions": True, "loss_type": "grpo", "padding_free": True},
     "entropy": {"entropy_coef": 0.02, "top_entropy_quantile": 0.5, "loss_type": "dr_grpo", "steps_per_generation": 6},
+    "corrected": {"importance_sampling_correction": True, "dynamic_sampling": True, "min_p": 0.001},
 }
 
 
-SLOW = ("truncated", "entropy")
+SLOW = ("truncated", "entropy", "corrected")
 
 
 @pytest.mark.parametrize(
@@ -235,3 +239,92 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
     run(prompts, tmp_path / "out", max_steps=1)
     with pytest.raises(ConfigError, match="rewards of sampled answers"):
         evaluate(str(tmp_path / "out"), str(prompts / "data.jsonl"))
+
+
+def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monkeypatch):
+    """auto: the ratios of a step decide of the next generation, and what is on stays on; said once."""
+    notices.forget()
+    monkeypatch.setattr("halfbyte.train.generations.OFF", 0.5)
+    own, shares = Generations.saw, iter([0.6, 0.0, 0.0])
+
+    def saw(self, sums, counts):
+        own(self, sums, counts)
+        self.outside = next(shares)
+
+    monkeypatch.setattr(Generations, "saw", saw)
+    bounds = {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 0.5}
+    run(prompts, tmp_path / "out", max_steps=3, **bounds)
+    weights = [each["sampling/importance_sampling_ratio/mean"] for each in records_of(tmp_path / "out")["train"]]
+    assert weights == [1.0, 0.5, 0.5]
+    assert "60% of the last step's ratios" in notices.said()["importance-sampling"]
+
+
+def test_groups_without_spread_are_exchanged(prompts, tmp_path):
+    """DAPO's dynamic sampling: prompts of which all answers are as good give way to others."""
+    file = tmp_path / "some.py"
+    file.write_text(  # odd prompts are told apart, and even ones are not
+        "def some(completions, n, **columns):\n"
+        "    return [len(c) / 50 if number % 2 else 0.5 for c, number in zip(completions, n)]\n"
+    )
+    more = {"reward_funcs": [f"{file}:some"], "max_steps": 2, "max_completion_length": 6}
+    run(prompts, tmp_path / "plain", **more)
+    run(prompts, tmp_path / "out", dynamic_sampling=True, **more)
+    plain, dynamic = (records_of(tmp_path / name) for name in ("plain", "out"))
+    assert max(record["frac_reward_zero_std"] for record in plain["train"]) > 0
+    assert [record["frac_reward_zero_std"] for record in dynamic["train"]] == [0.0, 0.0]
+    assert any(record["dynamic_sampling/prompts"] > 4 for record in dynamic["train"])
+    for step in (1, 2):
+        own = [each for each in dynamic["completions"] if each["step"] == step]
+        assert len({each["prompt"] for each in own}) == 4
+        assert all(int(each["prompt"].split()[2]) % 2 for each in own)
+        rewards = [each["rewards"]["some"] for each in own]
+        assert sum(rewards) / len(rewards) == pytest.approx(dynamic["train"][step - 1]["reward"])
+
+
+def test_continued_from_an_adapter_its_copy_is_the_reference(prompts, tmp_path):
+    """KL is 0 in the first step and grows; without the adapter it would not be 0. The copy is not saved."""
+    run(prompts, tmp_path / "first", max_steps=4, lr_scheduler_type="constant")
+    adapter = tmp_path / "first/adapter"
+    more = {"adapter_path": str(adapter), "beta": 0.1, "max_steps": 3, "save_steps": 1, "lr_scheduler_type": "constant"}
+    more["save_total_limit"] = 3
+    run(prompts, tmp_path / "out", **more)
+    kl = [record["kl"] for record in records_of(tmp_path / "out")["train"]]
+    assert abs(kl[0]) < 1e-6
+    assert min(kl[1:]) > 1e-3
+    assert {path.name for path in (tmp_path / "out/adapter").iterdir() if path.is_dir()} == set()
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, adapter / "adapter_model.safetensors", PT)
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors has changed since"):
+        run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **more)
+
+
+def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
+    more = {"eval_split_size": 4, "eval_steps": 1, "max_steps": 1, "num_generations_eval": 3, "min_p": 0.01}
+    notices.forget()
+    run(prompts, tmp_path / "out", reward_funcs=[{"regex": "[a-m]"}], **more)
+    evaluations = records_of(tmp_path / "out")["eval"]
+    assert len(evaluations) == 2
+    for each in evaluations:
+        assert each["pass@1"] == pytest.approx(each["reward"])
+        assert each["pass@1"] <= each["pass@3"] <= 1
+    assert "trl#6789" in notices.said()["narrowed-sampling"]
+    assert passes([1, 0, 0, 0, 1, 1], 3) == {"pass@1": 0.5, "pass@3": 1.0}
+    assert passes([1, None, 0, 0.5], 2) == {"pass@1": 0.25, "pass@2": 0.5}
+    assert passes([-1, 0], 2) == {}
+
+
+def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("halfbyte.train.answered.SAME", 2)
+    notices.forget()
+    file = tmp_path / "silent.py"
+    file.write_text("def silent(completions, **columns): return [None] * len(completions)\n")
+    more = {"max_steps": 2, "save_steps": 1}
+    run(prompts, tmp_path / "out", reward_funcs=[f"{file}:silent", {"regex": "never this"}], **more)
+    said = notices.said()
+    assert "silent says nothing of all 16 answers" in said["reward-none:silent"]
+    assert "regex gave 0 to each answer of 2 generations, such as " in said["reward-constant:regex"]
+    assert "what is" in said["reward-constant:regex"]
+    notices.forget()  # a resumed run counts on
+    again = {"reward_funcs": [f"{file}:silent", {"regex": "never this"}], **more}
+    run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **again)
+    assert "reward-constant:regex" in notices.said()

@@ -108,6 +108,29 @@ def test_first_losses_of_a_reference_of_each_step_and_of_a_precomputed_one(data,
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "padded"), rel=1e-4)
 
 
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_prompts_are_computed_once_and_the_steps_are_the_same(data, tmp_path, method):
+    """Beside a run whose answers have a prompt each, and says why."""
+    more = {"method": method, "max_steps": 4, "eval_split_size": 6, "num_train_epochs": 1}
+    run(data, tmp_path / "once", **more)
+    run(data, tmp_path / "apart", **more, use_kernels=False)
+    assert losses(tmp_path / "once") == pytest.approx(losses(tmp_path / "apart"), rel=1e-4)
+    once, apart = (json.loads((tmp_path / name / "data_report.json").read_text()) for name in ("once", "apart"))
+    assert once["train"]["computed_tokens"] < once["train"]["tokens_apart"]
+    assert once["eval"]["computed_tokens"] < once["eval"]["tokens_apart"]
+    assert "computed_tokens" not in apart["train"]
+    tokens = [sum(record["tokens"] for record in records(tmp_path / name)) for name in ("once", "apart")]
+    assert tokens[0] < tokens[1]
+    checks = json.loads((tmp_path / "once" / "checks.json").read_text())
+    assert checks["shared_prompts"]["tokens"] > 0
+    assert checks["shared_prompts"]["largest_difference"] < 1e-4
+    notices = json.loads((tmp_path / "apart" / "environment.json").read_text())["notices"]
+    assert "a prompt of its own: use_kernels: false" in str(notices)
+    found = evaluate(str(tmp_path / "once"), str(data / "pairs.jsonl")).numbers
+    alone = evaluate(str(tmp_path / "once"), str(data / "pairs.jsonl"), ["use_kernels=false"]).numbers
+    assert found == pytest.approx(alone, rel=1e-4, abs=1e-4)
+
+
 def test_a_kept_reference_serves_other_losses_and_no_other_model(data, tmp_path, cache):
     run(data, tmp_path / "first", max_steps=7, precompute_ref_log_probs=True)
     [kept] = cache.iterdir()

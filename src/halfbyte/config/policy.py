@@ -40,6 +40,19 @@ class PolicySection(Section):
     temperature: Positive = of(POLICY, 1.0, "of sampling, and of the log-probabilities that are trained")
     top_p: Share = of(POLICY, 1.0, "draw among the likeliest tokens that have this probability together")
     top_k: Annotated[int, Field(ge=0)] = of(POLICY, 0, "draw among so many of the likeliest tokens; 0: all")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = of(
+        POLICY, None, "draw among tokens at least this times as likely as the likeliest; default: all"
+    )
+    rollout_weights: Literal["auto", "packed", "unpacked"] = of(
+        POLICY,
+        "auto",
+        "how rollouts read quantized weights: from their codes, or decoded once a rollout; auto: as is faster and fits",
+    )
+    rollout_memory_gib: Positive | None = of(POLICY, None, "of rollouts' keys and values; default: what fits")
+    kv_cache: Literal["auto", "fp8"] = of(POLICY, "auto", "dtype of rollouts' keys and values; auto: the model's")
+    dynamic_sampling: bool = of(
+        GRPO, False, "sample other prompts for groups whose answers are all as good, up to ten times (DAPO)"
+    )
     steps_per_generation: PositiveInt | None = of(
         POLICY,
         None,
@@ -53,6 +66,20 @@ class PolicySection(Section):
     importance_sampling_level: Literal["token", "sequence"] = of(
         GRPO, "token", "what a ratio is of: a token, or the geometric mean over an answer (GSPO)"
     )
+    importance_sampling_correction: Literal["auto"] | bool = of(
+        GRPO,
+        "auto",
+        "weigh answers by how training's log-probabilities differ from those they were drawn with; auto: from when on"
+        " over 10% of a step's ratios are outside 0.9 to 1.1",
+    )
+    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = of(
+        GRPO,
+        None,
+        "whether those ratios are a token's or an answer's, and are bounded or, outside of the bounds, 0; default:"
+        " sequence_mask, with loss_type vespo token_truncate",
+    )
+    importance_sampling_clip_max: Positive | None = of(GRPO, 3.0, "upper bound of those ratios")
+    importance_sampling_clip_min: Positive | None = of(GRPO, None, "lower bound of those ratios; default: none")
     scale_rewards: Literal["group", "batch", "none"] = of(
         GRPO, "group", "whose standard deviation advantages are divided by; none: they are not (Dr. GRPO)"
     )
@@ -113,6 +140,7 @@ def in_policy(config: RunConfig) -> Iterator[Contradiction]:
         yield "loss_type", "loss_type: vespo takes whole answers itself", "remove importance_sampling_level"
     if config.delta is not None and config.delta <= 1 + (config.epsilon_high or config.epsilon):
         yield "delta", f"delta: {config.delta:g} is within what is clipped anyway", "give more than 1 + epsilon_high"
+    yield from _in_correction(config)
     if config.packing:
         yield "packing", f"packing: true with method: {config.method}: answers come as they are written", _FREE
     if not config.use_peft and config.beta:
@@ -121,6 +149,18 @@ def in_policy(config: RunConfig) -> Iterator[Contradiction]:
     clip = config.reward_clip_range
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
         yield "reward_clip_range", f"reward_clip_range: {brief(clip)}", "give [least, most]"
+
+
+def _in_correction(config: RunConfig) -> Iterator[Contradiction]:
+    """Of importance sampling."""
+    low, high = config.importance_sampling_clip_min, config.importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        wrong = f"importance_sampling_clip_min: {low:g} is not below importance_sampling_clip_max: {high:g}"
+        yield "importance_sampling_clip_min", wrong, "lower it"
+    mode = config.importance_sampling_mode
+    if config.loss_type == "vespo" and mode is not None and mode.startswith("sequence"):
+        wrong = f"importance_sampling_mode: {mode} with loss_type: vespo, which multiplies ratios of tokens itself"
+        yield "importance_sampling_mode", wrong, "set token_truncate or token_mask"
 
 
 _FREE = "set padding_free: true in its place"

@@ -127,6 +127,9 @@ class AdapterSection(Section):
     target_modules: str | list[str] = Field(
         "all-linear", description="all-linear, a list of module names, or one regular expression"
     )
+    target_parameters: list[str] | None = Field(
+        None, description="stacked experts to adapt, by name; default: all where target_modules is all-linear; []: none"
+    )
     modules_to_save: list[str] | None = Field(None, description="modules trained whole and saved with the adapter")
     use_rslora: bool = Field(False, description="scale by lora_alpha/sqrt(r)")
     use_dora: bool = Field(False, description="weight-decomposed adapters (DoRA)")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from datasets import Dataset
 from pyarrow import ChunkedArray, compute
 
 from ..config import RunConfig
+from ..config.policy import POLICY, answers_a_generation
 from ..memory.batches import Batches, Shape
 from ..notices import notice
 from .branches import ANSWERS
@@ -23,7 +26,21 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
     if data.together > 1:
         config = _of_documents(config, data.together, data.shared)
-    return batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
+    found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
+    if config.method not in POLICY:
+        return found
+    together = answers_a_generation(config) // (config.num_generations or 2)
+    return replace(
+        found,
+        evaluation=Shape(0, 0),  # which answers, too
+        prompts=_longest_prompts(data.train, together),
+        held_out_prompts=() if data.eval is None else _longest_prompts(data.eval, len(data.eval)),
+    )
+
+
+def _longest_prompts(rows: Dataset, count: int) -> tuple[int, ...]:
+    """Tokens of so many of the longest prompts, the longest first."""
+    return tuple(sorted(map(len, rows["prompt_ids"]), reverse=True)[:count])
 
 
 def widths_of(config: RunConfig, data: PreparedData) -> set[int]:

@@ -40,7 +40,7 @@ from .sources import read_sources
 MOST_SHOWN = 1_000  # rows that samples, and what `merge` compares losses on, are of
 MASK = datasets.List(Value("int8"))
 ANSWERED = ("pairs", "unpaired")  # whose trained tokens are an answer's
-NO_END = {"eos_trained": None, "stop_tokens": []}  # none is learned
+NO_END: dict[str, Any] = {"eos_trained": None, "stop_tokens": []}  # none is learned
 FIXES = {  # where all labels are alike
     "unpaired": "add answers of the other label, or set method: sft to imitate desirable ones",
     "stepwise": "add steps of the other label",

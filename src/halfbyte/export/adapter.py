@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -18,15 +19,20 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from halfbyte.adapters import SCORES, load_adapter_weights, place_adapter, saved_adapter_config
+from halfbyte.architectures import expert_stacks
 from halfbyte.config import Origin, Resolved, Storage
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
+from halfbyte.layers.expert_adapters import expert_wrappers
 from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
+from halfbyte.models.stacks import only_stacks
 from halfbyte.models.whole import meta_model
+
+from .experts import Piece, add_delta
 
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base weights alone
 UNMERGED = (
-    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config",
+    "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config",
     "lora_bias",
 )  # fmt: skip
 
@@ -38,8 +44,10 @@ class AdapterLayers:
         layers: parameter name → the PEFT layer over it.
         whole: parameter name → the trained tensor that replaces it (modules_to_save).
         quantized: parameter name → the format that `load_model` stores it in.
+        stacks: the same of stacked experts, and `experts` → PEFT's wrapper around one.
         shapes: parameter name → shape.
         whole_model: there is no adapter.
+        transposed: names of stacked experts that lie [E, K, N].
         tied: parameter name → name of the parameter it shares its weight with.
 
     Raises:
@@ -51,16 +59,23 @@ class AdapterLayers:
         model = meta_model(run.origin)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
+        self.transposed = {name for name, module in expert_stacks(model, []).items() if module.is_transposed}
         self._prefix = model.base_model_prefix
         transforms = get_model_conversion_mapping(model)
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        self.quantized = _formats(run.origin, run.storage) if run.storage.quantized else {}
+        self.quantized, self.stacks = _formats(run.origin, run.storage) if run.storage.quantized else ({}, {})
         root = model if folder is None else _with_adapter(model, folder, device).get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
         self.whole: dict[str, Tensor] = {}
+        self.experts: dict[str, Any] = dict(expert_wrappers(root))
         for name, module in root.named_modules():
-            if isinstance(module, BaseTunerLayer):
+            if isinstance(module, ParamWrapper):
+                adapted = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+                if adapted not in self.experts:
+                    said = f"{folder}: the adapter changes {adapted}, which is no stack of experts"
+                    raise CheckpointError(said, "merge it with PEFT (merge_and_unload)")
+            elif isinstance(module, BaseTunerLayer):
                 self.layers[f"{name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
                 for part, parameter in module.modules_to_save["default"].named_parameters():
@@ -69,26 +84,32 @@ class AdapterLayers:
     @property
     def changed(self) -> set[str]:
         """Names of the parameters that the adapter changes."""
-        return self.layers.keys() | self.whole.keys()
+        return self.layers.keys() | self.whole.keys() | self.experts.keys()
 
-    def parameter_of(self, key: str) -> tuple[str, bool]:
-        """The model's parameter that a checkpoint tensor becomes, as transformers' loader names it, and whether the
-        tensor is the whole of it (experts are stacked from several)."""
+    def parameter_of(self, key: str) -> tuple[str, bool, Piece | None]:
+        """The model's parameter that a checkpoint tensor becomes, as transformers' loader names it; whether the tensor
+        is the whole of it; and if not, which rows of which expert."""
         known: Any = self.shapes
         name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, known)
         if name not in known and key in known:
             name, pattern = key, None
-        return name, pattern is None
+        if pattern is None:
+            return name, True, None
+        stacking = (each for each in self._converters if pattern in each.source_patterns and only_stacks(each))
+        converter = next(stacking, None)
+        return name, False, Piece.of(key, pattern, converter.source_patterns) if converter else None
 
     @torch.no_grad()
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The parameter `name` with the adapter merged, in fp32.
+    def merged(self, name: str, weight: Tensor, piece: Piece | None = None) -> Tensor:
+        """The parameter `name` with the adapter merged, in fp32, or a piece of it.
 
         Args:
             weight: fp32, the base's values, which may be overwritten.
         """
         if name in self.whole:
             return self.whole[name]
+        if name in self.experts:
+            return add_delta(self.experts[name], weight, piece)
         layer: Any = self.layers[name]
         linear = layer.get_base_layer()
         without, linear.weight = linear.weight, nn.Parameter(weight, requires_grad=False)
@@ -98,10 +119,14 @@ class AdapterLayers:
         return merged
 
 
-def _formats(origin: Origin, storage: Storage) -> dict[str, Format]:
+def _formats(origin: Origin, storage: Storage) -> tuple[dict[str, Format], dict[str, Format]]:
+    """Parameter → format, of linear layers and of stacked experts."""
     quantization = HalfbyteConfig(storage)
-    HalfbyteQuantizer(quantization, pre_quantized=False).preprocess_model(meta_model(origin))
-    return {f"{name}.weight": format_ for name, format_ in quantization.formats.items()}
+    quantizer = HalfbyteQuantizer(quantization, pre_quantized=False)
+    quantizer.preprocess_model(meta_model(origin))
+    found = quantization.formats
+    linears = {f"{name}.weight": format_ for name, format_ in found.items() if name not in quantizer.stacks}
+    return linears, {name: found[name] for name in quantizer.stacks}
 
 
 def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftModel:

@@ -73,6 +73,9 @@ def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Te
     adapter = AdapterLayers(run, folder, torch.device("cpu"))
     if adapter.whole:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
+    if adapter.experts:
+        said = f"{folder}: --lora has no place for the adapter of {min(adapter.experts)}"
+        raise CheckpointError(said, "export the merged model")
     alpha, found = float(config.lora_alpha), {}
     layer: Any
     for parameter, layer in adapter.layers.items():

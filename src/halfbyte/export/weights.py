@@ -5,8 +5,9 @@ A weight that is stored quantized is quantized from its fp32 values, which are n
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from halfbyte.tensor import QuantizedTensor
 
 from ..models.stored import DTYPES, BaseCheckpoint, Stored
 from .adapter import AdapterLayers
+from .experts import PackedStacks, Piece
 from .kept import Kept
 from .packing import NVFP4_RANGE, Packing, padded_state, quantize_together
 from .shards import Entry, write_shard
@@ -40,12 +42,14 @@ class Output:
     Attributes:
         entry: the weight in 16 bits (or as the base stores it).
         packed: what is written instead of `entry` where the weight is quantized.
+        piece: which rows of which expert it is, where `parameter` is a stack of experts.
     """
 
     entry: Entry
     source: Stored
     parameter: str
     packed: tuple[Entry, ...] = ()
+    piece: Piece | None = None
 
     @property
     def written(self) -> tuple[Entry, ...]:
@@ -73,6 +77,8 @@ class MergedWeights:
         self.input_amax: dict[str, float] = {}
         self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}
         self._formats = {} if base.quantized and not base.in_part else dict(adapter.quantized)
+        stacks = {} if base.quantized and not base.in_part else dict(adapter.stacks)
+        self._stacks = PackedStacks(stacks, self._experts)
         computed = run.precision.compute
         self.trained_dtype = DTYPES[base.dtype] if adapter.whole_model else resolve_dtype(computed, adapter.device)
         self.as_trained = self.packing.is_scheme(run.storage.qat_scheme)
@@ -81,11 +87,12 @@ class MergedWeights:
         self.shards: dict[str, list[Output]] = {file: [] for file in base.headers}
         self._pieces: set[str] = set()
         for stored in base.weights:
-            parameter, is_whole = adapter.parameter_of(stored.name)
-            self._add(stored.name, stored, parameter)
+            parameter, is_whole, piece = adapter.parameter_of(stored.name)
+            self._add(stored.name, stored, parameter, piece)
             if stored.parts:
                 self._formats.pop(parameter, None)
-            self._pieces |= set() if is_whole else {parameter}
+                self._stacks.formats.pop(parameter, None)
+            self._pieces |= set() if is_whole or piece else {parameter}
         for parameter, tied_to in adapter.tied.items():
             if adapter.changed & {parameter, tied_to}:
                 self._untie(parameter, tied_to)
@@ -108,9 +115,9 @@ class MergedWeights:
         """What the values of a quantized weight are said to be; ModelOpt's layout is for bf16."""
         return torch.bfloat16 if self.packing.calibrated else DTYPES[output.entry.dtype]
 
-    def _add(self, name: str, source: Stored, parameter: str) -> None:
+    def _add(self, name: str, source: Stored, parameter: str, piece: Piece | None = None) -> None:
         dtype, size = self.base.written_dtype(source), self.base.written_bytes(source)
-        self.shards[source.file].append(Output(Entry(name, dtype, source.shape, size), source, parameter))
+        self.shards[source.file].append(Output(Entry(name, dtype, source.shape, size), source, parameter, (), piece))
 
     def _untie(self, parameter: str, tied_to: str) -> None:
         """Give both their own tensor, made from the one that the base stores."""
@@ -135,7 +142,8 @@ class MergedWeights:
                 raise CheckpointError(f"{self.base.folder} lacks {name}, which the adapter changes", ANOTHER_MODEL)
             if name not in outputs:
                 raise CheckpointError(f"{self.base.folder} lacks {name}", "re-download the checkpoint")
-            found = outputs[name].entry.shape
+            output = outputs[name]
+            found, expected = output.entry.shape, output.piece.shape(expected) if output.piece else expected
             if found != expected:
                 raise CheckpointError(
                     f"{self.base.folder}: {name} has shape {found}, its config.json says {expected}",
@@ -149,7 +157,7 @@ class MergedWeights:
 
     def is_whole(self, output: Output) -> bool:
         """Whether `output` is all of its parameter (experts are stacked from several)."""
-        return output.parameter not in self._pieces
+        return output.parameter not in self._pieces and output.piece is None
 
     def rounded(self, target: Target) -> set[str]:
         """The parameters whose values are rounded on the way."""
@@ -163,7 +171,7 @@ class MergedWeights:
         return (
             output.parameter in self.adapter.changed
             or bool(output.source.parts)
-            or (target == "dequantized" and output.parameter in self._formats)
+            or (target == "dequantized" and output.parameter in self._formats | self._stacks.formats)
         )
 
     def write(self, folder: Path, target: Target, advance: Callable[[int], None]) -> dict[str, dict[str, int]]:
@@ -243,11 +251,16 @@ class MergedWeights:
     def values(self, output: Output, target: Target) -> Tensor:
         """fp32: one weight of the merged model before any rounding."""
         before = self._base_values(output, target)
-        return self.adapter.merged(output.parameter, before) if output.parameter in self.adapter.changed else before
+        if output.parameter not in self.adapter.changed:
+            return before
+        return self.adapter.merged(output.parameter, before, output.piece)
 
     def _base_values(self, output: Output, target: Target) -> Tensor:
         """fp32, owned by the caller: a weight of the base merged onto, without the adapter."""
-        weight, name = self.base.read(output.source).to(self.adapter.device), output.parameter
+        name = output.parameter
+        if target == "dequantized" and name in self._stacks.formats:
+            return self._packed_stack(output)
+        weight = self.base.read(output.source).to(self.adapter.device)
         if target == "dequantized" and name in self._formats:
             # transformers casts to the dtype of the run before it quantizes
             weight = weight.to(self.trained_dtype)
@@ -255,6 +268,38 @@ class MergedWeights:
         if self.as_trained and name in self.packing.formats:
             weight = weight.to(self.trained_dtype)
         return weight.to(torch.float32, copy=True)
+
+    def _packed_stack(self, output: Output) -> Tensor:
+        """fp32: experts, or a piece of one, as they were quantized when they were trained on."""
+        shape = self.adapter.shapes[output.parameter]
+        if output.piece is not None:
+            matrix = self._stacks.expert(output.parameter, output.piece.expert, shape)
+            return matrix[output.piece.rows(shape[1])].clone()
+        transposed = output.parameter in self.adapter.transposed
+        stored = (shape[0], shape[2], shape[1]) if transposed else shape
+        whole = torch.stack([self._stacks.expert(output.parameter, at, stored) for at in range(shape[0])])
+        return whole.mT.contiguous() if transposed else whole
+
+    def _experts(self, parameter: str) -> Iterator[Tensor]:
+        """Each expert [N, K] of the base's checkpoint, in the dtype that transformers casts it to."""
+        parts = self._of_stack[parameter]
+        pieces = {(each.piece.expert, each.piece.part): each.source for each in parts if each.piece}
+        whole = None if pieces else self.base.read(parts[0].source)
+        for at in range(self.adapter.shapes[parameter][0]):
+            if whole is not None:
+                weight = whole[at].mT if parameter in self.adapter.transposed else whole[at]
+            else:
+                weight = torch.cat([self.base.read(pieces[key]) for key in sorted(pieces) if key[0] == at])
+            yield weight.to(self.adapter.device, self.trained_dtype)
+
+    @functools.cached_property
+    def _of_stack(self) -> dict[str, list[Output]]:
+        """Stack → the tensors that it is made of."""
+        found: dict[str, list[Output]] = {}
+        for output in self.outputs:
+            if output.parameter in self._stacks.formats:
+                found.setdefault(output.parameter, []).append(output)
+        return found
 
     @torch.no_grad()
     def tensor(self, output: Output, target: Target) -> Tensor:
@@ -266,7 +311,7 @@ class MergedWeights:
         before = self._base_values(output, target)
         if name not in self.adapter.changed:
             return self._finite(before, before.to(DTYPES[dtype]), output)
-        weight = self.adapter.merged(name, before.clone())
+        weight = self.adapter.merged(name, before.clone(), output.piece)
         rounded = self._finite(weight, weight.to(DTYPES[dtype]), output)
         without = before.to(DTYPES[dtype]).float()
         self._kept.setdefault(target, {})[output.entry.name] = Kept.of(rounded.float(), without, weight - before)
@@ -280,7 +325,7 @@ class MergedWeights:
     def cast(self, dtype: torch.dtype, trained: bool) -> dict[str, torch.dtype]:
         """Name → `dtype`, of the 16-bit weights that a base loaded in it has as they were cast, and the merged model as
         they are stored; `trained`: that base is the one trained on, whose quantized weights were cast before."""
-        before = self._formats if trained else {}
+        before = self._formats | self._stacks.formats if trained else {}
         return {
             output.parameter: dtype
             for output in self.outputs

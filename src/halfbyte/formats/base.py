@@ -96,6 +96,14 @@ class Format(abc.ABC):
         """
         raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
+    def check_stack(self, shape: tuple[int, ...]) -> None:
+        """Look whether this stores stacks of `shape`.
+
+        Raises:
+            ModelError: it is none, [E, N, K], or blocks would cross its matrices.
+        """
+        raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
+
     def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
         """Matrix `index` of a stack of `shape` [E, N, K]: its format, and its parts as views.
 

@@ -143,7 +143,7 @@ class Blockwise4(Format):
         return self
 
     def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
-        self._of_stack(shape)
+        self.check_stack(shape)
         plain, stored = replace(self, nested=False), dict[str, Tensor]()
         for at, weight in enumerate(weights):
             parts = plain.quantize_expert(weight, at)
@@ -156,7 +156,8 @@ class Blockwise4(Format):
 
     def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
         """As in `Format`; where nested blocks of scales cross experts, the scales are a copy that is not nested."""
-        _, run = self._of_stack(shape)
+        self.check_stack(shape)
+        run = shape[1] * shape[2]
         blocks = run // self.blocksize
         first = index * blocks
         codes, absmax = parts["packed"][index * run // 2 : (index + 1) * run // 2], parts["absmax"]
@@ -171,18 +172,12 @@ class Blockwise4(Format):
         covering = dequantize_scales(absmax[begin * NESTED_BLOCK : first + blocks], second[begin:end], code, offset)
         return replace(self, nested=False), {"packed": codes, "absmax": covering[-blocks:]}
 
-    def _of_stack(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Matrices of a stack, and weights of each.
-
-        Raises:
-            ModelError: it is no stack, or blocks would cross its matrices.
-        """
+    def check_stack(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 3 or (shape[1] * shape[2]) % self.blocksize:
             raise ModelError(
                 f"{self.spec}: a stack of shape {tuple(shape)} has no whole blocks in each matrix",
                 f"rows × columns must be a multiple of {self.blocksize}: take smaller blocks or another format",
             )
-        return shape[0], shape[1] * shape[2]
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_blockwise4(

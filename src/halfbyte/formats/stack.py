@@ -51,9 +51,14 @@ class Stack(Format):
         return []
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
-        experts, *matrix = _checked(self.each, shape)
+        self.check_stack(shape)
+        experts, *matrix = shape
         specs = self.each.part_specs(tuple(matrix))
         return {name: ((experts, *size), dtype) for name, (size, dtype) in specs.items()}
+
+    def check_stack(self, shape: tuple[int, ...]) -> None:
+        if len(shape) != 3 or math.prod(shape) == 0:
+            raise ModelError(f"a stack in {self.each.spec} has experts, rows and columns, not the shape {tuple(shape)}")
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         return self.join(weight, tuple(weight.shape))
@@ -84,9 +89,3 @@ class Stack(Format):
     def state_suffixes(cls) -> frozenset[str]:
         parts = (example.part_specs((2, 64)) for each in FORMATS.values() for example in each.examples())
         return frozenset({"", META, *(name for names in parts for name in names)})
-
-
-def _checked(each: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) != 3 or math.prod(shape) == 0:
-        raise ModelError(f"a stack in {each.spec} has experts, rows and columns, not the shape {tuple(shape)}")
-    return tuple(shape)

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from ..hardware import capture_stream
+from ..ops.paged_attention import BUNDLE, Shared
 from ..ops.sample import draw_tokens
 from .paged import LEAST_ROWS, PagedDecoder, to_device
 from .sampling import LOWEST, Sampling
 from .schedule import Row
 
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a captured step; others are filled up
-LENGTH, LIVE, PROMPT, GENERATION, SOURCE, TABLE = range(6)  # columns of the book; of the table the first
+# Columns of the book. As `bundles_of` gives them: a row's pages that its bundle has, and from BEGIN, one bundle to a
+# line, a bundle's three numbers; last a row's table.
+LENGTH, LIVE, PROMPT, GENERATION, SOURCE, COMMON, BEGIN = range(7)
+TABLE = BEGIN + 3
+SAVED = 1 / 8  # of all reads of pages: from which on those that rows have in common are read once for all of them
 
 Drawn = tuple[Tensor, Tensor]  # tokens int64 [R] and their log-probabilities fp32 [R]
 
@@ -38,8 +43,9 @@ class Batch:
         self.known: tuple = ()  # what the book was written from
         self.begun: dict[Row, int] = {}  # rows that have joined since, and where their tokens are
         self.first_tokens: list[Tensor] = []
-        self.graphs: dict[tuple[int, Sampling], tuple[torch.cuda.CUDAGraph, Drawn]] = {}
-        self.seen: set[tuple[int, Sampling]] = set()
+        self.shares = False  # whether there are bundles
+        self.graphs: dict[tuple[int, bool, Sampling], tuple[torch.cuda.CUDAGraph, Drawn]] = {}
+        self.seen: set[tuple[int, bool, Sampling]] = set()
 
     def _filled(self, rows: int) -> int:
         """The rows of a step that holds so many."""
@@ -63,7 +69,7 @@ class Batch:
         """
         size = self._filled(len(rows))
         self._write(rows, size)
-        key = size, sampling
+        key = size, self.shares, sampling
         if self.device.type != "cuda" or key not in self.seen:
             self.seen.add(key)  # the first time nothing is captured: kernels are compiled and chosen
             columns = None if self.device.type == "cuda" else max(len(row.pages) for row in rows)
@@ -89,8 +95,12 @@ class Batch:
         book = np.zeros((size, self.book.shape[1]), dtype=np.int32)
         for line, row in zip(book, rows, strict=False):
             key = np.int64(row.group.key).astype(np.int32)
-            line[:TABLE] = row.length - 1, 1, key, row.generation, before[row]
+            line[:COMMON] = row.length - 1, 1, key, row.generation, before[row]
             line[TABLE : TABLE + len(row.pages)] = row.pages
+        bundles, book[:, COMMON] = bundles_of(book[:, TABLE:])
+        book[: len(bundles), BEGIN:TABLE] = bundles
+        saved = ((bundles[:, 1] - 1) * bundles[:, 2]).sum()
+        self.shares = self.device.type != "cpu" and saved > SAVED * sum(len(row.pages) for row in rows)
         self.book[:size] = to_device(book, self.device)
         tokens = torch.cat([self.tokens, *self.first_tokens])
         self.tokens[:size] = tokens[self.book[:size, SOURCE].long()]
@@ -99,12 +109,36 @@ class Batch:
     def _step(self, size: int, sampling: Sampling, columns: int | None) -> Drawn:
         """columns: of the tables that hold pages; None: all that there are."""
         tokens, book = self.tokens[:size], self.book[:size]
-        logits = self.decoder.step(tokens, book[:, LENGTH], book[:, TABLE:][:, :columns])
+        common = Shared(book[: size // 2, BEGIN:TABLE].contiguous(), book[:, COMMON].contiguous())
+        shared = common if self.shares else None
+        logits = self.decoder.step(tokens, book[:, LENGTH], book[:, TABLE:][:, :columns], shared)
         book[:, LENGTH] += book[:, LIVE]
         places = torch.stack([book[:, PROMPT], book[:, GENERATION], book[:, LENGTH]], dim=1)
         drawn, log_probs = draw(logits.contiguous(), places.long(), self.seed, sampling)
         tokens.copy_(drawn)
         return drawn, log_probs
+
+
+def bundles_of(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that follow one another and begin with the same pages.
+
+    Args:
+        tables: int32 [R, M]: pages of each row; 0 where there is none.
+
+    Returns:
+        int32 [S, 3] and [R], as `Shared` has them, S ≤ R / 2.
+    """
+    alike = (tables[1:] == tables[:-1]) & (tables[1:] > 0)
+    alike = np.logical_and.accumulate(alike, axis=1).sum(axis=1)  # pages that a row and the one before it begin with
+    rows, first = np.arange(len(tables)), np.r_[True, alike == 0]
+    begins = np.flatnonzero((rows - np.maximum.accumulate(np.where(first, rows, 0))) % BUNDLE == 0)
+    counts = np.diff(np.r_[begins, len(tables)])
+    least = np.full(len(tables), tables.shape[1])
+    least[:-1] = alike
+    least[begins[1:] - 1] = tables.shape[1]  # a bundle's last row has nothing in common with what follows
+    pages = np.where(counts > 1, np.minimum.reduceat(least, begins), 0)
+    bundles = np.stack([begins, counts, pages], axis=1)[counts > 1]
+    return bundles.astype(np.int32), np.repeat(pages, counts).astype(np.int32)
 
 
 def draw(logits: Tensor, places: Tensor, seed: Tensor, sampling: Sampling) -> Drawn:

@@ -80,7 +80,8 @@ class Layer:
         return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, keys, values, attention.window)
 
 
-Attend = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
+Angles = tuple[Tensor, Tensor]  # cos and sin [B, T, R]
+Attend = Callable[[int, Layer, Tensor, Tensor, Tensor, Angles], Tensor]
 
 
 class Decoder:
@@ -136,16 +137,16 @@ class Decoder:
         """Hidden states [B, T, D] of tokens and their positions [B, T].
 
         Args:
-            attend: keeps a layer's new keys and values, and attends: its number, itself, rotated q [B, Hq, T, D] and
-                k, v [B, Hk, T, D] → [B, Hq, T, D].
+            attend: turns a layer's q and k, keeps its new keys and values, and attends: its number, itself, q
+                [B, Hq, T, D] and k, v [B, Hk, T, D], cos and sin → [B, Hq, T, D].
         """
         ropes = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.ropes.items()}
         branch, residual = self.embedded(tokens), None
         for number, layer in enumerate(self.layers):
             first, second = layer.halves
             x, residual = self.normed(first.norm, branch, residual)
-            q, k, v = self._rotated(layer, x, *ropes[layer.attention.rope])
-            out = attend(number, layer, q, k, v)
+            q, k, v = layer.queries_keys_values(x)
+            out = attend(number, layer, q, k, v, ropes[layer.attention.rope])
             branch = self._leave(first, layer.out(out.transpose(1, 2).flatten(2))[0])
             x, residual = self.normed(second.norm, branch, residual)
             branch = self._leave(second, layer.mix(x))
@@ -161,15 +162,13 @@ class Decoder:
         x = x if half.leave is None else self.normed(half.leave, x)[0]
         return x if half.scale == 1 else x * half.scale
 
-    def _rotated(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = layer.queries_keys_values(x)
+    def rotated(self, layer: Layer, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """q and k, normed where the layer does that; may be those given, written over."""
         if layer.attention.norms is None:
-            rope_(q, k, cos, sin, False)
-        else:
-            q_norm, k_norm = layer.attention.norms
-            offset = self.family.norm_offset
-            q, k = qk_norm_rope(q, k, q_norm.weight, k_norm.weight, cos, sin, epsilon(q_norm), offset)
-        return q, k, v
+            rope_(q, k, *angles, False)
+            return q, k
+        q_norm, k_norm = layer.attention.norms
+        return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, *angles, epsilon(q_norm), self.family.norm_offset)
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

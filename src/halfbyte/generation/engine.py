@@ -18,7 +18,7 @@ from ..models.layer import epsilon
 from ..models.sharding import sharded
 from ..ops.decode_attention import decode_attention, store
 from ..ops.decode_layers import Run, Stack, one_launch
-from .decoder import Decoder, Layer, context_length, prompt_attention
+from .decoder import Angles, Decoder, Layer, context_length, prompt_attention
 from .linears import adapter_names
 
 FP8 = torch.float8_e4m3fn
@@ -114,7 +114,8 @@ class StaticEngine(Decoder):
                 seen &= slots > slots.unsqueeze(1) - window
             masks[window] = (seen | (slots == slots.unsqueeze(1))).unsqueeze(1)  # padding sees itself: no NaN
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+            q, k = self.rotated(layer, q, k, angles)
             self._store(number, slots, k, v)
             mask = masks[layer.attention.window]
             return self._by_part(lambda rows, begin: _over_prompt(layer, q, k, v, mask, rows, begin))
@@ -142,7 +143,8 @@ class StaticEngine(Decoder):
             return self.logits(self.normed(self.norm, hidden)[0])
         end = prompt_slots(int(self.slot) + 1, self.device) if self.device.type == "cpu" else None
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+            q, k = self.rotated(layer, q, k, angles)
             self._store(number, self.slot, k, v)
             return self._by_part(lambda rows, begin: self._over_cache(number, layer, q, rows, slice(begin, end)))
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..autograd.attention import varying
-from ..ops.paged_attention import PAGE, paged_attention, store_paged
-from .decoder import Decoder, Layer, prompt_attention
+from ..models.head import Head
+from ..ops.paged_attention import PAGE, Shared, paged_attention, rope_store_paged_, store_paged
+from .decoder import Angles, Decoder, Layer, prompt_attention
 
 LEAST_ROWS = (
     4  # of a product on a CPU: below, MKL sums in another order, and a row's numbers would depend on the others
@@ -60,7 +61,7 @@ class PagedDecoder(Decoder):
             self.caches.append((keys, values))
 
     def prefill(self, documents: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-        """Logits fp32 [documents, V] behind the last token of each document (tokens, pages)."""
+        """Logits [documents, V] behind the last token of each document (tokens, pages)."""
         lengths = [len(tokens) for tokens, _ in documents]
         flat = [token for tokens, _ in documents for token in tokens]
         positions = [at for length in lengths for at in range(length)]
@@ -73,14 +74,28 @@ class PagedDecoder(Decoder):
         slots, bounds = places % PAGE, [0, *accumulate(lengths)]
         on_device = to_device(bounds, self.device)
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for cache, new in zip(self.caches[number], (k, v), strict=True):
-                store_paged(cache, pages_of_tokens, slots, new[0].transpose(0, 1))
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+            q, k = self._kept(number, layer, q, k, v, angles, pages_of_tokens, slots)
             return _over_documents(layer, q, k, v, bounds, on_device.int())
 
         hidden = self.forward(tokens.unsqueeze(0), places.unsqueeze(0), attend)[0]
         last = hidden[on_device[1 : len(documents) + 1] - 1]
         return self.logits(self._enough(last).unsqueeze(1))[: len(documents)]
+
+    def _kept(
+        self, number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles, pages: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q and k as `rotated` gives them; k and v go into the cache."""
+        if layer.attention.norms is None:
+            rope_store_paged_(q, k, v, *angles, *self.caches[number], pages, slots)
+            return q, k
+        q, k = self.rotated(layer, q, k, angles)
+        store_paged(*self.caches[number], pages, slots, *(each.transpose(1, 2).flatten(0, 1) for each in (k, v)))
+        return q, k
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As products leave them where the head does no more than that: who draws computes in fp32."""
+        return self.head(hidden)[0][:, 0] if self.to_logits == Head() else super().logits(hidden)
 
     def _enough(self, rows: Tensor) -> Tensor:
         """On a CPU rows of zeros beside a few; see `LEAST_ROWS`."""
@@ -94,25 +109,23 @@ class PagedDecoder(Decoder):
             as_bytes = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             as_bytes[target] = as_bytes[source]
 
-    def step(self, tokens: Tensor, lengths: Tensor, tables: Tensor) -> Tensor:
-        """Logits fp32 [R, V] behind one more token of each row.
+    def step(self, tokens: Tensor, lengths: Tensor, tables: Tensor, shared: Shared | None = None) -> Tensor:
+        """Logits [R, V] behind one more token of each row.
 
         Args:
             tokens: int64 [R].
             lengths: int32 [R]: tokens of each row before it.
             tables: int32 [R, M]: pages of each row.
+            shared: those that rows have in common, where they shall be read once for all of these.
         """
         places = lengths.long()
         pages = tables.gather(1, (places // PAGE).unsqueeze(1)).squeeze(1).long()
         slots, seen = places % PAGE, lengths + 1
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self.caches[number]
-            store_paged(keys, pages, slots, k[:, :, 0])
-            store_paged(values, pages, slots, v[:, :, 0])
-            view = layer.attention
-            out = paged_attention(q[:, :, 0], keys, values, tables, seen, view.scaling, view.window, view.softcap)
-            return out.unsqueeze(2)
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+            q, _ = self._kept(number, layer, q, k, v, angles, pages, slots)
+            options = layer.attention.scaling, layer.attention.window, layer.attention.softcap
+            return paged_attention(q[:, :, 0], *self.caches[number], tables, seen, *options, shared).unsqueeze(2)
 
         return self.logits(self.forward(tokens.unsqueeze(1), places.unsqueeze(1), attend))
 

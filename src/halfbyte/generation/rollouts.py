@@ -171,7 +171,7 @@ class Rollouts:
             positions = -(-(longest + 1) // ROUND) * ROUND
             decoder = PagedDecoder(self.model, adapter, positions, CACHES[self.kv_cache], unpacked)
         self._decoder, self._adapter = decoder, adapter
-        wanted, least = _pages(rows, self.rows) + 1, pages_of(longest) + 1
+        wanted, least = pages_for(rows, self.rows) + 1, pages_of(longest) + 1
         if decoder.pages < wanted:
             most = max(self._memory(decoder) // decoder.page_bytes, decoder.pages)
             if most < least:
@@ -214,7 +214,7 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
-def _pages(rows: Sequence[Row], seats: int) -> int:
+def pages_for(rows: Sequence[Row], seats: int) -> int:
     """Pages with which no row has to leave, if the longest prompts come together."""
     own, shared = [], {}
     for row in rows:

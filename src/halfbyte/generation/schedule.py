@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..ops.paged_attention import PAGE
 
+JOINED = 16  # of so many seats one may stay empty until others are, since reading a prompt takes a forward of its own
+
 
 def pages_of(tokens: int) -> int:
     """Pages that so many tokens take."""
@@ -64,7 +66,7 @@ class Document:
     """Tokens to read at once: a prompt for all rows that begin with it, or all tokens of a row that had to wait.
 
     Attributes:
-        logits: fp32 [V] behind the last token, once it is read.
+        logits: [V] behind the last token, once it is read.
     """
 
     tokens: Sequence[int]
@@ -157,8 +159,13 @@ class Schedule:
         self.seated: list[Row] = []  # oldest first
 
     def admit(self, budget: int) -> Admission:
-        """Let rows join as long as there are seats and pages; read at most about `budget` tokens of documents."""
-        found = Admission([], [], [])
+        """Let rows join as long as there are seats and pages; read at most about `budget` tokens of documents.
+
+        While others run, rows wait until several can join: see `JOINED`.
+        """
+        found, empty = Admission([], [], []), self.seats - len(self.seated)
+        if self.seated and empty < min(len(self.waiting), self.seats // JOINED):
+            return found
         while self.waiting and len(self.seated) < self.seats:
             row = self.waiting[0]
             document = None if row.ids else row.group.document

@@ -1,5 +1,14 @@
 """Drop-in modules whose frozen weights are quantized."""
 
 from .quantized import Embedding4bit, Linear4bit, LinearFP4, LinearNF4, QuantizedLinear, quantized_parameter
+from .stacks import hold_stacks
 
-__all__ = ["Embedding4bit", "Linear4bit", "LinearFP4", "LinearNF4", "QuantizedLinear", "quantized_parameter"]
+__all__ = [
+    "Embedding4bit",
+    "Linear4bit",
+    "LinearFP4",
+    "LinearNF4",
+    "QuantizedLinear",
+    "hold_stacks",
+    "quantized_parameter",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,16 @@ class Batches:
         usual: their mean, decides what is fast.
         second: the largest of those of another shape than `largest`.
         evaluation: the largest of an evaluation.
+        prompts, held_out_prompts: tokens of the longest prompts that are answered together, in training and in an
+            evaluation; none where rows are not prompts.
     """
 
     largest: Shape
     usual: Shape
     second: Shape = Shape(0, 0)
     evaluation: Shape = Shape(0, 0)
+    prompts: tuple[int, ...] = ()
+    held_out_prompts: tuple[int, ...] = ()
 
     @classmethod
     def alike(cls, rows: int, length: int) -> Batches:
@@ -43,4 +47,5 @@ class Batches:
     def longer(self, share: float) -> Batches:
         """All with `share` times the tokens."""
         shapes = (self.largest, self.usual, self.second, self.evaluation)
-        return Batches(*(Shape(shape.rows, math.ceil(share * shape.length)) for shape in shapes))
+        largest, usual, second, evaluation = (Shape(each.rows, math.ceil(share * each.length)) for each in shapes)
+        return replace(self, largest=largest, usual=usual, second=second, evaluation=evaluation)

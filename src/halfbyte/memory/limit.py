@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
+FIRST_KERNELS = 256 * 2**20  # bytes of a device that a run's first steps take beside torch's allocator: 0.17 GiB seen
+
+
 @contextlib.contextmanager
 def held_to(device: torch.device, limit: int | None) -> Iterator[None]:
     """Inside, torch reserves at most `limit` bytes of a CUDA device beyond what is in use on entering.

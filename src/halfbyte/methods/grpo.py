@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ITEMS, TOKENS, ANSWERS, BATCHES = "loss_items", "trained_tokens", "answers", "micro_batches"
 APART = 0.1  # how far from 1 a ratio is that is counted as outside
-BONUS = "bonus_weight"
+BONUS, CORRECTS = "bonus_weight", "corrects"
 BESIDE = (
     Metric("reward", "reward", ".3f"),
     Metric("reward_std", "spread of rewards", ".3f"),
@@ -40,7 +40,7 @@ class PolicyOptimization(Method):
 
     A row of a micro-batch is a sampled answer: `input_ids` and `labels` (the answer's tokens), `advantage`, `sampled`,
     and where they are needed `old` and `reference`: a log-probability for each label. `items` is its part of what the
-    loss is divided by.
+    loss is divided by, `corrects` whether the loss is weighed against the mismatch of rollouts and training.
     """
 
     rows = "prompts"
@@ -72,9 +72,14 @@ class PolicyOptimization(Method):
             Metric(f"{apart}/max", "its largest in a micro-batch", ".2g", BATCHES, brief=False),
             Metric("sampling/outside", "ratios outside 0.9 to 1.1", ".2%", TOKENS, brief=False),
         ]
+        if self.config.importance_sampling_correction and self.config.method == "grpo":
+            name = "sampling/importance_sampling_ratio/mean"
+            mismatch.append(Metric(name, "weights against the mismatch", ".4f", TOKENS, brief=False))
         entropy = Metric("entropy", "entropy", ".3f", TOKENS)
         trained = (Metric("loss", "loss", ".4f", ITEMS), *kl, entropy, *clipped, *mismatch)
-        return Numbers(trained, BESIDE, BESIDE)
+        each = self.config.num_generations_eval or self.config.num_generations or 2
+        passed = [Metric(f"pass@{k}", f"pass@{k}", ".1%") for k in dict.fromkeys((1, each))]
+        return Numbers(trained, (*BESIDE[:1], *passed, *BESIDE[1:]), BESIDE)
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -149,6 +154,7 @@ class PolicyOptimization(Method):
                 "items": torch.tensor([row["items"] for row in rows], dtype=torch.float64),
                 BONUS: torch.tensor([row.get(BONUS, 0.0) for row in rows]).sum(),
                 **{name: torch.tensor(values, dtype=torch.float32) for name, values in flat.items()},
+                CORRECTS: bool(rows[0].get(CORRECTS)),
             }
 
         return collate
@@ -183,17 +189,18 @@ class PolicyOptimization(Method):
         from .policy_losses import Answers, policy_loss
 
         log_probs, entropy = self.log_probs(model, batch, train=True)
-        names = ("answer", "advantages", "old", "sampled", "reference")
+        names = ("answer", "advantages", "old", "sampled", "reference", CORRECTS)
         answers = Answers(*(batch.get(name) for name in names))  # type: ignore[arg-type]
         found = policy_loss(log_probs, entropy, answers, self.policy)
         loss = found["loss"] - self.policy.entropy_coef * batch[BONUS] * found["bonus"]
         sums = {"loss": loss, "kl": found["kl"], "entropy": entropy.detach().sum()}
         sums |= {"clip_ratio/low_mean": found["low"], "clip_ratio/high_mean": found["high"]}
+        sums["sampling/importance_sampling_ratio/mean"] = found["weights"]
         sums |= _mismatch((log_probs if answers.old is None else answers.old).detach() - answers.sampled)
         return {metric.name: sums[metric.name] for metric in self.numbers.trained}
 
 
-OWN = frozenset({"at", "wanted", "answer", "advantages", "items", BONUS, "sampled", "old", "reference"})
+OWN = frozenset({"at", "wanted", "answer", "advantages", "items", BONUS, CORRECTS, "sampled", "old", "reference"})
 
 
 def row_has(rows: list[dict[str, Any]], name: str) -> bool:

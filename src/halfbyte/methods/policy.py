@@ -21,6 +21,9 @@ class Policy:
     off_policy_mask_threshold: float | None = None
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
+    importance_sampling_mode: str | None = None
+    importance_sampling_clip_max: float | None = 3.0
+    importance_sampling_clip_min: float | None = None
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
@@ -30,6 +33,11 @@ class Policy:
     def high(self) -> float:
         """ε_high, which is ε where nothing else is said."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def sampling_mode(self) -> str:
+        """How ratios to the probabilities that answers were drawn with are bounded."""
+        return self.importance_sampling_mode or ("token_truncate" if self.loss_type == "vespo" else "sequence_mask")
 
     @property
     def by_answers(self) -> bool:

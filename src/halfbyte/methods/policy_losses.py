@@ -44,6 +44,7 @@ class Answers:
         old: fp32 [N], log-probabilities by the policy that a window began with; None: by the policy as it is.
         sampled: fp32 [N], those that the tokens were drawn with.
         reference: fp32 [N], by the reference model; None where `beta` is 0.
+        corrects: whether the loss is weighed by `sampling_weights`.
     """
 
     answer: Tensor
@@ -51,6 +52,7 @@ class Answers:
     old: Tensor | None
     sampled: Tensor
     reference: Tensor | None
+    corrects: bool = False
 
     def total(self, x: Tensor) -> Tensor:
         """Sums [R] of x [N] over each answer."""
@@ -74,16 +76,17 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, answers: Answers, policy: Po
 
     Returns:
         0-d sums by name: "loss", not divided by anything yet and without the entropy's bonus; "kl" over tokens; "low",
-        "high" over ratios (tokens, or answers where `policy.by_answers`): clipped below and above; "bonus", the mean
-        entropy of the tokens that are trained, differentiable.
+        "high" over ratios (tokens, or answers where `policy.by_answers`): clipped below and above; "weights" over
+        tokens: `sampling_weights`; "bonus", the mean entropy of the tokens that are trained, differentiable.
     """
     old = log_probs.detach() if answers.old is None else answers.old
     advantages = answers.advantages[answers.answer]
     log_ratio = log_probs - old
     by_answer = _log_ratio_of_answers(log_ratio, answers, policy) if policy.by_answers else None
     ratio = (log_ratio if by_answer is None else by_answer[answers.answer]).exp()
-    loss = _token_loss(log_probs, log_ratio, ratio, advantages, answers, policy)
-    kept = torch.ones_like(loss)
+    weights = sampling_weights(old, answers, policy) if answers.corrects else None
+    loss = _token_loss(log_probs, log_ratio, ratio, advantages, answers, policy, weights)
+    kept = torch.ones_like(loss) if weights is None or policy.loss_type == "vespo" else weights
     if policy.off_policy_mask_threshold is not None:
         kept = kept * on_policy(log_probs, answers, policy.off_policy_mask_threshold)[answers.answer]
     uncertain = most_uncertain(entropy, policy.top_entropy_quantile).to(loss)
@@ -100,6 +103,7 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, answers: Answers, policy: Po
         "kl": kl.detach().sum(),
         "low": clipped[0],
         "high": clipped[1],
+        "weights": torch.ones_like(loss).sum() if weights is None else weights.sum(),
         "bonus": (entropy * uncertain).sum() / uncertain.sum().clamp(min=1),
     }
 
@@ -110,8 +114,9 @@ def _log_ratio_of_answers(log_ratio: Tensor, answers: Answers, policy: Policy) -
 
 
 def _token_loss(
-    log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, answers: Answers, policy: Policy
-) -> Tensor:
+    log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, answers: Answers, policy: Policy,
+    weights: Tensor | None,
+) -> Tensor:  # fmt: skip
     """[N]; that of RLOO is an answer's loss on each of its tokens, over their number."""
     if policy.loss_type == "cispo":
         return -ratio.clamp(max=policy.high).detach() * advantages * log_probs
@@ -119,7 +124,7 @@ def _token_loss(
         temperature = torch.where(advantages > 0, policy.sapo_temperature_pos, policy.sapo_temperature_neg)
         return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
     if policy.loss_type == "vespo":
-        return -gamma_weights(log_ratio, answers, policy)[answers.answer] * advantages * log_probs
+        return -gamma_weights(log_ratio, answers, policy, weights)[answers.answer] * advantages * log_probs
     within = ratio.clamp(1 - policy.epsilon, 1 + policy.high)
     bounded = ratio if policy.delta is None else ratio.clamp(max=policy.delta)
     loss = -torch.minimum(bounded * advantages, within * advantages)
@@ -164,9 +169,32 @@ def most_uncertain(entropy: Tensor, quantile: float) -> Tensor:
 
 
 @torch.no_grad()
-def gamma_weights(log_ratio: Tensor, answers: Answers, policy: Policy) -> Tensor:
-    """φ [R] = e^λ·w^k·e^(−λw) of each answer's whole ratio w, with k and λ by the sign of its advantage (VESPO)."""
-    log_w = answers.total(log_ratio.clamp(-HIGHEST, HIGHEST)).clamp(LOWEST, HIGHEST)
+def sampling_weights(old: Tensor, answers: Answers, policy: Policy) -> Tensor:
+    """π_old/π_sampled [N] of each token, or of the whole answer it is in, within the policy's bounds.
+
+    What corrects for answers that other arithmetic has drawn than trains on them: bounded (truncated importance
+    sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training") or 0 outside of
+    the bounds (masked). By TRL's modes.
+    """
+    level, _, how = policy.sampling_mode.partition("_")
+    log_ratio = old - answers.sampled
+    ratio = (answers.total(log_ratio)[answers.answer] if level == "sequence" else log_ratio).exp()
+    low, high = policy.importance_sampling_clip_min, policy.importance_sampling_clip_max
+    low, high = 0.0 if low is None else low, math.inf if high is None else high
+    return ratio.clamp(low, high) if how == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+@torch.no_grad()
+def gamma_weights(log_ratio: Tensor, answers: Answers, policy: Policy, weights: Tensor | None = None) -> Tensor:
+    """φ [R] = e^λ·w^k·e^(−λw) of each answer's whole ratio w, with k and λ by the sign of its advantage (VESPO).
+
+    Args:
+        weights: `sampling_weights` [N], which w then has as factors.
+    """
+    log_w = answers.total(log_ratio.clamp(-HIGHEST, HIGHEST))
+    if weights is not None:
+        log_w = log_w + answers.total(weights.log().clamp(LOWEST, HIGHEST))
+    log_w = log_w.clamp(LOWEST, HIGHEST)
     good = answers.advantages >= 0
     k = torch.where(good, policy.vespo_k_pos, policy.vespo_k_neg)
     decay = torch.where(good, policy.vespo_lambda_pos, policy.vespo_lambda_neg).clamp(min=1e-4)

@@ -293,11 +293,10 @@ def divide_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None
         raise ModelError(f"the vocabulary is not divided: {obstacle}", "use parallel: {data: N}")
     head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
     vocabulary = Vocabulary.over(mesh, axes, len(head.weight))
-    slices: dict[nn.Parameter, nn.Parameter] = {}
-    for module in (embedding, head):
-        if (whole := module.weight) not in slices:
-            slices[whole] = nn.Parameter(vocabulary.slice_of(whole.detach()), requires_grad=False)
-        module.weight = slices[whole]
+    for weight in {id(module.weight): module.weight for module in (embedding, head)}.values():
+        device = weight.device
+        weight.data = vocabulary.slice_of(weight.data)  # a device that is full has no room for it beside the whole
+        weight.data = weight.data.to(device)
     embedding.padding_idx = None  # a row number; of a frozen table it says nothing
     embedding.forward = MethodType(partial(_embedded, vocabulary), embedding)
     head.forward = MethodType(partial(_logits, vocabulary), head)

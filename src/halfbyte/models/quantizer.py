@@ -19,7 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..architectures import beside_text, kept_whole, quantizable
+from ..architectures import beside_text, expert_stacks, kept_whole, quantizable, stays_whole
 from ..config import Storage, storage_of
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
@@ -28,6 +28,7 @@ from ..layers import QuantizedLinear, quantized_parameter
 from ..notices import notice
 from ..tensor import QuantizedTensor
 from .choice import choose
+from .stacks import is_stacking, stacked_parameter, stacking, store_stacks
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -71,6 +72,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.others = others or {}
         self.ways = ways
         self.whole = False  # every linear layer that may be quantized is
+        self.stacks: frozenset[str] = frozenset()  # those names in `formats` that are parameters: stacked experts
 
     def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
         """Module name → format, of those `names` that are quantized."""
@@ -88,10 +90,11 @@ class HalfbyteConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What a saved config.json says. NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it
-        is, so that the saved model loads in either tool; `load_model` recognises it."""
+        is, so that the saved model loads in either tool; `load_model` recognises it. transformers reads no stacks of
+        bitsandbytes' from a checkpoint, so that a model with them is named ours."""
         of_layers = set(self.formats.values())
         format_ = next(iter(of_layers), None)
-        if self.whole and len(of_layers) == 1 and isinstance(format_, Blockwise4):
+        if self.whole and not self.stacks and len(of_layers) == 1 and isinstance(format_, Blockwise4):
             return {
                 "quant_method": "bitsandbytes",
                 "load_in_4bit": True,
@@ -154,18 +157,21 @@ class _Deserialize(ConversionOps):
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
             if "" in state:
                 state[""] = _as_in_file(state[""])
-            cls = recognize(state, prefer=type(self.hf_quantizer.format_of(full_layer_name)))
+            if full_layer_name in self.hf_quantizer.stacks and state.keys() == {""} and state[""].dtype in FLOATS:
+                self.hf_quantizer.leave(full_layer_name)
+                return nn.Parameter(state[""].to(model.get_parameter(full_layer_name).dtype), requires_grad=False)
+            cls = recognize(state, prefer=type(self.hf_quantizer.stored_format(full_layer_name)))
             format_, parts, shape, dtype = cls.from_state(state, full_layer_name)
             tensor = QuantizedTensor(format_, parts, shape, dtype)
             _check_shape(model, tensor, full_layer_name)
             return nn.Parameter(tensor, requires_grad=False)
 
-        self.hf_quantizer.attempt("weight", load, result)
+        self.hf_quantizer.attempt(full_layer_name, load, result)
         return result
 
     def _unread(self, expected: nn.Parameter, name: str) -> nn.Parameter:
         """The parameter without data; `expected` has its shape and dtype."""
-        return quantized_parameter(expected.to("meta"), self.hf_quantizer.format_of(name))
+        return quantized_parameter(expected.to("meta"), self.hf_quantizer.stored_format(name))
 
     def __deepcopy__(self, memo: Any) -> _Deserialize:
         """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
@@ -181,7 +187,13 @@ def _as_in_file(codes: Tensor) -> Tensor:
 
 
 def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
+    if name in hf_quantizer.transposed and not isinstance(weight, QuantizedTensor):
+        weight = weight.transpose(1, 2)
     _check_shape(model, weight, name)
+    if isinstance(weight, QuantizedTensor):  # expert by expert
+        return nn.Parameter(weight, requires_grad=False)
+    if weight.dim() > 2:
+        return stacked_parameter(name, weight, hf_quantizer.format_of(name), tuple(weight.shape))
     try:
         return quantized_parameter(weight, hf_quantizer.format_of(name))
     except ModelError as error:
@@ -189,12 +201,12 @@ def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model
 
 
 def _is_ours(conversion: WeightTransform) -> bool:
-    return isinstance(conversion, WeightConverter) and isinstance(conversion.operations[0], _Deserialize)
+    deserializes = isinstance(conversion, WeightConverter) and isinstance(conversion.operations[0], _Deserialize)
+    return deserializes or is_stacking(conversion)
 
 
 def _check_shape(model: nn.Module, weight: Tensor, name: str) -> None:
-    module, _ = get_module_from_name(model, name)
-    _check_same_shape(name, tuple(weight.shape), (module.out_features, module.in_features))
+    _check_same_shape(name, tuple(weight.shape), tuple(model.get_parameter(name).shape))
 
 
 def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -216,16 +228,32 @@ class HalfbyteQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.failure: HalfbyteError | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.stacks: dict[str, Any] = {}  # parameter → its module, of stacked experts that are quantized
+        self.transposed: set[str] = set()  # of those, what checkpoints have as [E, K, N]
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
         if self.param_needs_quantization(model, param_name):
-            return self.format_of(param_name).bits_per_weight(tuple(param.shape)) / 8 / self.quantization_config.ways
+            format_ = self.stored_format(param_name)
+            return format_.bits_per_weight(tuple(param.shape)) / 8 / self.quantization_config.ways
         return param.element_size() / self.quantization_config.ways
 
     def format_of(self, param_name: str) -> Format:
-        """The format of a quantized layer's weight."""
+        """The format of a quantized layer's weight, or of each expert's in a stack."""
         return self.quantization_config.formats[param_name.removesuffix(".weight")]
+
+    def stored_format(self, param_name: str) -> Format:
+        """The format of a quantized parameter as it is stored, the whole of a stack."""
+        format_ = self.format_of(param_name)
+        return format_.stacked() if param_name in self.stacks else format_
+
+    def leave(self, param_name: str) -> None:
+        """Have a stack that the checkpoint has in 16 bits stay so."""
+        if param_name in self.transposed:
+            self.stacks[param_name].is_transposed = True
+            self.shapes[param_name] = tuple(self.shapes[param_name][at] for at in (0, 2, 1))
+        self.quantization_config.formats.pop(param_name, None)
+        del self.stacks[param_name]
 
     def attempt(self, key: str, make: Callable[[], nn.Parameter], result: dict[str, Tensor]) -> None:
         """Put `make()` into `result`, or keep the first failure until everything is loaded.
@@ -246,20 +274,19 @@ class HalfbyteQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.llm_int8_skip_modules is None and beside_text(model):  # written down, so that others skip them too
             config.llm_int8_skip_modules = kept_whole(model, beside=not self.pre_quantized)
-        linears = quantizable(model, config.llm_int8_skip_modules)
-        if not linears:
+        linears, stacks = (each(model, config.llm_int8_skip_modules) for each in (quantizable, expert_stacks))
+        if not linears and not stacks:
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear layers to quantize", "load it with load_in_4bit: false"
             )
-        for name in config.assign(model, linears.keys()):
+        for name in config.assign(model, [*linears, *stacks]).keys() & linears.keys():
             model.set_submodule(name, QuantizedLinear.unfilled(linears[name]))
+        self.transposed = {name for name, module in stacks.items() if module.is_transposed}
+        self.stacks = store_stacks(model, config.formats, config.llm_int8_skip_modules)
+        self.transposed &= self.stacks.keys()
         beside = tuple(beside_text(model))
         if beside and not any(name.startswith(beside) for name in linears):
             notice("beside-text", f"{', '.join(beside)} stay in 16 bits: only the language model is quantized")
-        text = (parameter for name, parameter in model.named_parameters() if not name.startswith(beside))
-        stacked = sum(parameter.numel() for parameter in text if parameter.dim() > 2)
-        if stacked:
-            notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return model
 
@@ -269,15 +296,26 @@ class HalfbyteQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, QuantizedLinear) and not isinstance(module.weight, QuantizedTensor):
                 raise CheckpointError(f"{name}.weight is missing from the checkpoint", "re-download the checkpoint")
-        for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
-            _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
         # Saving reverses the conversions of loading; our state dicts are in the checkpoint's layout already.
         model._weight_conversions = [each for each in model._weight_conversions if not _is_ours(each)]
+        for name in list(self.stacks):
+            if not isinstance(parameter := model.get_parameter(name), QuantizedTensor):
+                if self.pre_quantized and not parameter.is_meta:
+                    self.leave(name)
+                    continue
+                raise CheckpointError(f"{name} is missing from the checkpoint", "re-download the checkpoint")
+        for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
+            _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
+        for module in self.stacks.values():
+            module.requires_grad_(False)  # biases, too: their gradients would pass by the stacks
+        self.quantization_config.stacks = frozenset(self.stacks)
+        if stacked := stays_whole(model, self.stacks):
+            notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, name = get_module_from_name(model, param_name)
-        return isinstance(module, QuantizedLinear) and name == "weight"
+        return param_name in self.stacks or (isinstance(module, QuantizedLinear) and name == "weight")
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -289,7 +327,17 @@ class HalfbyteQuantizer(HfQuantizer):
         suffixes = {suffix for cls in classes for suffix in cls.state_suffixes()} - {""}
         # transformers replaces what a pattern matches in a key by the target, and hands entries over by their pattern
         patterns = {f"{entry_name('weight', suffix)}$": suffix for suffix in sorted(suffixes)} | {"weight": ""}
-        return [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
+        found = [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
+        for leaf in {".".join(name.split(".")[-2:]) for name in self.stacks}:
+            suffixes = {each for name in self.stacks for each in type(self.stored_format(name)).state_suffixes()} - {""}
+            patterns = {f"{entry_name(leaf, suffix)}$": suffix for suffix in sorted(suffixes)} | {f"{leaf}$": ""}
+            found.append(WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
+        return found
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        if self.stacks and not self.pre_quantized:
+            weight_conversions = [stacking(each, self) for each in weight_conversions]
+        return weight_conversions + self.get_weight_conversions()
 
     def is_serializable(self, **kwargs: Any) -> bool:
         return True

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from halfbyte.config import Origin
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import FORMATS, Format, named, recognize
+from halfbyte.formats import FORMATS, Format, Stack, named, recognize
 from halfbyte.formats.base import parameter_of_entry
+from halfbyte.formats.stack import META as STACK_META
 from halfbyte.gguf.cache import checkpoint_folder
 from halfbyte.reading.model_config import read_config
 from halfbyte.reading.tensors import INDEX, SINGLE, read_header, read_tensor, safetensors_files
@@ -102,7 +103,8 @@ class BaseCheckpoint:
         """
         entry = self.config["quantization_config"]
         if "formats" in entry:
-            return list(dict.fromkeys(type(named(spec)) for spec in entry["formats"]))
+            stacks = [Stack] if any(name.endswith(STACK_META) for name in self._file_of) else []
+            return list(dict.fromkeys([*(type(named(spec)) for spec in entry["formats"]), *stacks]))
         found = [type(format_) for cls in FORMATS.values() if (format_ := cls.from_quantization_config(entry))]
         if not found:
             raise CheckpointError(
@@ -125,7 +127,8 @@ class BaseCheckpoint:
             for suffix in suffixes:
                 name = parameter_of_entry(entry, suffix)
                 # "scales" lies below the weight in one format, beside it in another
-                if name and name.endswith(".weight") and not name.endswith(".weight.weight"):
+                stack = name in self._file_of  # [E, N, K], a parameter of its module
+                if name and (stack or (name.endswith(".weight") and not name.endswith(".weight.weight"))):
                     found.setdefault(name, {"": name} if name in self._file_of else {})[suffix] = entry
         return found
 

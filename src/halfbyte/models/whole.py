@@ -8,6 +8,8 @@ experts that it stacks and weights that it ties are judged as loading judges the
 from __future__ import annotations
 
 import copy
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures import auto_class
+from ..architectures import auto_class, expert_stacks
 from ..config import Origin
 from ..errors import CheckpointError, HalfbyteError
 from ..formats import FORMATS
@@ -29,6 +31,7 @@ from .quiet import no_loading_bars, quiet
 from .stored import DTYPES, TYPES, BaseCheckpoint
 
 ANOTHER = "check that config.json belongs to these weights, or re-download the checkpoint"
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 PICKLES = "save it again where you trust it (model.save_pretrained writes safetensors)"
 
 
@@ -49,12 +52,17 @@ def check_whole(place: Origin, config: Any) -> None:
     if stored is not None and not _is_read(stored if isinstance(stored, dict) else stored.to_dict()):
         return  # loading says which format it is
     weights = _weights(place, folder)
+    _check_experts(weights, folder)
     text = config.get_text_config()
     for key in LAYERS:
         if getattr(text, key, 0) > len(weights):
             said = f"{folder / CONFIG}: {key} is {getattr(text, key)}, and the checkpoint holds {len(weights)} tensors"
             raise CheckpointError(said, ANOTHER)
     model = meta_model(place, config)
+    for name, module in expert_stacks(model, []).items() if stored is not None else ():
+        if module.is_transposed and name in weights:  # quantized stacks lie the other way
+            shape = model.get_parameter(name).shape
+            weights[name] = weights[name] if weights[name].shape == shape else weights[name].transpose(1, 2)
     if model.__module__.startswith("transformers_modules."):  # code that came with it loads as it likes
         return
     with answered(f"the weights in {folder} do not fit {CONFIG}", ANOTHER), quiet(), no_loading_bars():
@@ -149,6 +157,26 @@ def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
     return {
         each.name: torch.empty(each.shape, dtype=TYPES.get(each.dtype, torch.uint8), device="meta") for each in weights
     }
+
+
+def _check_experts(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Whether each of a layer's experts is there, in the shape of the others: transformers, which stacks them, would
+    not say which it is."""
+    groups: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for name, weight in weights.items():
+        if found := EXPERT.fullmatch(name):
+            groups.setdefault((found[1], found[3]), {})[int(found[2])] = weight
+    counts: dict[str, int] = {}
+    for (before, _), experts in groups.items():
+        counts[before] = max(counts.get(before, 0), max(experts) + 1)
+    for (before, after), experts in groups.items():
+        if missing := [at for at in range(counts[before]) if at not in experts]:
+            raise CheckpointError(f"{folder} lacks {before}{missing[0]}{after}", ANOTHER)
+        [(usual, _)] = Counter(tuple(weight.shape) for weight in experts.values()).most_common(1)
+        for at, weight in experts.items():
+            if tuple(weight.shape) != usual:
+                said = f"{folder}: {before}{at}{after} has shape {tuple(weight.shape)}, other experts {usual}"
+                raise CheckpointError(said, ANOTHER)
 
 
 def check_loaded(info: Mapping[str, Any], name: str, config: Any) -> None:

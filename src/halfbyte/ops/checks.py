@@ -60,10 +60,12 @@ def row_stride(tensor: Tensor) -> int | None:
         return width
     if tensor.stride(-1) != 1 and width > 1:
         return None
-    stride = tensor.stride(-2) if tensor.dim() > 1 else width
-    extent = stride * (tensor.shape[-2] if tensor.dim() > 1 else 1)
-    for size, step in zip(reversed(tensor.shape[:-2]), reversed(tensor.stride()[:-2]), strict=True):
-        if size > 1 and step != extent:
+    stride = extent = None
+    for size, step in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+        if size == 1:  # whatever its stride says
+            continue
+        if extent is not None and step != extent:
             return None
-        extent *= size
-    return stride
+        stride = step if stride is None else stride
+        extent = step * size if extent is None else extent * size
+    return width if stride is None else stride

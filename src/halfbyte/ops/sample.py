@@ -48,7 +48,7 @@ def draw_tokens(
     """A token of each row by its logits, or the likeliest at temperature 0; and its log softmax(logits / temperature).
 
     Args:
-        logits: fp32 [R, V].
+        logits: [R, V]; fp32, fp16 or bf16, computed with in fp32.
         places: int64 [R, 3]: prompt, generation and position of each row; of each the low 32 bits count.
         seed: int64 [1].
         temperature: divides the logits; 0 draws as 0 and gives log-probabilities as 1 does.
@@ -58,7 +58,7 @@ def draw_tokens(
     Returns:
         int64 [R], fp32 [R].
     """
-    scores = logits / temperature if temperature else logits
+    scores = logits.float() / temperature if temperature else logits.float()
     wanted = scores if kept is None else scores.masked_fill(~kept, -torch.inf)
     if temperature:
         wanted = wanted - exponentials(places, seed, logits.shape[1]).log()

@@ -295,16 +295,20 @@ def _joined(raws: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
     Returns:
         uint8 [n], this process's part of the row of bytes; and where in that row each parameter is.
     """
-    ways, begin, spans = mesh.ways(*SLICES), 0, []
+    ways, end, spans = mesh.ways(*SLICES), 0, []
     for raw in raws:
-        spans.append(slice(begin, begin + ways * raw.numel()))
-        begin += _up(ways * raw.numel(), ALIGNMENT)
+        spans.append(slice(end, end + ways * raw.numel()))
+        end += _up(ways * raw.numel(), ALIGNMENT)
+    size = _up(end, ways * ALIGNMENT) // ways
+    with fixed_segments(raws[0].device):  # for `peers`
+        own = raws[0].new_zeros(size)
+    first = mesh.place(*SLICES) * size
     columns = gathered(torch.cat(list(raws)), mesh.group(*SLICES)).view(ways, -1).split([len(raw) for raw in raws], 1)
-    whole = raws[0].new_zeros(_up(begin, ways * ALIGNMENT))
-    for span, column in zip(spans, columns, strict=True):
-        whole[span] = column.reshape(-1)
-    with fixed_segments(whole.device):  # for `peers`
-        return whole.view(ways, -1)[mesh.place(*SLICES)].clone(), spans
+    for span, column in zip(spans, columns, strict=True):  # a device that is full has no room for the row
+        begin, end = max(span.start, first), min(span.stop, first + size)
+        if begin < end:
+            own[begin - first : end - first] = column.reshape(-1)[begin - span.start : end - span.start]
+    return own, spans
 
 
 def _up(size: int, step: int) -> int:

@@ -95,9 +95,9 @@ class Vocabulary:
         return -(-self.size // self.ways)
 
     def slice_of(self, weight: Tensor) -> Tensor:
-        """This process's rows of `weight` [V, ...], in memory of their own."""
+        """This process's rows of `weight` [V, ...], in the host's memory."""
         begin, end = self.bounds()
-        return weight[begin:end].clone()
+        return weight[begin:end].to("cpu", copy=True)
 
     def embedded(self, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         """[*ids.shape, H] of token ids, which each process has its own or the same of.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..config import Level, Parallel, RunConfig
+from ..config.policy import POLICY
 from ..hardware import best_device, free_bytes, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
@@ -43,6 +44,7 @@ from .policy import (
 )
 from .rank import IN_FLIGHT, ONE, Line, Stage, gathered_bytes, in_context, in_slices, line, rank_config
 from .replay import Step
+from .rollouts import RolloutPlan, with_rollouts
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
 
@@ -88,10 +90,12 @@ class MemoryPlan:
     hosted: tuple[int, ...] = ()
     gathers: int = 0
     seconds: float | None = None
+    rollouts: int = 0  # answering prompts, beyond what comes and goes in a step
+    answering: RolloutPlan | None = None
 
     PARTS: ClassVar = (
         *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs"),
-        "runtime",
+        *("rollouts", "runtime"),
     )
 
     @property
@@ -118,6 +122,7 @@ def estimate(
     layout: Parallel = ONE,
     card: Card = H200,
     on_host: int | None = None,
+    answered: tuple[str, int] | None = None,
 ) -> MemoryPlan:
     """Predict the memory of a run and choose what each layer keeps for backward.
 
@@ -132,6 +137,7 @@ def estimate(
         layout: how the run is divided.
         card: whose rates planned seconds go by.
         on_host: processes that share a host's memory; default: all.
+        answered: products and bytes of pages that a resumed run samples with, see `plan.rollouts`.
 
     Returns:
         The plan of the process that needs most. On CUDA its total is to be compared with
@@ -157,7 +163,8 @@ def estimate(
     plan = _Planner(shapes, batches, capacity, **options).plan()
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, **options, recomputed=False).plan()
-    return replace(plan, rough=shapes.rough)
+    plan = replace(plan, rough=shapes.rough)
+    return with_rollouts(plan, shapes, config, batches, answered) if config.method in POLICY else plan
 
 
 def _full_rows(config: RunConfig) -> Batches:
@@ -165,16 +172,11 @@ def _full_rows(config: RunConfig) -> Batches:
     return Batches.alike(1, rows * length) if config.padding_free else Batches.alike(rows, length)
 
 
-def _level(want: bool | Level) -> Level:
-    """Of `activation_checkpointing` that is not auto."""
-    return want if isinstance(want, str) else "checkpoint" if want else "keep"
-
-
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether micro-batches may run as CUDA graphs: not with loss scaling, nor where weights are quantized in every
-    step, for which quantizers look at the values; nor with layers offloaded to the host."""
+    """Whether micro-batches may run as CUDA graphs: not with loss scaling, quantizing in every step (quantizers look
+    at values), layers offloaded to the host, or sampled answers (rollouts need the memory that a pool would keep)."""
     kernels = config.use_kernels and device.type == "cuda" and dtype != torch.float16
-    return kernels and config.qat_scheme is None
+    return kernels and config.qat_scheme is None and config.method not in POLICY
 
 
 class _Planner:
@@ -200,7 +202,8 @@ class _Planner:
         self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
         self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
         want = self.config.activation_checkpointing
-        self.asked: Level | None = None if want == "auto" else _level(want)
+        named = want if isinstance(want, str) else "checkpoint" if want else "keep"
+        self.asked: Level | None = None if named == "auto" else named
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
         self.frozen = shapes.frozen()
         row = OPTIMIZERS[self.config.optim]
@@ -291,7 +294,8 @@ class _Planner:
         """`choice`, with slices of as many layers in the host's memory as there is no room for on the device, which
         must hold them all while the model is loaded; of what fits, none."""
         plan = self.planned(choice)
-        if plan.total <= self._budget or self._gathered is None or plan.weights > self._budget:
+        loaded = max(self.frozen.loaded(stage, self.layout) + self._trained(stage).bytes for stage in self.stages)
+        if plan.total <= self._budget or self._gathered is None or loaded > self.capacity:
             return choice
         each = [self.frozen.slice(index, self.layout) for stage in self.stages for index in stage.layers]
         offloaded = sum(map(self.layer(self.batches.largest).on_host, choice.levels)) if self.shapes.fused else 0

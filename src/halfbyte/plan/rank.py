@@ -133,13 +133,18 @@ class Frozen:
     def share(self, stage: Stage, layout: Parallel) -> int:
         """Bytes that stay on a process of `stage`."""
         blocks = sum(self.slice(index, layout) for index in stage.layers) if self.blocks else 0
-        ways = layout.shard * layout.tensor
-        ends = self.embedding * (stage.begins or (self.tied and stage.ends)) + self.head * stage.ends
-        return blocks + _divided(ends, ways) + self.rest
+        return blocks + _divided(self._ends(stage), layout.shard * layout.tensor) + self.rest
 
     def slice(self, index: int, layout: Parallel) -> int:
         """Bytes of a decoder layer that stay on a process."""
         return sum(_divided(size, layout.slices) for size in self.blocks[index])
+
+    def loaded(self, stage: Stage, layout: Parallel) -> int:
+        """Bytes on a process of `stage` before embedding and head are divided."""
+        return self.share(stage, layout) + self._ends(stage) - _divided(self._ends(stage), layout.shard * layout.tensor)
+
+    def _ends(self, stage: Stage) -> int:
+        return self.embedding * (stage.begins or (self.tied and stage.ends)) + self.head * stage.ends
 
     def largest(self, stage: Stage) -> int:
         """Bytes of the stage's largest layer, whole."""

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..adapters import add_adapter
-from ..architectures import auto_class, beside_text, quantizable
+from ..architectures import auto_class, beside_text, expert_stacks, quantizable
 from ..config import RunConfig, resolve
 from ..data.collate import PackedCollator
 from ..errors import ConfigError, ModelError
@@ -33,6 +33,7 @@ from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
 from ..models.patch import PatchReport, patch, unpatch
 from ..models.products import divided_along
+from ..models.stacks import store_stacks
 from ..notices import notice, silent
 from ..qat.model import fake_quantize_linears, qat_format
 from ..tensor import QuantizedTensor
@@ -106,9 +107,16 @@ class ModelShapes:
         for name in beside_text(model):
             model.get_submodule(name).requires_grad_(False)
         if storage.quantized:
-            linears = quantizable(model, (getattr(model_config, "quantization_config", None) or {}).get(SKIPPED))
-            for name, format_ in stored_formats(storage, model_config, model, linears.keys()).items():
-                model.set_submodule(name, QuantizedLinear.from_linear(linears[name], format_))
+            skip = (getattr(model_config, "quantization_config", None) or {}).get(SKIPPED)
+            linears = quantizable(model, skip)
+            names = [*linears, *expert_stacks(model, skip)]
+            formats = stored_formats(storage, model_config, model, names)
+            for name in formats.keys() & linears.keys():
+                model.set_submodule(name, QuantizedLinear.from_linear(linears[name], formats[name]))
+            for name, module in store_stacks(model, formats, skip).items():
+                leaf = name.rpartition(".")[2]
+                stack = QuantizedTensor.quantize(getattr(module, leaf), formats[name].stacked())
+                setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
         elif storage.qat_scheme is not None:
             fake_quantize_linears(model, qat_format(storage.qat_scheme))
 

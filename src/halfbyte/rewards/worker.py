@@ -123,7 +123,7 @@ def serve(connection: Connection) -> None:
     while True:
         try:
             request = json.loads(connection.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # the run has ended, or was killed
             return
         state = SimpleNamespace(**request.pop("trainer_state"))
         try:

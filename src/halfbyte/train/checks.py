@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.adapters import compute, load_adapter_weights, quiet_peft
 from halfbyte.errors import TrainingError
+from halfbyte.layers.expert_adapters import changed_experts, run_beside
 from halfbyte.methods.answers import model_inputs
 from halfbyte.methods.base import Batch
 from halfbyte.models.head import causal_lm_loss, hidden_at
@@ -137,11 +138,13 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     Raises:
         TrainingError: the saved adapter computes something else.
     """
-    trained = logits(model, ids, dtype)
-    if sharded(model) is None and are_whole(model.parameters()):
+    trained, whole = logits(model, ids, dtype), sharded(model) is None and are_whole(model.parameters())
+    changed = changed_experts(model) if whole else None
+    if whole:
         with quiet_peft():
             model = PeftModel.from_pretrained(model.unload(), str(folder))
         round_merged(model)
+        run_beside(model)
     else:
         parameters = trained_parameters(model).values()
         with whole_inside(parameters):
@@ -151,7 +154,10 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     again = logits(model, ids, dtype)
     difference, largest = float((again - trained).abs().max()), float(trained.abs().max())
     result = {"largest_difference": difference, "largest_logit": largest, "equal": bool(torch.equal(again, trained))}
-    if not difference <= ROUNDING * largest:
+    again_changed = changed_experts(model) if whole else None
+    if again_changed is not None:
+        result |= {"experts_changed": again_changed[0], "experts": again_changed[1]}
+    if not difference <= ROUNDING * largest or again_changed != changed:
         raise TrainingError(
             f"the adapter saved in {folder} gives other logits than the trained one (by up to {difference:.3g})",
             "the last checkpoint holds the trained weights; please report this",

@@ -8,7 +8,6 @@ within it trains on the very same rows; what is drawn for the next one depends o
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,15 +22,18 @@ from halfbyte.config import RunConfig
 from halfbyte.config.policy import answers_a_generation, micro_batches_a_generation
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
-from halfbyte.generation import Completion, Rollouts, Sampling
+from halfbyte.generation import Rollouts, Sampling
 from halfbyte.methods.answers import as_reference
-from halfbyte.methods.grpo import BONUS, PolicyOptimization
+from halfbyte.methods.grpo import BONUS, CORRECTS, PolicyOptimization
+from halfbyte.notices import notice
 from halfbyte.ops import IGNORE_INDEX
-from halfbyte.rewards import Rewards, Scored
+from halfbyte.plan.rollouts import RolloutPlan
+from halfbyte.rewards import Rewards
 
 from ..reading import read_json
+from .answered import Answered, Monotony
 from .metrics import MetricsFile
-from .rewarded import means_of, numbers_of
+from .rewarded import means_of, numbers_of, passes
 from .rows import Counting, on_device
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 STATE = "generation.json"  # in a checkpoint
 COMPLETIONS = "completions.jsonl"
+ROUNDS = 10  # of sampling for groups with spread, at most (DAPO's own code has as many)
+OFF = 0.1  # share of ratios outside 0.9 to 1.1 above which the mismatch is corrected for
 KEPT, MOST = 64, 64 * 2**20  # answers of a generation that are written there, and bytes of it, as far as possible
 EVALUATION = 2**30  # the number of the generation whose draws evaluations have
 AGAIN = "resume from an earlier checkpoint, or start a new run in another output_dir"
@@ -60,23 +64,6 @@ class Generation:
 
     number: int
     rows: list[Row] = field(default_factory=list)
-
-
-@dataclass
-class Answered:
-    """Answers to some prompts, a prompt's behind each other, before they are compared.
-
-    Attributes:
-        prompts: the prompt of each.
-        scored: their rewards.
-        numbers: what is recorded of them.
-    """
-
-    prompts: list[Row]
-    completions: list[Completion]
-    texts: list[str]
-    scored: Scored
-    numbers: dict[str, float]
 
 
 class _Share:
@@ -98,6 +85,8 @@ class Generations:
         computing: what a forward of training runs in.
         stops: tokens that end an answer.
         file: completions.jsonl.
+        plan: of rollouts; None: as `Rollouts` finds best.
+        files: SHA-256 of further files that a resumed run must find as they are.
     """
 
     def __init__(
@@ -113,17 +102,27 @@ class Generations:
         computing: Callable[[], AbstractContextManager[Any]],
         stops: list[int],
         file: MetricsFile,
+        plan: RolloutPlan | None = None,
+        files: Mapping[str, str] | None = None,
     ):
         self.config, self.method, self.model, self.tokenizer = config, method, model, tokenizer
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
         self.stops, self.file = stops, file
-        self.engine = Rollouts(model, rows=answers_a_generation(config))
+        self.plan, self.files = plan, rewards.files | dict(files or {})
+        how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}
+        if plan is not None:
+            how |= {"weights": plan.weights, "memory_gib": plan.pages / 2**30}
+        self.engine = Rollouts(model, rows=answers_a_generation(config), **how)
         self.group = config.num_generations or 2
         self.size = config.per_device_train_batch_size
         self.batches = micro_batches_a_generation(config)
         self._current: Generation | None = None
         self._since: list[dict[str, float]] = []  # numbers of the generations since the last record
         self._last: dict[str, float] = {}
+        self._monotony = Monotony()
+        self.outside = 0.0  # share of ratios in the last step, see `methods.grpo`
+        self.settle: Callable[[], None] = lambda: None  # has the numbers of the last step read
+        self._corrects = config.importance_sampling_correction is True
 
     # --- rows for the loop -------------------------------------------------------------------------------------------
 
@@ -153,8 +152,9 @@ class Generations:
     def _generation(self, number: int, chosen: list[int], collate: Counting, callbacks: Callbacks) -> Generation:
         """The generation of a number: the present one, or a new one."""
         if self._current is None or self._current.number != number:
-            prompts = [self.rows[index] for index in chosen]
-            answered = self.answer(chosen, prompts, self.group, number, _progress(callbacks))
+            self._look_at_mismatch()
+            answered = self._sampled(chosen, number, _progress(callbacks))
+            self._monotony.look_at(answered)
             began = time.perf_counter()
             rows = self._compared(answered, collate)
             answered.numbers["compare_seconds"] = time.perf_counter() - began
@@ -164,6 +164,49 @@ class Generations:
             self._last = answered.numbers
             self._since.append(self._last)
         return self._current
+
+    def saw(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> None:
+        """A step's numbers have been read."""
+        self.outside = sums["sampling/outside"] / max(counts["trained_tokens"], 1)
+
+    def _look_at_mismatch(self) -> None:
+        """Whether the next generation is corrected for it; once it is, all later ones are."""
+        self.settle()
+        if self.config.importance_sampling_correction == "auto" and not self._corrects and self.outside > OFF:
+            self._corrects = True
+            said = f"{self.outside:.0%} of the last step's ratios of training to rollout are outside of 0.9 to 1.1"
+            notice("importance-sampling", f"{said}: from here on the loss is weighed (importance_sampling_correction)")
+
+    def _sampled(self, chosen: list[int], number: int, progress: Mapping[str, Any]) -> Answered:
+        """Answers to the prompts of these indices.
+
+        With `dynamic_sampling` (DAPO, arXiv:2503.14476, section 3.2) groups without spread are exchanged for those of
+        other prompts, in an order that the generation's number decides.
+        """
+        found = self.answer(chosen, self._prompts(chosen), self.group, number, progress)
+        if not self.config.dynamic_sampling:
+            return found
+        drawn = torch.Generator().manual_seed(self.config.seed + number)
+        others = [at for at in torch.randperm(len(self.rows), generator=drawn).tolist() if at not in {*chosen}]
+        asked, seconds = len(chosen), {name: found.numbers[name] for name in ("rollout_seconds", "reward_seconds")}
+        for _ in range(ROUNDS - 1):
+            dull = found.dull(self.weights, self.group)
+            taken, others = others[: len(dull)], others[len(dull) :]
+            if not taken:
+                break
+            more = self.answer(taken, self._prompts(taken), self.group, number, progress)
+            asked += len(taken)
+            seconds = {name: value + more.numbers[name] for name, value in seconds.items()}
+            useless = more.dull(self.weights, self.group)
+            useful = [at for at in range(len(taken)) if at not in useless]
+            for own, theirs in zip(dull, useful, strict=False):
+                found.exchange(own, more, theirs, self.group)
+        found.numbers = numbers_of(found.completions, found.scored, self.weights, self.group) | seconds
+        found.numbers["dynamic_sampling/prompts"] = asked
+        return found
+
+    def _prompts(self, indices: list[int]) -> list[Row]:
+        return [self.rows[index] for index in indices]
 
     # --- answers and rewards -----------------------------------------------------------------------------------------
 
@@ -178,7 +221,9 @@ class Generations:
         """
         config, began = self.config, time.perf_counter()
         self.model.eval()
-        sampling = Sampling(config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32))
+        sampling = Sampling(
+            config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32), min_p=config.min_p or 0.0
+        )
         completions = self.engine.generate(
             [row["prompt_ids"] for row in prompts],
             each,
@@ -187,8 +232,7 @@ class Generations:
             stops=self.stops,
             keys=indices,
         )
-        if self.device.type != "cpu":
-            self.engine.free()
+        self.engine.free()  # a step needs the memory
         drawn = time.perf_counter()
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         asked = [row for row in prompts for _ in range(each)]
@@ -214,9 +258,9 @@ class Generations:
             labels = ids if trained else [IGNORE_INDEX] * len(ids)
             sampled = completion.log_probs.tolist() if trained else []
             row: Row = {"input_ids": given + ids, "labels": [IGNORE_INDEX] * len(given) + labels, "sampled": sampled}
-            rows.append(row | {"advantage": 0.0, "items": 0.0})
+            rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self._corrects})
         divergence = self._add_log_probs(rows, collate)
-        advantages = self.method.advantages(_rewards(answered.scored), divergence)
+        advantages = self.method.advantages(answered.rewards, divergence)
         for row, advantage in zip(rows, advantages.tolist(), strict=True):
             row["advantage"] = advantage
         return rows
@@ -291,7 +335,15 @@ class Generations:
     def save(self, folder: Path) -> None:
         """Put what resuming needs beside the weights of a checkpoint."""
         current = None if self._current is None else asdict(self._current)
-        state = {"current": current, "since": self._since, "last": self._last, "files": self.rewards.files}
+        answered = None if self.plan is None else [self.plan.weights, self.plan.pages]
+        state: dict[str, Any] = {
+            "current": current,
+            "since": self._since,
+            "last": self._last,
+            "files": self.files,
+        }
+        state |= {"answered": answered, "outside": self.outside, "corrects": self._corrects}
+        state["monotony"] = self._monotony.seen
         write_json(folder / STATE, state)
 
     def load(self, checkpoint: Path) -> None:
@@ -303,6 +355,8 @@ class Generations:
         state = read_generation(checkpoint)
         self._current = None if state["current"] is None else Generation(**state["current"])
         self._since, self._last = state["since"], state["last"]
+        self.outside, self._corrects = state.get("outside", 0.0), state.get("corrects", self._corrects)
+        self._monotony.seen = {name: (value, times) for name, (value, times) in state.get("monotony", {}).items()}
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -311,7 +365,8 @@ class Generations:
         each = self.config.num_generations_eval or self.group
         prompts = [held_out[index] for index in range(len(held_out))]
         answered = self.answer(list(range(len(prompts))), prompts, each, EVALUATION, _progress(callbacks))
-        return {name: value for name, value in answered.numbers.items() if not name.endswith("seconds")}
+        numbers = answered.numbers | passes(next(iter(answered.scored.rewards.values())), each)
+        return {name: value for name, value in numbers.items() if not name.endswith("seconds")}
 
     def close(self) -> None:
         """End the processes of reward functions, and give pages back."""
@@ -331,17 +386,34 @@ def read_generation(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def check_same_rewards(rewards: Rewards, checkpoint: Path) -> None:
-    """The files of reward functions must be those that the checkpoint's run had.
+def answered_with(checkpoint: Path) -> tuple[str, int] | None:
+    """How rollouts of the run that made `checkpoint` read weights, and their bytes of pages; None where it is older.
+
+    Raises:
+        CheckpointError: it is not what halfbyte wrote.
+    """
+    match read_generation(checkpoint).get("answered"):
+        case None:
+            return None
+        case ["packed" | "unpacked" as weights, int() as pages]:
+            return weights, pages
+    raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", AGAIN)
+
+
+def check_same_files(files: Mapping[str, str], checkpoint: Path) -> None:
+    """The files of reward functions, and of the reference, must be those that the checkpoint's run had.
+
+    Args:
+        files: their SHA-256, by path.
 
     Raises:
         ConfigError: one has changed.
     """
     before = read_generation(checkpoint)["files"]
-    for path, digest in rewards.files.items():
+    for path, digest in files.items():
         if path in before and before[path] != digest:
             raise ConfigError(
-                f"reward_funcs: {path} has changed since {checkpoint} was made",
+                f"{path} has changed since {checkpoint} was made",
                 "restore it, or start a new run in another output_dir (adapter_path continues weights)",
             )
 
@@ -349,12 +421,6 @@ def check_same_rewards(rewards: Rewards, checkpoint: Path) -> None:
 def _as_turns(prompt: Any, text: str) -> Any:
     """An answer in the form of its prompt: a text, or turns."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-
-
-def _rewards(scored: Scored) -> Tensor:
-    """fp32 [N, F], NaN where a function says nothing."""
-    columns = [[math.nan if value is None else value for value in values] for values in scored.rewards.values()]
-    return torch.tensor(columns, dtype=torch.float32).T.contiguous()
 
 
 def _progress(callbacks: Callbacks) -> Mapping[str, Any]:

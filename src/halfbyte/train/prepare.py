@@ -43,12 +43,13 @@ from halfbyte.plan.meshes import Device, Meshes, check_layout
 from halfbyte.plan.policy import OFFLOADED
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import qat_format
-from halfbyte.terminal import print_data, print_header, print_memory, print_processes
+from halfbyte.terminal import print_data, print_header, print_memory, print_processes, size
 from halfbyte.words import one_line
 
 from . import checkpoint as checkpoints
 from . import samples
 from .arguments import check_dtype, total_steps, training_arguments
+from .generations import answered_with
 from .look_over import look_over_run
 from .rehearsal import trackers, try_optimizer, try_schedule
 from .rewarding import look_over_rewards
@@ -169,7 +170,8 @@ def prepare_run(
     _say_whole_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, ways)
-    plan = _planned(config, files, machine, data, shapes, mesh, layout, console)
+    answered = answered_with(checkpoint) if checkpoint is not None and method.rows == "prompts" else None
+    plan = _planned(config, files, machine, data, shapes, mesh, layout, console, answered)
     cut = _cut(config, layout, shapes, plan)
     run = PreparedRun(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
@@ -333,14 +335,19 @@ def _on_host(mesh: Mesh, layout: Parallel) -> int:
 
 def _planned(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
-    layout: Parallel, console: Console,
+    layout: Parallel, console: Console, answered: tuple[str, int] | None,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of a run that fits, with room on the disk for a checkpoint: every process's, the main one's."""
+    """The plan of a run that fits, with room on the disk for a checkpoint: every process's, the main one's.
+
+    Args:
+        answered: as in `estimate`.
+    """
 
     def batches(changed: RunConfig) -> Any:
         return batches_of(changed, data, machine.device)
 
     options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": layout}
+    options["answered"] = answered
     card = _card(machine, mesh)
     if layout.size > 1:
         options["on_host"] = _on_host(mesh, layout)
@@ -352,6 +359,9 @@ def _planned(
         card = card.measured(host=host_rate(mesh, machine.device))
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
+    if plan.answering is not None:
+        step = size(plan.activations + plan.logits)
+        console.print(one_line(f"rollouts {plan.answering}, in turn with a step's {step}"), soft_wrap=True)
     check_fits(plan, config, files.config, rows=len(data.train), batches=batches)
     needed = plan.adapters + plan.optimizer
     check_space(config.output_path / "checkpoint", needed, "free some space, or choose another output_dir")

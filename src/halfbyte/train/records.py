@@ -28,6 +28,7 @@ class Records:
         norm: the last gradient norm that was read.
         mean_losses: the sum of the steps' mean losses.
         beside: numbers of the rows that the host knows, for a record that is due.
+        told: gets the sums and counts of each step that is read.
         shares: of the time of this process, of several.
     """
 
@@ -47,6 +48,7 @@ class Records:
         self.norm = math.nan
         self.mean_losses = 0.0
         self.beside: Callable[[], dict[str, float]] = dict
+        self.told: Callable[[dict[str, float], Mapping[str, float]], None] = lambda sums, counts: None
         self.shares = Shares(None, {})
         self._own = 0.0  # seconds that this process, of several, computed by itself since the last record
         self._launched: StepNumbers | None = None  # the step being launched, from its gradient norm on
@@ -102,6 +104,7 @@ class Records:
         if step is not None:
             sums = dict(zip((metric.name for metric in metrics), self.check(step), strict=True))
             self.mean_losses += sums[metrics[0].name] / step.counts[metrics[0].over]
+            self.told(sums, step.counts)
             self.window.add(sums, step.counts, step.end.seconds_since(self._since))
             self._since = step.end
             self._own += step.own_seconds

@@ -37,6 +37,21 @@ def numbers_of(
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
+def passes(rewards: Sequence[float | None], each: int) -> dict[str, float]:
+    """pass@1 and pass@k, of k = `each` answers to a prompt, a prompt's behind each other: an answer passes where its
+    reward is 1. Nothing for rewards outside of 0 to 1, which do not say whether an answer is right.
+
+    pass@k is the share of prompts with an answer that passes: Chen et al. 2021, arXiv:2107.03374, equation 1, for as
+    many samples as k.
+    """
+    values = [0.0 if value is None else value for value in rewards]
+    if not all(0 <= value <= 1 for value in values):
+        return {}
+    right = [value == 1 for value in values]
+    some = [any(right[at : at + each]) for at in range(0, len(right), each)]
+    return {"pass@1": _mean(right), f"pass@{each}": _mean(some)}
+
+
 def _lengths(completions: Sequence[Completion]) -> dict[str, float]:
     every = [len(each.ids) for each in completions]
     ended = [len(each.ids) for each in completions if each.ended]

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.adapters import compute
+from halfbyte.adapters import compute, load_adapter
 from halfbyte.config import RunConfig, resolve
 from halfbyte.console import Console
 from halfbyte.data.prepare import PreparedData
 from halfbyte.errors import ConfigError, ModelError
 from halfbyte.generation.stops import stop_tokens
+from halfbyte.methods.answers import REFERENCE
 from halfbyte.methods.grpo import PolicyOptimization
+from halfbyte.notices import notice
 from halfbyte.parallel import Mesh
 from halfbyte.rewards import Rewards, read_specs
 
+from ..reading.tensors import ADAPTER
 from ..words import one_line
 from .checkpoint import step_of
-from .generations import COMPLETIONS, Generations, check_same_rewards
+from .generations import COMPLETIONS, Generations, check_same_files
 from .metrics import MetricsFile
 
 if TYPE_CHECKING:
@@ -52,20 +56,44 @@ def look_over_rewards(
     asked = resolve(config).parallel
     if mesh.size > 1 or (asked is not None and asked.size > 1):
         raise ConfigError(f"parallel: method: {config.method} trains on one device", "remove parallel")
-    if config.adapter_path and config.beta:
-        raise ConfigError(
-            f"adapter_path with beta: {config.beta:g}: the reference would be the model without that adapter",
-            "set beta: 0, or merge the adapter first (halfbyte merge)",
+    if config.top_p < 1 or config.top_k or config.min_p:
+        notice(
+            "narrowed-sampling",
+            "top_p, top_k and min_p narrow what answers are drawn from, and training's log-probabilities are over all"
+            " tokens: their ratios are biased (trl#6789)",
         )
     rewards = rewards_of(config, data)
     if checkpoint is not None:
-        check_same_rewards(rewards, checkpoint)
+        check_same_files(rewards.files | reference_files(config), checkpoint)
     try:
         rewards.check()
     finally:
         rewards.close()
     for path, digest in rewards.files.items():
         console.print(one_line(f"rewards: {path} (SHA-256 {digest})"), soft_wrap=True)
+
+
+def reference_files(config: RunConfig) -> dict[str, str]:
+    """SHA-256 of the adapter that is the reference of a run which continues from it, by its path."""
+    if not (config.adapter_path and config.beta):
+        return {}
+    file = (Path(config.adapter_path) / ADAPTER).resolve()
+    with file.open("rb") as opened:
+        return {str(file): hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+@contextlib.contextmanager
+def _with_reference(config: RunConfig, model: Any) -> Iterator[None]:
+    """Beside the adapter that trains a frozen copy of the one it began with, where that is the reference; else the
+    reference is the model without adapter."""
+    if not (config.adapter_path and config.beta):
+        yield
+        return
+    load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
+    try:
+        yield
+    finally:
+        model.delete_adapter(REFERENCE)
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase, model: Any, data: PreparedData) -> list[int]:
@@ -105,9 +133,12 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
         computing=partial(compute, loop.model, run.machine.compute_dtype),
         stops=answer_ends(run.tokenizer, loop.model, run.data),
         file=file,
+        plan=run.plan.answering,
+        files=reference_files(run.config),
     )
     loop.use_generations(generations)
     try:
-        yield
+        with _with_reference(run.config, loop.model):
+            yield
     finally:
         generations.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,8 @@ def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[st
         "step_seconds": plan.seconds,
         "reason": plan.reason,
     }
+    if plan.answering is not None:
+        document["rollouts"] = asdict(plan.answering)
     if len(ranks) > 1:
         document["ranks"] = list(ranks)
     write_json(run.output / "memory.json", document)

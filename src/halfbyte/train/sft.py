@@ -28,7 +28,7 @@ from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
-from halfbyte.memory.limit import held_to
+from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
@@ -156,10 +156,20 @@ def _run_or_report(run: OpenRun, console: Console) -> RunResult:
 @contextlib.contextmanager
 def _settings(run: PreparedRun) -> Iterator[None]:
     """What holds for the whole process while a run trains: its share of memory, its algorithms."""
-    limit = run.config.memory_limit_gib
-    share = held_to(run.machine.device, None if limit is None else int(limit * GIB))
-    with share, repeatable(run.config, run.machine.device), lengths_vary(lengths_differ(run)):
+    with (
+        held_to(run.machine.device, _most_bytes(run)),
+        repeatable(run.config, run.machine.device),
+        lengths_vary(lengths_differ(run)),
+    ):
         yield
+
+
+def _most_bytes(run: PreparedRun) -> int | None:
+    """That torch may take of the device. A run whose slices wait on the host fills it, and CUDA does not ask torch to
+    give back what it only caches: the kernels that the first steps load must find room."""
+    if run.plan.hosted:
+        return run.plan.capacity_bytes - FIRST_KERNELS
+    return None if run.config.memory_limit_gib is None else int(run.config.memory_limit_gib * GIB)
 
 
 def _release(device: torch.device) -> None:

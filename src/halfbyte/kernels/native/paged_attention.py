@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...ops.paged_attention import paged_attention
+from ...ops.paged_attention import Shared, paged_attention
 from . import library
 from .decode_layers import CACHES
 
@@ -48,6 +48,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    shared: Shared | None = None,
 ) -> Tensor:
     exact, tables, lengths = q.float().contiguous(), tables.contiguous(), lengths.contiguous()
     out = torch.empty_like(exact)

@@ -33,7 +33,7 @@ def draw(
     logits: Tensor, places: Tensor, seed: Tensor, temperature: float, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
-    logits, places = logits.contiguous(), places.contiguous()
+    logits, places = logits.float().contiguous(), places.contiguous()
     kept = None if kept is None else kept.contiguous()
     tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     pointers = [None if each is None else each.data_ptr() for each in (logits, places, kept, tokens, log_probs)]

@@ -2,7 +2,10 @@
 
 Few rows leave multiprocessors idle, so a row's pages are split over several programs, whose sums a second launch joins
 (Dao et al. 2023, "Flash-Decoding"). The split follows from the number of rows and the size of the tables alone: a
-captured graph holds for rows of every length. Rows with a common beginning read its pages once each.
+captured graph holds for rows of every length.
+
+Pages that a bundle of rows begins with are read once for the bundle, by a launch before: its queries are the rows of
+one tile (Juravsky et al. 2024, arXiv:2402.05099, section 3.2). Each row goes on from what it found there.
 """
 
 from __future__ import annotations
@@ -12,40 +15,60 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.paged_attention import PAGE, paged_attention
+from ...ops.float8 import FP8_MAX
+from ...ops.paged_attention import BUNDLE, PAGE, Shared, paged_attention, store_paged
 from ..device import Device, device_of
 from ..tiling import power_of_2
-from .decode_attention import CONVERTS, cached, slots_of
+from .cached_attention import attend_tile, conversion_obstacle, readable, rescaled, slots_of
+from .float8 import to_float8
 from .launch import Launcher
 
 MOST_SPLITS = 32
 WAVES = 2  # programs for each multiprocessor, at least, where rows are long enough
+WIDEST = 128  # queries of a bundle's tile, for which there are registers; with more, each row reads by itself
+USUAL = 8  # rows of a bundle, which the number of programs is chosen for
 
 
 @triton.jit
 def _attend(
-    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, top_ptr, total_ptr, stride, size, scale, softcap,
+    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, top_ptr, total_ptr,
+    common_ptr, begun_ptr, begun_top_ptr, begun_total_ptr, q_stride, stride, size, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
-    SLOTS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SLOTS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
+    """PARTS: that `_share` has made of each row's first pages, of which common_ptr has the number; 0: none."""
     program = tl.program_id(0).to(tl.int64)
     pair, split = program // SPLITS, program % SPLITS
     row, head = pair // HEADS, pair % HEADS
     g, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
-    at = (pair * GROUP + g[:, None]) * size + d[None, :]
+    at = (head * GROUP + g[:, None]) * size + d[None, :]
     inside = (g[:, None] < GROUP) & (d[None, :] < size)
-    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    q = tl.load(q_ptr + row * q_stride + at, mask=inside, other=0.0)
     length = tl.load(lengths_ptr + row)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, SIZE), tl.float32)
+    if PARTS > 0:
+        common = tl.load(common_ptr + row)
+        first = tl.maximum(first, common * PAGE)
+        begun = (g < GROUP) & (common > 0) & (split == 0)
+        for p in tl.static_range(PARTS):
+            part = (pair * GROUP + g) * PARTS + p
+            its = tl.load(begun_top_ptr + part, mask=begun, other=-float("inf"))
+            sums = tl.load(begun_ptr + part[:, None] * size + d[None, :], mask=begun[:, None] & inside, other=0.0)
+            higher = tl.maximum(top, its)
+            fade, new = rescaled(top, higher), rescaled(its, higher)
+            acc = acc * fade[:, None] + sums * new[:, None]
+            total = total * fade + tl.load(begun_total_ptr + part, mask=begun, other=0.0) * new
+            top = higher
     tiles_from, tiles_to = first // SLOTS, tl.cdiv(length, SLOTS)
     each = tl.cdiv(tiles_to - tiles_from, SPLITS)
     begin = tiles_from + split.to(tl.int32) * each
     end = tl.minimum(begin + each, tiles_to)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, SIZE), tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = tile * SLOTS
         page = tl.load(tables_ptr + row * stride + start // PAGE).to(tl.int64)
@@ -53,26 +76,58 @@ def _attend(
         used = (slot >= first) & (slot < length)
         where = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
         mask = used[:, None] & (d[None, :] < size)
-        k = cached(keys_ptr + where, mask).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if SOFTCAP:
-            ratio = 2 / (1 + tl.exp(-2 * scores / softcap)) - 1  # tanh
-            scores = softcap * ratio
-        scores = tl.where(used[None, :], scores, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp(scores - higher[:, None])
-        fade = tl.exp(top - higher)
-        v = cached(values_ptr + where, mask).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
-        total = total * fade + tl.sum(weights, axis=1)
-        top = higher
+        top, total, acc = attend_tile(
+            top, total, acc, q, keys_ptr + where, values_ptr + where, mask, used[None, :], scale, softcap, SOFTCAP
+        )
     if SPLITS == 1:
-        tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+        out = row * HEADS * GROUP * size + at
+        tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
     else:  # a program without a tile has seen nothing: top is -inf, and all else 0
         part = (pair * GROUP + g) * SPLITS + split
         tl.store(out_ptr + part[:, None] * size + d[None, :], acc, mask=inside)
         tl.store(top_ptr + part, top, mask=g < GROUP)
         tl.store(total_ptr + part, total, mask=g < GROUP)
+
+
+@triton.jit
+def _share(
+    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, bundles_ptr, sums_ptr, top_ptr, total_ptr,
+    q_stride, stride, size, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    SLOTS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """A part of the pages that a bundle's rows begin with, for one key head and all queries of theirs."""
+    program = tl.program_id(0).to(tl.int64)
+    pair, p = program // PARTS, program % PARTS
+    bundle, head = pair // HEADS, pair % HEADS
+    begin = tl.load(bundles_ptr + bundle * 3).to(tl.int64)
+    count, pages = tl.load(bundles_ptr + bundle * 3 + 1), tl.load(bundles_ptr + bundle * 3 + 2)
+    m, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
+    row, query = begin + m // GROUP, head * GROUP + m % GROUP
+    there = m // GROUP < count
+    inside = there[:, None] & (d[None, :] < size)
+    q = tl.load(q_ptr + row[:, None] * q_stride + query[:, None] * size + d[None, :], mask=inside, other=0.0)
+    first = tl.zeros((ROWS,), tl.int32)
+    if WINDOW > 0:
+        first = tl.maximum(tl.load(lengths_ptr + row, mask=there, other=0) - WINDOW, 0)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, SIZE), tl.float32)
+    tiles = pages * (PAGE // SLOTS)
+    each = tl.cdiv(tiles, PARTS)
+    for tile in tl.range(p.to(tl.int32) * each, tl.minimum((p.to(tl.int32) + 1) * each, tiles), num_stages=STAGES):
+        start = tile * SLOTS
+        page = tl.load(tables_ptr + begin * stride + start // PAGE).to(tl.int64)
+        where = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
+        mask = (s[:, None] >= 0) & (d[None, :] < size)
+        seen = (start + s)[None, :] >= first[:, None]
+        top, total, acc = attend_tile(
+            top, total, acc, q, keys_ptr + where, values_ptr + where, mask, seen, scale, softcap, SOFTCAP
+        )
+    part = (row * HEADS * GROUP + query) * PARTS + p
+    tl.store(sums_ptr + part[:, None] * size + d[None, :], acc, mask=inside)
+    tl.store(top_ptr + part, top, mask=there)
+    tl.store(total_ptr + part, total, mask=there)
 
 
 @triton.jit
@@ -89,13 +144,37 @@ def _join(parts_ptr, top_ptr, total_ptr, out_ptr, size, SIZE: tl.constexpr, SPLI
     tl.store(out_ptr + query * size + d, out.to(out_ptr.dtype.element_ty), mask=d < size)
 
 
-_attender, _joiner = Launcher(_attend), Launcher(_join)
+@triton.jit
+def _store(
+    k_ptr, v_ptr, pages_ptr, slots_ptr, keys_ptr, values_ptr, k_stride, k_head, v_stride, v_head, size,
+    HEADS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """A token's keys and values. LIMIT: of FP8; 0 for other caches."""
+    token = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, SIZE)[None, :]
+    inside = (h < HEADS) & (d < size)
+    to = ((tl.load(pages_ptr + token) * HEADS + h) * PAGE + tl.load(slots_ptr + token)) * size + d
+    k = tl.load(k_ptr + token * k_stride + h * k_head + d, mask=inside, other=0.0)
+    v = tl.load(v_ptr + token * v_stride + h * v_head + d, mask=inside, other=0.0)
+    if LIMIT > 0:
+        k, v = to_float8(k.to(tl.float32), 1.0, LIMIT), to_float8(v.to(tl.float32), 1.0, LIMIT)
+    tl.store(keys_ptr + to, k.to(keys_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + to, v.to(values_ptr.dtype.element_ty), mask=inside)
 
 
-def splits_of(device: Device, programs: int, pages: int) -> int:
+_attender, _sharer, _joiner, _storer = map(Launcher, (_attend, _share, _join, _store))
+
+
+def splits_of(device: Device, programs: int, pages: int, waves: int = WAVES) -> int:
     """Parts of a row's pages, of which there are at most `pages`, where whole rows are so many programs."""
-    wanted = -(-WAVES * device.multiprocessors // programs)
+    wanted = -(-waves * device.multiprocessors // max(programs, 1))
     return max(1, min(wanted, pages, MOST_SPLITS))
+
+
+def _partial(queries: int, parts: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums [queries, parts, D], maxima and sums of weights [queries, parts] in fp32, for a launch to write."""
+    sums = q.new_empty(queries, parts, q.shape[2], dtype=torch.float32)
+    return sums, sums.new_empty(queries, parts), sums.new_empty(queries, parts)
 
 
 @paged_attention.kernel("cuda", "xpu")
@@ -108,28 +187,54 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    shared: Shared | None = None,
 ) -> Tensor:
     rows, heads, size = q.shape
-    if keys.dtype is torch.float8_e4m3fn and not device_of(q).at_least(CONVERTS):
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    key_heads = keys.shape[1]
+    keys, values = readable(keys, values)
+    key_heads, device = keys.shape[1], device_of(q)
     group, padded = heads // key_heads, max(power_of_2(size), 16)
-    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-    splits = splits_of(device_of(q), rows * key_heads, tables.shape[1])
-    parts, tops, totals = out, lengths, lengths  # not written where there is one part
-    if splits > 1:
-        parts = torch.empty(rows * heads, splits, size, dtype=torch.float32, device=q.device)
-        tops, totals = (torch.empty(rows * heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
-    slots, stages = slots_of(device_of(q), padded, q.element_size())
+    q = q if q.stride()[1:] == (size, 1) else q.contiguous()
+    numbers = q.stride(0), tables.stride(0), size, scale, softcap or 1.0
+    options, wide = (window or 0, softcap is not None), power_of_2(BUNDLE * group)
+    parts, begun = 0, (lengths, q, lengths, lengths)  # not read where nothing is shared
+    if shared is not None and wide <= WIDEST:
+        parts = splits_of(device, rows // USUAL * key_heads, tables.shape[1], 1)
+        sums = _partial(rows * heads, parts, q)
+        tile = max(wide, 16)
+        _sharer(
+            len(shared.bundles) * key_heads * parts,
+            (q, keys, values, tables, lengths, shared.bundles, *sums),
+            numbers,
+            (key_heads, group, tile, padded, PAGE, *slots_of(device, padded, q.element_size(), tile), parts, *options),
+            warps=4 if tile <= 64 else 8,
+        )
+        begun = shared.pages, *sums
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    splits = splits_of(device, rows * key_heads, tables.shape[1])
+    split = _partial(rows * heads, splits, q) if splits > 1 else (out, lengths, lengths)
     _attender(
         rows * key_heads * splits,
-        (q, keys, values, tables, lengths, parts, tops, totals),
-        (tables.stride(0), size, scale, softcap or 1.0),
-        (key_heads, group, max(power_of_2(group), 16), padded, PAGE, slots, stages, splits, window or 0,
-         softcap is not None),
+        (q, keys, values, tables, lengths, *split, *begun),
+        numbers,
+        (key_heads, group, max(power_of_2(group), 16), padded, PAGE, *slots_of(device, padded, q.element_size()),
+         splits, parts, *options),
         warps=4,
     )  # fmt: skip
     if splits > 1:
-        joined = (padded, splits, power_of_2(splits))
-        _joiner(rows * heads, (parts, tops, totals, out), (size,), joined, warps=4)
+        _joiner(rows * heads, (*split, out), (size,), (padded, splits, power_of_2(splits)), warps=4)
     return out
+
+
+@store_paged.kernel("cuda", "xpu", unless=conversion_obstacle)
+def store(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    tokens, heads, size = k.shape
+    k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (k, v))
+    padded = power_of_2(heads), power_of_2(size)
+    limit = FP8_MAX[keys.dtype] if keys.dtype.itemsize == 1 else 0.0
+    _storer(
+        tokens,
+        (k, v, pages.contiguous(), slots.contiguous(), keys, values),
+        (*k.stride()[:2], *v.stride()[:2], size),
+        (heads, *padded, PAGE, limit),
+        warps=min(max(padded[0] * padded[1] // 256, 1), 8),
+    )

@@ -21,9 +21,13 @@ from torch import Tensor
 
 from ...ops import rope as reference
 from ...ops.checks import check_same
+from ...ops.float8 import FP8_MAX
+from ...ops.paged_attention import PAGE, rope_store_paged_
 from ...ops.partial_sums import sum_rows
 from ..operands import changed, put_back, same
 from ..tiling import ceil_div, power_of_2
+from .cached_attention import conversion_obstacle
+from .float8 import to_float8
 from .launch import Launcher, layouts
 
 VALUES_PER_THREAD = 32
@@ -86,6 +90,38 @@ def _rope(
     _store(q_ptr, q_offset, q1, q2, q_mask, HALF)
     k1, k2 = _turn(k1, k2, cos1, cos2, sin1, sin2)
     _store(k_ptr, k_offset, k1, k2, k_mask, HALF)
+
+
+@triton.jit
+def _rope_store(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, pages_ptr, slots_ptr,
+    tokens, qb, qh, qt, kb, kh, kt, vb, vh, vt, cb, ct,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
+    K_BLOCK: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """LIMIT: of a cache in FP8; 0 for others."""
+    place = tl.program_id(0).to(tl.int64)
+    batch, token = place // tokens, place % tokens
+    col = tl.arange(0, BLOCK)
+    q_offset, q_mask = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
+    k_offset, mask = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
+    v_offset, _ = _heads(batch * vb + token * vt, vh, col, HALF, K_HEADS, K_BLOCK)
+    cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, False)
+    first = tl.load(pages_ptr + place) * (K_HEADS * PAGE * 2 * HALF) + tl.load(slots_ptr + place) * (2 * HALF)
+    to, _ = _heads(first, PAGE * 2 * HALF, col, HALF, K_HEADS, K_BLOCK)
+    q1, q2 = _load(q_ptr, q_offset, q_mask, HALF)
+    k1, k2 = _load(k_ptr, k_offset, mask, HALF)
+    v1, v2 = _load(v_ptr, v_offset, mask, HALF)
+    q1, q2 = _turn(q1, q2, cos1, cos2, sin1, sin2)
+    _store(q_ptr, q_offset, q1, q2, q_mask, HALF)
+    k1, k2 = _turn(k1, k2, cos1, cos2, sin1, sin2)
+    k1, k2 = k1.to(k_ptr.dtype.element_ty), k2.to(k_ptr.dtype.element_ty)
+    _store(k_ptr, k_offset, k1, k2, mask, HALF)
+    if LIMIT > 0:
+        k1, k2 = to_float8(k1.to(tl.float32), 1.0, LIMIT), to_float8(k2.to(tl.float32), 1.0, LIMIT)
+        v1, v2 = to_float8(v1, 1.0, LIMIT), to_float8(v2, 1.0, LIMIT)
+    _store(keys_ptr, to, k1, k2, mask, HALF)
+    _store(values_ptr, to, v1, v2, mask, HALF)
 
 
 @triton.jit
@@ -229,6 +265,7 @@ def _qk_norm_rope_backward_sums(
 
 
 _rope_launcher = Launcher(_rope)
+_rope_store_launcher = Launcher(_rope_store)
 _qk_norm_rope_launcher = Launcher(_qk_norm_rope)
 _qk_norm_rope_backward_launcher = Launcher(_qk_norm_rope_backward)
 _qk_norm_rope_backward_sums_launcher = Launcher(_qk_norm_rope_backward_sums)
@@ -291,6 +328,38 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
         (*constants, backward), warps, key if same((*turned, cos, sin), given) else None,
     )  # fmt: skip
     put_back((q, k), turned)
+
+
+def _store_obstacle(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, *_: object) -> str | None:
+    if cos.shape[2] != q.shape[3]:
+        return "rotates heads whole"
+    return conversion_obstacle(keys)
+
+
+@rope_store_paged_.kernel("cuda", "xpu", unless=_store_obstacle)
+def rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+) -> None:
+    reference.check_rope(q, k, cos, sin)
+    batch, _, tokens, _ = q.shape
+    constants, warps = _shape(q, k, cos.shape[2])
+    cos, sin, *angle_strides = _angle_tables(cos, sin)
+    used = _with_unit_stride(q, k, v)
+    strides = [step for tensor in used for step in tensor.stride()[:3]]
+    limit = FP8_MAX[keys.dtype] if keys.dtype.itemsize == 1 else 0.0
+    _rope_store_launcher(
+        batch * tokens, (*used, cos, sin, keys, values, pages.contiguous(), slots.contiguous()),
+        (tokens, *strides, *angle_strides), (*constants, PAGE, limit), warps,
+    )  # fmt: skip
+    put_back((q, k), used[:2])
 
 
 @reference.qk_norm_rope.kernel("cuda", "xpu")

@@ -32,7 +32,7 @@ def _blocks(
     token = begin + tl.arange(0, BLOCK)
     inside = token < vocabulary
     at = row * vocabulary + token
-    scores = tl.load(logits_ptr + at, mask=inside, other=-float("inf")) / temperature
+    scores = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32) / temperature
     top = tl.max(scores, axis=0)
     total = tl.sum(tl.exp(scores - tl.where(top == -float("inf"), 0.0, top)), axis=0)
     wanted = scores
@@ -64,7 +64,7 @@ def _rows(
     total = tl.sum(tl.load(total_ptr + at, mask=there, other=0.0) * tl.exp(tops - top), axis=0)
     best = tl.load(best_ptr + at, mask=there, other=-float("inf"))
     token = tl.load(where_ptr + row * BLOCKS + tl.argmax(best, axis=0))
-    score = tl.load(logits_ptr + row * vocabulary + token) / temperature
+    score = tl.load(logits_ptr + row * vocabulary + token).to(tl.float32) / temperature
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(log_probs_ptr + row, score - top - tl.log(total))
 

@@ -1,0 +1,263 @@
+"""The experts of a mixture with their adapters, frozen and quantized, with hand-derived gradients.
+
+Symbols of `ops.experts`; of each row p, its expert e and its token t:
+
+    u₁ = x_t·A₁ᵀ      c = x_t·W₁ᵀ + s₁·u₁·B₁ᵀ + b₁      h = unit(c)
+    u₂ = h·A₂ᵀ        y = h·W₂ᵀ + s₂·u₂·B₂ᵀ + b₂        out_t = Σ w·y over its k rows
+
+and backward, with q = ∂L/∂out of the row's token:
+
+    v₂ = s₂·q·B₂      z = q·W₂ + v₂·A₂       ∂L/∂w = ⟨z, h⟩ + ⟨q, b₂⟩     dh = w·z      dc by the unit
+    dB₂ = s₂·Σ w·qᵀ·u₂        dA₂ = Σ w·v₂ᵀ·h          of expert e, over its rows
+    v₁ = s₁·dc·B₁     dx_t = Σ (dc·W₁ + v₁·A₁)         dB₁ = s₁·Σ dcᵀ·u₁         dA₁ = Σ v₁ᵀ·x_t
+
+Kept for backward are x once (not its k copies), c, and u₁ and u₂: at 8,192 tokens of Qwen3-30B-A3B 0.24 GB a layer. y
+is not kept, since ⟨z, h⟩ stands for ⟨q, y⟩, nor h, which the unit's backward makes again where z was; c becomes dc.
+A dropout's masks are a byte a value more. Factors are cast to the compute dtype in either pass and not kept: in 16 bits
+they are 26 MB a layer there.
+
+Source: LoRA and the order of its sums as in `autograd.lora`; ∂L/∂w from h, SonicMoE (arXiv:2512.14080, §3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError
+from ..ops.experts import LowRank, Routing, StackedWeight, check_index, combine, grouped_outer, grouped_product, route
+from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
+from .function import OnceFunction
+from .lora import LoRA, gradient_dtype, is_quantized, to_compute_dtype
+
+Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a unit that no formula of ours says, differentiable by torch
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The frozen tensors of a layer's experts, and what they compute between them.
+
+    Args:
+        first: [E, N, K], N being 2I for gated units: gate and up.
+        second: [E, H, I].
+        unit: between the two; or a function of c.
+        first_bias, second_bias: [E, N] and [E, H], or None.
+    """
+
+    first: Tensor
+    second: Tensor
+    unit: Unit | Gate
+    first_bias: Tensor | None = None
+    second_bias: Tensor | None = None
+
+
+class Applied(NamedTuple):
+    """How an adapter is applied."""
+
+    scaling: float
+    dropout: float
+
+
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    first: LoRA | None = None,
+    second: LoRA | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Σ_j w_tj·expert_tj(x_t) of each token.
+
+    Args:
+        x: [T, K] float. Products run in its dtype, or autocast's; fp32 adapters are cast to it.
+        top_k_index: integers [T, k], below E.
+        top_k_weights: float [T, k]; may want a gradient.
+        first, second: adapters of the two stacks, as stacks: A [E, r, K], B [E, N, r]; or None.
+        dropout: probability of dropping an input of each adapter, drawn for tokens and for rows of h; 0 outside
+            training.
+
+    Returns:
+        [T, H], in the dtype of the products.
+
+    Raises:
+        ModelError: a shape that does not fit, by name, or a frozen tensor that wants a gradient.
+    """
+    x = to_compute_dtype(x)
+    _check(x, top_k_index, top_k_weights, weights, (first, second))
+    applied = tuple(None if lora is None else Applied(lora.scaling, dropout) for lora in (first, second))
+    factors = [factor for lora in (first, second) for factor in ((None, None) if lora is None else (lora.a, lora.b))]
+    return _Experts.apply(x, top_k_weights, top_k_index, weights, applied, *factors)
+
+
+def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, loras: tuple) -> None:
+    check_index(index)
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ModelError(f"experts: x is {x.dtype} {list(x.shape)}", "pass a float tensor [tokens, K]")
+    if index.shape[0] != x.shape[0] or routed.shape != index.shape:
+        shapes = f"x {list(x.shape)}, top_k_index {list(index.shape)}, top_k_weights {list(routed.shape)}"
+        raise ModelError(f"experts: {shapes}", "give each token k indices and k weights")
+    frozen = {name: getattr(weights, name) for name in ("first", "second", "first_bias", "second_bias")}
+    for name, tensor in frozen.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ModelError(f"experts: {name} requires a gradient", "freeze it, or use another experts_implementation")
+    pairs = {"first": (weights.first, loras[0]), "second": (weights.second, loras[1])}
+    for name, (weight, lora) in pairs.items():
+        if lora is None:
+            continue
+        (count, rows, columns), rank = weight.shape, lora.a.shape[1]
+        if tuple(lora.a.shape) != (count, rank, columns) or tuple(lora.b.shape) != (count, rows, rank):
+            found = f"A {list(lora.a.shape)}, B {list(lora.b.shape)}, and the stack is {list(weight.shape)}"
+            raise ModelError(f"experts: the {name} adapter is {found}", "give A [E, r, K] and B [E, N, r]")
+
+
+def stack_of(weight: Tensor) -> StackedWeight:
+    """A frozen parameter [E, N, K], quantized or plain, as ops take it."""
+    experts_, rows, columns = weight.shape
+    if is_quantized(weight):
+        return StackedWeight(weight.parts, (experts_, rows, columns), weight.format)  # type: ignore[attr-defined]
+    return StackedWeight.plain(weight.detach())
+
+
+class _Adapter(NamedTuple):
+    """An adapter in the compute dtype, and the probability of dropping its inputs."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float
+
+    @classmethod
+    def of(cls, a: Tensor | None, b: Tensor | None, how: Applied | None, dtype: torch.dtype) -> _Adapter | None:
+        if a is None or b is None or how is None:
+            return None
+        return cls(a.detach().to(dtype).contiguous(), b.detach().to(dtype).contiguous(), how.scaling, how.dropout)
+
+    def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x as the adapter reads it, and which values it reads: bool of x's shape, None if all."""
+        return torch.native_dropout(x, self.dropout, True) if self.dropout else (x, None)
+
+    def dropped(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x, or a gradient of what `drop` gave, with a mask of before."""
+        if mask is None:
+            return x
+        kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return torch.ops.aten.native_dropout_backward(x, mask, kept)
+
+
+def _project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, adapter: _Adapter | None, routing: Routing, gather: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x·Wᵀ with the adapter's term and the bias, u, and the mask of its dropout."""
+    low_rank = u = mask = None
+    if adapter is not None:
+        read, mask = adapter.drop(x)
+        u = grouped_product(read, StackedWeight.plain(adapter.a), routing, gather)
+        low_rank = LowRank(u, adapter.b, adapter.scale)
+    bias = None if bias is None else bias.to(x.dtype)
+    return grouped_product(x, stack_of(weight), routing, gather, low_rank=low_rank, bias=bias), u, mask
+
+
+def _low_rank_gradient(grad: Tensor, adapter: _Adapter | None, routing: Routing, gather: bool) -> Tensor | None:
+    """v = s·grad·B."""
+    if adapter is None:
+        return None
+    return grouped_product(grad, StackedWeight.plain(adapter.b), routing, gather, turned=True, alpha=adapter.scale)
+
+
+def _input_gradient(
+    grad: Tensor,
+    weight: Tensor,
+    adapter: _Adapter | None,
+    v: Tensor | None,
+    mask: Tensor | None,
+    routing: Routing,
+    gather: bool,
+) -> Tensor:
+    """grad·W + v·A of each row, the latter where `mask` [S, ·] of the adapter's dropout has ones."""
+    low_rank = None if adapter is None or v is None else LowRank(v, adapter.a, 1.0)
+    if mask is None or adapter is None or v is None:
+        return grouped_product(grad, stack_of(weight), routing, gather, turned=True, low_rank=low_rank)
+    term = grouped_product(v, StackedWeight.plain(adapter.a), routing, turned=True)
+    return grouped_product(grad, stack_of(weight), routing, gather, turned=True) + adapter.dropped(term, mask)
+
+
+def _unit(c: Tensor, unit: Unit | Gate) -> Tensor:
+    return expert_unit(c, unit) if isinstance(unit, Unit) else unit(c)
+
+
+def _unit_backward(
+    z: Tensor, c: Tensor, unit: Unit | Gate, weights: Tensor, routing: Routing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """∂L/∂w of each slot, h and dc; z and c are used up."""
+    if isinstance(unit, Unit):
+        return expert_unit_backward_(z, c, unit, weights, routing.order), z, c
+    with torch.enable_grad():
+        leaf = c.detach().requires_grad_()
+        hidden = unit(leaf)
+    of_rows = weights[routing.order]
+    (dc,) = torch.autograd.grad(hidden, leaf, z * of_rows[:, None].to(z.dtype))
+    exact = torch.promote_types(z.dtype, torch.float32)
+    products = (z.to(exact) * hidden.detach().to(exact)).sum(1)
+    slots = torch.empty_like(weights).index_copy_(0, routing.order.long(), products.to(weights.dtype))
+    return slots, hidden.detach(), dc
+
+
+class _Experts(OnceFunction):
+    @staticmethod
+    def forward(ctx, x, top_k_weights, index, weights, applied, a1, b1, a2, b2):
+        routing = route(index, weights.first.shape[0])
+        first, second = (_Adapter.of(*pair, x.dtype) for pair in ((a1, b1, applied[0]), (a2, b2, applied[1])))
+        c, u1, mask1 = _project(x, weights.first, weights.first_bias, first, routing, True)
+        hidden = _unit(c, weights.unit)
+        y, u2, mask2 = _project(hidden, weights.second, weights.second_bias, second, routing, False)
+        del hidden
+        ctx.save_for_backward(x, top_k_weights, index, c, u1, u2, a1, b1, a2, b2, mask1, mask2, *routing[:4])
+        # Attributes: frozen weights outlive the graph, and hooks that offload what is saved must not carry them along.
+        ctx.weights, ctx.applied, ctx.sizes = weights, applied, routing[4:]
+        return combine(y, routing, top_k_weights)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, top_k_weights, index, c, u1, u2, a1, b1, a2, b2, mask1, mask2, *tensors = ctx.saved_tensors
+        weights, needs, grad = ctx.weights, ctx.needs_input_grad, grad.contiguous()
+        routing = Routing(*tensors, *ctx.sizes)
+        first, second = (_Adapter.of(*pair, x.dtype) for pair in ((a1, b1, ctx.applied[0]), (a2, b2, ctx.applied[1])))
+        of_slots = top_k_weights.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+        of_rows = of_slots[routing.order][:, None]
+        v2 = _low_rank_gradient(grad, second, routing, True)
+        z = _input_gradient(grad, weights.second, second, v2, mask2, routing, True)
+        d_slots, hidden, dc = _unit_backward(z, c.detach(), weights.unit, of_slots, routing)
+        da1 = db1 = da2 = db2 = dx = None
+        if second is not None and v2 is not None and needs[7]:
+            read = second.dropped(hidden, mask2)
+            da2 = _outer(read, (v2 * of_rows).to(x.dtype), routing, False, 1.0, a2).mT
+        if second is not None and needs[8]:
+            db2 = _outer(grad, (u2 * of_rows).to(x.dtype), routing, True, second.scale, b2)
+        del z, hidden
+        if first is not None and needs[6]:
+            db1 = _outer(dc, u1, routing, False, first.scale, b1)
+        v1 = _low_rank_gradient(dc, first, routing, False) if needs[0] or needs[5] else None
+        if first is not None and v1 is not None and needs[5]:
+            da1 = _outer(first.dropped(x, mask1), v1, routing, True, 1.0, a1).mT
+        if needs[0]:
+            mask = None if mask1 is None else mask1[routing.tokens]
+            dx = combine(_input_gradient(dc, weights.first, first, v1, mask, routing, False), routing, None)
+        d_weights = _routed(d_slots, grad, index, weights.second_bias, top_k_weights) if needs[1] else None
+        return dx, d_weights, None, None, None, da1, db1, da2, db2
+
+
+def _outer(wide: Tensor, narrow: Tensor, routing: Routing, gather: bool, alpha: float, factor: Tensor) -> Tensor:
+    return grouped_outer(wide, narrow, routing, gather, alpha, gradient_dtype(factor))
+
+
+def _routed(d_slots: Tensor, grad: Tensor, index: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
+    """∂L/∂w [T, k] with the second bias's share."""
+    found = d_slots.view_as(index)
+    if bias is not None:
+        found = found + (grad @ bias.to(grad.dtype).t()).gather(1, index.long())
+    return found.to(weights.dtype)

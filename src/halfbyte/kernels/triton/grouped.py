@@ -1,0 +1,262 @@
+"""Triton: the products of experts with their rows, 4-bit weights decoded in the main loop.
+
+A program has one tile of an expert's rows, and one block of columns of the result. Which tiles there are stands in a
+table that `route` makes on the device, with as many entries as there could be: those without rows end at once. Rows of
+x are gathered as they are loaded; the low-rank term is what the accumulators begin with. Values are scaled and rounded
+to x's dtype as dequantizing rounds them, so that products of packed weights are those of their values.
+
+A weight of K contiguous values is read as [block of columns, K step] forward, and as [K step, block of columns] by
+the turned product of backward: the same words, decoded alike, and no transposed copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...formats.blockwise4 import Blockwise4
+from ...ops import experts as reference
+from ...ops.blockwise4 import NESTED_BLOCK
+from ...ops.codebooks import codebook4
+from ...ops.experts import LowRank, Routing, StackedWeight
+from ..device import device_of
+from ..tiling import ceil_div, power_of_2
+from .gemv4 import _decode, _lanes, _scales, shuffles
+from .launch import Launcher
+
+BLACKWELL = (10, 0)
+STEP = 64  # of the sum, a block of the usual 4-bit formats
+# Up to so many rows of a tile, nested scales are decoded where they are needed: a pass over all of a stack's would read
+# those of experts without rows, too. Beyond, each would be decoded once for each tile.
+NESTED_ROWS = 16
+UNNESTED = 1024  # scales that a program decodes
+
+
+class Tile(NamedTuple):
+    """Columns of a program's result, what it multiplies at a time, its warps, stages, and which operand W is."""
+
+    columns: int
+    step: int
+    warps: int
+    stages: int
+    left: bool  # W is the left operand: for tiles of fewer rows than a tensor core's instruction has
+
+
+@triton.jit
+def _plain(w_ptr, row, rows, col, columns):
+    """[R, C] of an expert's matrix; rows beyond the end repeat the last one."""
+    row = tl.minimum(row, rows - 1).to(tl.int64)
+    return tl.load(w_ptr + row[:, None] * columns + col[None, :], mask=(col < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def _packed(
+    w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, lanes, expert, row, rows, start, columns,
+    like_ptr, R: tl.constexpr, C: tl.constexpr, PER_BLOCK: tl.constexpr, NESTED: tl.constexpr,
+    NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    """Likewise, of columns from `start`, decoded; a word has eight values."""
+    flat = expert * rows + tl.minimum(row, rows - 1)
+    words = columns // 8
+    w = start // 8 + tl.arange(0, C // 8)
+    codes = tl.load(w_ptr + flat[:, None] * words + w[None, :], mask=(w < words)[None, :], other=0)
+    scale = _scales(
+        absmax_ptr, second_ptr, code_ptr, shift_ptr, flat, 2147483647, start // 8, words,
+        R, C // 8, PER_BLOCK, NESTED, NESTED_BLOCK,
+    )  # fmt: skip
+    v = _decode(codes, lanes, codebook_ptr, SHUFFLE)
+    even = tl.join(tl.join(v[0] * scale, v[4] * scale), tl.join(v[2] * scale, v[6] * scale))
+    odd = tl.join(tl.join(v[1] * scale, v[5] * scale), tl.join(v[3] * scale, v[7] * scale))
+    return tl.reshape(tl.join(even, odd).to(like_ptr.dtype.element_ty), (R, C))
+
+
+@triton.jit
+def _grouped(
+    x_ptr, order_ptr, tile_ptr, offset_ptr, w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, low_ptr,
+    factor_ptr, bias_ptr, out_ptr,
+    rows, columns, experts, scale, alpha,
+    TOP_K: tl.constexpr, TURNED: tl.constexpr, PER_BLOCK: tl.constexpr, NESTED: tl.constexpr,
+    NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    if TURNED:
+        width, depth = columns, rows
+    else:
+        width, depth = rows, columns
+    blocks = tl.cdiv(width, COLUMNS)
+    tile = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    expert = tl.load(tile_ptr + 2 * tile)
+    if expert < experts:
+        end = tl.load(offset_ptr + expert + 1)
+        row = tl.load(tile_ptr + 2 * tile + 1) + tl.arange(0, ROWS)
+        live = row < end
+        source = tl.minimum(row, end - 1)
+        if TOP_K > 0:
+            source = tl.load(order_ptr + source) // TOP_K
+        o = block * COLUMNS + tl.arange(0, COLUMNS)
+        if LEFT:
+            acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+        else:
+            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if RANK > 0:
+            r = tl.arange(0, PADDED)
+            known = (o < width)[:, None] & (r < RANK)[None, :]
+            if TURNED:
+                inside = r[None, :] * width + o[:, None]
+            else:
+                inside = o[:, None] * RANK + r[None, :]
+            factor = tl.load(factor_ptr + expert.to(tl.int64) * width * RANK + inside, mask=known, other=0.0)
+            read = live[:, None] & (r < RANK)[None, :]
+            low = tl.load(low_ptr + row.to(tl.int64)[:, None] * RANK + r[None, :], mask=read, other=0.0)
+            if LEFT:
+                acc = tl.dot(factor, tl.trans(low), acc, input_precision="ieee") * scale
+            else:
+                acc = tl.dot(low, tl.trans(factor), acc, input_precision="ieee") * scale
+        lanes = _lanes(codebook_ptr, SHUFFLE and PER_BLOCK > 0)
+        x_row = x_ptr + source.to(tl.int64)[:, None] * depth
+        base = w_ptr + expert.to(tl.int64) * rows * columns  # of values; packed ones count from the stack's beginning
+        for step in tl.range(0, tl.cdiv(depth, STEP), num_stages=STAGES):
+            d = step * STEP + tl.arange(0, STEP)
+            if EVEN:
+                x = tl.load(x_row + d[None, :])
+            else:
+                x = tl.load(x_row + d[None, :], mask=(d < depth)[None, :], other=0.0)
+            if TURNED:
+                if PER_BLOCK > 0:
+                    w = _packed(
+                        w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, lanes, expert, d, rows,
+                        block * COLUMNS, columns, x_ptr,
+                        STEP, COLUMNS, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE,
+                    )  # fmt: skip
+                else:
+                    w = _plain(base, d, rows, o, columns)
+                if LEFT:
+                    acc = tl.dot(tl.trans(w), tl.trans(x), acc, input_precision="ieee")
+                else:
+                    acc = tl.dot(x, w, acc, input_precision="ieee")
+            else:
+                if PER_BLOCK > 0:
+                    w = _packed(
+                        w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, lanes, expert, o, rows,
+                        step * STEP, columns, x_ptr,
+                        COLUMNS, STEP, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE,
+                    )  # fmt: skip
+                else:
+                    w = _plain(base, o, rows, d, columns)
+                if LEFT:
+                    acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+                else:
+                    acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        if LEFT:
+            acc = tl.trans(acc)
+        if BIAS:
+            acc += tl.load(bias_ptr + expert * width + o, mask=o < width, other=0.0).to(tl.float32)[None, :]
+        place = row.to(tl.int64)[:, None] * width + o[None, :]
+        mask = live[:, None] & (o < width)[None, :]
+        tl.store(out_ptr + place, (acc * alpha).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _unnest(
+    absmax_ptr, second_ptr, code_ptr, shift_ptr, out_ptr, blocks, NESTED_BLOCK: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    mask = block < blocks
+    q = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
+    second = tl.load(second_ptr + block // NESTED_BLOCK, mask=mask, other=0.0)
+    tl.store(out_ptr + block, tl.load(code_ptr + q) * second + tl.load(shift_ptr), mask=mask)
+
+
+_launcher, _unnest_launcher = Launcher(_grouped), Launcher(_unnest, enable_fp_fusion=False)
+
+
+def tile_of(stack: StackedWeight, routing: Routing, width: int, turned: bool) -> Tile:
+    """From shapes alone."""
+    if width <= 64:  # an adapter's rank
+        return Tile(max(power_of_2(width), 16), STEP, 4, 3, False)
+    if routing.tile_rows < 64:
+        return Tile(128, STEP, 4, 3, True)
+    return Tile(128, STEP, 8 if routing.tile_rows > 64 else 4, 3, False)
+
+
+def packed_obstacle(stack: StackedWeight) -> str | None:
+    """Why a stack is multiplied by its values instead."""
+    format_, (_, _, columns) = stack.format, stack.shape
+    if not isinstance(format_, Blockwise4) or format_.blocksize > STEP:
+        return "is decoded in 4-bit blocks of up to 64"
+    if columns % STEP or stack.parts["packed"].numel() >= 2**33:
+        return "needs whole blocks in a row, and less than 2^33 bytes"
+    return None
+
+
+def obstacle(
+    x: Tensor, stack: StackedWeight, routing: Routing, gather: bool = False, turned: bool = False, *_: Any, **__: Any
+) -> str | None:
+    if not routing.tile_rows:
+        return "needs the table of tiles"
+    if x.dtype is torch.float32 and device_of(x).at_least(BLACKWELL):
+        return "takes 16 bits there: of fp32, Triton 3.6's compiler aborts the process"
+    return None
+
+
+def _weight(stack: StackedWeight, dtype: torch.dtype, nested: bool) -> tuple[tuple[Tensor, ...], tuple[int, bool, int]]:
+    """Pointers, and constants of how they are read; unless `nested`, scales are decoded first."""
+    format_, parts = stack.format, stack.parts
+    if isinstance(format_, Blockwise4) and packed_obstacle(stack) is None:
+        scales = parts["absmax"]
+        found = format_.nested_parts(parts)
+        if found is not None and not nested:
+            scales = torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
+            pointers = parts["absmax"], *found, scales
+            _unnest_launcher(
+                ceil_div(scales.numel(), UNNESTED), pointers, (scales.numel(),), (NESTED_BLOCK, UNNESTED), warps=4
+            )
+            found = None
+        packed = parts["packed"].view(-1).view(torch.int32)
+        table = codebook4(format_.quant_type, packed.device)
+        return (packed, scales, *(found or (scales,) * 3), table), (
+            format_.blocksize // 8,
+            found is not None,
+            NESTED_BLOCK,
+        )
+    values = stack.values(dtype).contiguous()
+    return (values,) * 6, (0, False, NESTED_BLOCK)
+
+
+@reference.grouped_product.kernel("cuda", "xpu", unless=obstacle)
+def grouped_product(
+    x: Tensor,
+    stack: StackedWeight,
+    routing: Routing,
+    gather: bool = False,
+    turned: bool = False,
+    low_rank: LowRank | None = None,
+    bias: Tensor | None = None,
+    alpha: float = 1.0,
+    tile: Tile | None = None,
+) -> Tensor:
+    slots, width = reference.check_product(x, stack, routing, gather, turned, low_rank, bias)
+    experts, rows, columns = stack.shape
+    x, out = x.contiguous(), torch.empty(slots, width, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    tile = tile or tile_of(stack, routing, width, turned)
+    weight, how = _weight(stack, x.dtype, routing.tile_rows <= NESTED_ROWS)
+    u, factor, scale = low_rank if low_rank is not None else (x, x, 1.0)
+    rank = u.shape[1] if low_rank is not None else 0
+    _launcher(
+        routing.tiles.shape[0] * ceil_div(width, tile.columns),
+        (x, routing.order, routing.tiles, routing.offsets, *weight, u, factor, x if bias is None else bias, out),
+        (rows, columns, experts, scale, alpha),
+        (routing.top_k if gather else 0, turned, *how, shuffles(x), rank, max(power_of_2(rank), 16) if rank else 0,
+         bias is not None, x.shape[1] % tile.step == 0, tile.left, routing.tile_rows, tile.columns, tile.step,
+         tile.stages),
+        warps=tile.warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,119 @@
+"""A layer's experts by `autograd.experts`: `experts_implementation: halfbyte` in transformers' ExpertsInterface.
+
+transformers' decorator says of a module how its stacks lie, whether they have biases and a gate, and what the gate is
+(`_apply_gate`): the default one and those of `GATES` are formulas of ours, any other is the module's own function. So
+whatever the decorator is on runs here, but for what `obstacle` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from ..autograd.experts import ExpertWeights, Gate, experts
+from ..autograd.lora import LoRA, is_quantized
+from ..dispatch import on_compiler
+from ..errors import ModelError
+from ..families import ACTIVATIONS
+from ..ops.experts_unit import Unit
+from ..ops.glu import Activation
+from .plain import Adapter
+
+NAME = "halfbyte"
+
+_ACTIVATIONS: dict[type, Activation] = {type(ACT2FN[name]): each for name, each in ACTIVATIONS.items()}
+
+
+def _clamped(interleaved: bool, limit: str, alpha: str) -> Callable[[Any], Unit]:
+    return lambda module: Unit("silu", interleaved, getattr(module, limit), getattr(module, alpha), 1.0)
+
+
+# Classes with a gate of their own that is a formula of ours.
+GATES: dict[str, Callable[[Any], Unit]] = {
+    "GptOssExperts": _clamped(True, "limit", "alpha"),
+    "OpenAIPrivacyFilterExperts": _clamped(False, "limit", "alpha"),
+    "MiniMaxM3VLExperts": _clamped(False, "swiglu_limit", "swiglu_alpha"),
+}
+
+
+def unit_of(module: Any) -> Unit | Gate:
+    """What a module of experts computes between its two products."""
+    if not module.has_gate:
+        return module.act_fn
+    known = GATES.get(type(module).__name__)
+    if known is not None:
+        return known(module)
+    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)))
+    if activation is not None and type(module)._apply_gate is _default_apply_gate:
+        return Unit(activation)
+    return module._apply_gate
+
+
+def obstacle(module: Any) -> str | None:
+    """Why this module of experts must compute itself; None if it need not."""
+    if not hasattr(module, "has_gate"):  # what transformers' decorator sets
+        return "transformers' ExpertsInterface does not know its experts"
+    if getattr(module, "has_post_expert_norm", False):
+        return "its experts have a norm after them"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are divided among processes"
+    return None
+
+
+def experts_forward(
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    adapters: Mapping[str, Adapter] | None = None,
+) -> Tensor:
+    """The sum over each token's experts, weighted.
+
+    Args:
+        module: transformers' experts.
+        hidden_states: [T, H].
+        top_k_index: integers [T, k].
+        top_k_weights: [T, k].
+        adapters: parameter → its LoRA: a [E, r, K], b [E, N, r].
+
+    Returns:
+        [T, H] in the dtype of `hidden_states`.
+
+    Raises:
+        ModelError: this module must compute itself, or a stack wants a gradient.
+    """
+    reason = "no graph of torch.compile has its products" if on_compiler() else obstacle(module)
+    if reason is not None:
+        fix = "set experts_implementation: grouped_mm, with experts in 16 bits"
+        raise ModelError(f"experts_implementation: {NAME} does not run {type(module).__name__}: {reason}", fix)
+    first, second = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    weights = ExpertWeights(
+        _stack(module, first), _stack(module, second), unit_of(module), _bias(module, first), _bias(module, second)
+    )
+    found = adapters or {}
+    result = experts(
+        hidden_states, top_k_index, top_k_weights, weights, _lora(found.get(first)), _lora(found.get(second)),
+        max((each.dropout for each in found.values()), default=0.0),
+    )  # fmt: skip
+    return result.to(hidden_states.dtype)
+
+
+def _stack(module: Any, name: str) -> Tensor:
+    """[E, N, K], whichever way a plain one lies; a quantized one always lies so."""
+    stack = getattr(module, name)
+    return stack.mT if module.is_transposed and not is_quantized(stack) else stack
+
+
+def _bias(module: Any, name: str) -> Tensor | None:
+    return getattr(module, f"{name}_bias") if module.has_bias else None
+
+
+def _lora(adapter: Adapter | None) -> LoRA | None:
+    return None if adapter is None else LoRA(adapter.a, adapter.b, adapter.scaling)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -1,0 +1,145 @@
+"""What sampling answers takes, in a run that trains on them.
+
+Nothing of a rollout is left when a step begins (on a GPU and on a CPU its pages and decoded weights go), and nothing of
+a step when a rollout does. So the peak of a run is the higher of both phases. Pages and the way of the products are
+chosen here, once, to fit beside what stays: they decide how numbers are rounded, so a resumed run takes those that it
+began with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..config import RunConfig
+from ..config.policy import answers_a_generation
+from ..generation.engine_cache import CACHES
+from ..generation.rollouts import CODES_ROWS, READ, pages_for
+from ..generation.schedule import Group, Row, pages_of
+from ..layers import QuantizedLinear
+from ..memory.batches import Batches
+from ..ops.paged_attention import PAGE
+from ..terminal import size
+
+if TYPE_CHECKING:
+    from .estimate import MemoryPlan
+    from .shapes import ModelShapes
+
+FILLED = 0.9  # share of what is free that pages may fill
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Bytes while answers are sampled, beyond weights, adapters, gradients and optimizer.
+
+    Attributes:
+        weights: how products read quantized weights, as `generation.Rollouts` takes it.
+        decoded: of weights that are decoded, all (unpacked) or one at a time, and of the adapter beside them.
+        pages: of keys and values.
+        moving: of a step's, or of the prompts', activations and logits.
+    """
+
+    weights: str
+    decoded: int
+    pages: int
+    moving: int
+
+    @property
+    def total(self) -> int:
+        return self.decoded + self.pages + self.moving
+
+    def __str__(self) -> str:
+        parts = {"pages": self.pages, f"{self.weights} weights": self.decoded, "prompts and logits": self.moving}
+        return f"{size(self.total)} ({', '.join(f'{name} {size(count)}' for name, count in parts.items())})"
+
+
+def with_rollouts(
+    plan: MemoryPlan, shapes: ModelShapes, config: RunConfig, batches: Batches, answered: tuple[str, int] | None = None
+) -> MemoryPlan:
+    """`plan`, of a step, with the phase in which answers are sampled.
+
+    Args:
+        answered: `RolloutPlan.weights` and `pages` of the run that is resumed.
+    """
+    if config.adapter_path and config.beta:  # the reference's
+        plan = replace(plan, adapters=plan.adapters + shapes.trainable().bytes)
+    stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
+    answering = _Answering(shapes, config, batches).plan(plan.capacity_bytes - stays, answered)
+    beyond = max(answering.total - plan.activations - plan.logits, 0)
+    return replace(plan, rollouts=beyond, answering=answering)
+
+
+class _Answering:
+    """The arithmetic of `with_rollouts`."""
+
+    def __init__(self, shapes: ModelShapes, config: RunConfig, batches: Batches):
+        self.shapes, self.config, self.device = shapes, config, shapes.device
+        self.text, self.itemsize = shapes.text_config, shapes.dtype.itemsize
+        self.seats = answers_a_generation(config)
+        group = config.num_generations or 2
+        evaluated = config.num_generations_eval or group
+        lengths = batches.prompts or (batches.largest.length - config.max_completion_length,) * max(
+            self.seats // group, 1
+        )
+        self.generations = [self._rows(lengths, group)]
+        if batches.held_out_prompts:
+            self.generations.append(self._rows(batches.held_out_prompts, evaluated))
+        quantized = [module for module in shapes.causal_lm.modules() if isinstance(module, QuantizedLinear)]
+        self.sizes = [module.in_features * module.out_features for module in quantized]
+
+    def _rows(self, lengths: tuple[int, ...], each: int) -> list[Row]:
+        groups = [Group(at, range(length), each) for at, length in enumerate(lengths)]
+        return [Row(group, number, self.config.max_completion_length) for group in groups for number in range(each)]
+
+    def plan(self, room: int, answered: tuple[str, int] | None) -> RolloutPlan:
+        """What fits into `room` bytes, or the least there is."""
+        wanted, least = self._pages()
+        if self.config.rollout_memory_gib is not None:
+            wanted = max(min(wanted, int(self.config.rollout_memory_gib * 2**30)), least)
+        if answered is not None:
+            weights, wanted = answered
+        else:
+            weights = self._weights(room, wanted)
+        decoded, moving = self._decoded(weights), self._moving()
+        if answered is None:
+            wanted = max(min(wanted, int(FILLED * (room - decoded - moving))), least)
+        return RolloutPlan(weights, decoded, wanted, moving)
+
+    def _weights(self, room: int, pages: int) -> str:
+        """The faster way that leaves room for `pages`, or the one that is asked for."""
+        if self.config.rollout_weights != "auto":
+            return self.config.rollout_weights
+        many = self.device.type == "cpu" or self.seats > CODES_ROWS
+        fits = self._decoded("unpacked") + pages + self._moving() <= FILLED * room
+        return "unpacked" if self.sizes and many and fits else "packed"
+
+    def _pages(self) -> tuple[int, int]:
+        """Bytes of pages with which no row has to wait, and with which one row runs."""
+        config, dtype = self.text, CACHES[self.config.kv_cache]
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        itemsize = self.itemsize if dtype is None else dtype.itemsize
+        page = 2 * PAGE * heads * width * config.num_hidden_layers * itemsize
+        longest = max(len(row.group.prompt) + row.most for rows in self.generations for row in rows)
+        wanted = max(pages_for(rows, self.seats) for rows in self.generations) + 1
+        return wanted * page, (pages_of(longest) + 1) * page
+
+    def _decoded(self, weights: str) -> int:
+        """Of the adapter, factors beside each linear, and once more in place of those that share an input."""
+        adapter = self.shapes.trainable().numel * self.itemsize if self.config.use_peft else 0
+        if weights == "packed":
+            return adapter + max(self.sizes, default=0) * self.itemsize
+        return 2 * adapter + sum(self.sizes) * self.itemsize
+
+    def _moving(self) -> int:
+        """While prompts are read, or their rows begin; a step of one token each takes less."""
+        config, vocabulary = self.text, self.shapes.text_config.vocab_size
+        budget = READ.get(self.device.type, READ["cpu"])
+        prompts = [len(row.group.prompt) for row in self.generations[0] if not row.generation]
+        read = max(min(budget, sum(prompts)), max(prompts))
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        activations = read * (6 * config.hidden_size + 3 * inner) * self.itemsize
+        documents = min(len(prompts), max(1, budget // max(min(prompts), 1)))
+        wide = 4 if self.itemsize == 4 else 4 + self.itemsize  # logits as the product gives them, and in fp32
+        logits = (documents + self.seats) * vocabulary * 4
+        return max(activations + documents * vocabulary * wide, logits, self.seats * vocabulary * wide)

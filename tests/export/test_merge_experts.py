@@ -1,0 +1,63 @@
+"""Merging adapters on stacked experts: PEFT's own numbers, one expert at a time, and what is refused."""
+
+import pytest
+import torch
+from expert_models import dequantized, mixture
+from merge_runs import byte_tokenizer, save_run
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from halfbyte.errors import CheckpointError
+from halfbyte.export.gguf_adapter import export_adapter
+from halfbyte.export.merge import merge
+from halfbyte.models.load import load_model
+
+SIZES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function from a mixture's name to its model, the folder of that, and of a run with a random adapter."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            model = mixture(name, **SIZES).to(torch.bfloat16)
+            model.save_pretrained(folder / "base", max_shard_size="60KB")
+            byte_tokenizer().save_pretrained(folder / "base")
+            made[name] = model, folder / "base", save_run(folder / "run", folder / "base")
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("target", ["original", "dequantized"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss"])
+def test_merged_experts_are_pefts_rounded_once(name, target, trained, tmp_path):
+    model, base, run = trained(name)
+    merge(run, tmp_path / "merged", base=target, verify=False)
+    onto = model.float() if target == "original" else dequantized(model.float(), load_model(str(base), device="cpu"))
+    expected = PeftModel.from_pretrained(onto, run / "adapter").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for (key, mine), (other, theirs) in zip(merged.named_parameters(), expected.named_parameters(), strict=True):
+        assert key == other
+        torch.testing.assert_close(mine, theirs.bfloat16().float(), rtol=0, atol=0, msg=key)
+
+
+def test_each_expert_is_merged_and_that_is_verified(trained, tmp_path):
+    model, _, run = trained("Qwen3Moe")
+    report = merge(run, tmp_path / "merged")
+    assert report.target == "dequantized"
+    assert report.targets["dequantized"].explained
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    for key, before in model.named_parameters():
+        if ".experts." in key:
+            changed = (merged.get_parameter(key) != before.bfloat16()).flatten(1).any(1)
+            assert changed.all(), key
+
+
+def test_an_adapter_of_experts_is_no_gguf_adapter(trained):
+    _, _, run = trained("Qwen3Moe")
+    with pytest.raises(CheckpointError, match=r"no place for the adapter of .*experts"):
+        export_adapter(run)

@@ -1,0 +1,144 @@
+"""The Triton kernels of experts against their references, on a GPU and in Triton's interpreter."""
+
+import pytest
+import torch
+from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
+
+from halfbyte.formats import from_spec
+from halfbyte.ops import experts as ops
+from halfbyte.ops import experts_unit as unit_ops
+from halfbyte.ops.experts import LowRank, StackedWeight
+from halfbyte.ops.experts_unit import Unit
+
+pytest.importorskip("triton")
+from halfbyte.kernels.triton import experts as kernels
+from halfbyte.kernels.triton import experts_unit as unit_kernels
+from halfbyte.kernels.triton import grouped
+
+pytestmark = mark
+
+# tokens, experts, k
+ROUTES = [(9, 3, 2), (1, 1, 1), (2, 12, 8), (70, 2, 1)] + ([] if INTERPRETED else [(1000, 128, 8), (4097, 5, 2)])
+routes = pytest.mark.parametrize(("tokens", "experts", "top_k"), ROUTES)
+
+
+def drawn(tokens, experts, top_k):
+    torch.manual_seed(tokens)
+    return torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).to(DEVICE)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [*ROUTES, (2, 512, 8)])
+@pytest.mark.parametrize("one", [False, True], ids=["drawn", "one"])
+def test_route(tokens, experts, top_k, one):
+    index = torch.full((tokens, top_k), experts - 1, device=DEVICE) if one else drawn(tokens, experts, top_k)
+    mine, truth = kernels.route(index, experts), ops.route.reference(index, experts)
+    for found, expected in zip(mine[:3], truth[:3], strict=True):
+        assert torch.equal(found, expected)
+    expected = []
+    for expert, (start, end) in enumerate(zip(truth.offsets[:-1].tolist(), truth.offsets[1:].tolist(), strict=True)):
+        expected += [[expert, first] for first in range(start, end, mine.tile_rows)]
+    assert len(expected) <= mine.tiles.shape[0]
+    assert mine.tiles[: len(expected)].tolist() == expected
+    assert (mine.tiles[len(expected) :, 0] == experts).all()
+
+
+def operands(tokens, experts, top_k, rows, columns, turned, gather, dtype, rank=3):
+    routing = kernels.route(drawn(tokens, experts, top_k), experts)
+    depth, width = (rows, columns) if turned else (columns, rows)
+    x = random(tokens if gather else tokens * top_k, depth, dtype=dtype)
+    factor = random(experts, *((rank, width) if turned else (width, rank)), dtype=dtype, scale=0.3)
+    low = LowRank(random(tokens * top_k, rank, dtype=dtype), factor, 0.7)
+    return x, routing, low, None if turned else random(experts, width, dtype=dtype)
+
+
+def compare(x, stack, routing, *rest, **options):
+    """Of values as they are dequantized to x's dtype, as the kernel multiplies them."""
+    values = StackedWeight.plain(stack.values(x.dtype))
+    mine = grouped.grouped_product(x, stack, routing, *rest, **options)
+    torchs = ops.grouped_product.reference(x, values, routing, *rest)
+    low = rest[2]
+    if low is not None:
+        low = LowRank(exact(low.u), exact(low.factor), low.scale)
+    cpu = ops.Routing(*(part.cpu() for part in routing[:4]), *routing[4:])
+    truth = ops.grouped_product.reference(
+        exact(x), StackedWeight.plain(exact(values.parts["values"])), cpu, *rest[:2], low, exact(rest[3])
+    )
+    assert_as_close_as_torch(mine, torchs, truth)
+
+
+@routes
+@dtypes
+@pytest.mark.parametrize("turned", [False, True], ids=["forward", "turned"])
+@pytest.mark.parametrize("gather", [False, True], ids=["rows", "gathered"])
+def test_grouped_product_of_plain_values(tokens, experts, top_k, dtype, turned, gather):
+    x, routing, low, bias = operands(tokens, experts, top_k, 37, 70, turned, gather, dtype)
+    stack = StackedWeight.plain(random(experts, 37, 70, dtype=dtype))
+    compare(x, stack, routing, gather, turned, low, bias)
+    compare(x, stack, routing, gather, turned, None, None)
+
+
+SPECS = ["blockwise4:nf4:64:nested", "blockwise4:fp4:32:plain", "hqq:4:64"]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), ROUTES[:2] + ROUTES[4:])
+@dtypes
+@pytest.mark.parametrize("turned", [False, True], ids=["forward", "turned"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_grouped_product_of_packed_values(tokens, experts, top_k, dtype, turned, spec):
+    x, routing, low, bias = operands(tokens, experts, top_k, 40, 192, turned, True, dtype)
+    format_ = from_spec(spec)
+    parts = format_.quantize(random(experts, 40, 192))
+    compare(x, StackedWeight(parts, (experts, 40, 192), format_), routing, True, turned, low, bias)
+
+
+@pytest.mark.parametrize("tile", [grouped.Tile(64, 64, 4, 2, True), grouped.Tile(128, 64, 4, 1, False)])
+def test_other_tiles_give_the_same(tile):
+    x, routing, low, bias = operands(9, 3, 2, 40, 192, False, True, torch.float16)
+    format_ = from_spec(SPECS[0])
+    stack = StackedWeight(format_.quantize(random(3, 40, 192)), (3, 40, 192), format_)
+    compare(x, stack, routing, True, False, low, bias, tile=tile)
+
+
+@routes
+@dtypes
+@pytest.mark.parametrize("gather", [False, True], ids=["rows", "gathered"])
+def test_grouped_outer(tokens, experts, top_k, dtype, gather):
+    routing = kernels.route(drawn(tokens, experts, top_k), experts)
+    wide, narrow = random(tokens if gather else tokens * top_k, 37, dtype=dtype), random(tokens * top_k, 3, dtype=dtype)
+    mine = kernels.grouped_outer(wide, narrow, routing, gather, 0.7, torch.float32)
+    torchs = ops.grouped_outer.reference(wide, narrow, routing, gather, 0.7, torch.float32)
+    torch.testing.assert_close(mine, torchs, rtol=2e-5, atol=2e-5)
+    counts = routing.offsets.diff()
+    assert not mine[counts == 0].any()
+    assert mine[counts > 0].flatten(1).any(1).all()
+
+
+@routes
+@dtypes
+def test_combine(tokens, experts, top_k, dtype):
+    routing = kernels.route(drawn(tokens, experts, top_k), experts)
+    rows, weights = random(tokens * top_k, 37, dtype=dtype), random(tokens, top_k)
+    for given in (weights, None):
+        assert torch.equal(kernels.combine(rows, routing, given), ops.combine.reference(rows, routing, given))
+
+
+UNITS = [Unit("silu"), Unit("gelu_tanh", interleaved=True), Unit("silu", True, 0.7, 1.702, 1.0)]
+
+
+@dtypes
+@pytest.mark.parametrize("unit", UNITS, ids=["silu", "gelu", "clamped"])
+@pytest.mark.parametrize("width", [5, 1100])
+def test_unit(unit, dtype, width):
+    c, z, weights = random(6, 2 * width, dtype=dtype), random(6, width, dtype=dtype), random(6)
+    order = torch.randperm(6).int().to(DEVICE)
+    truth = unit_ops.expert_unit.reference(exact(c), unit)
+    assert_as_close_as_torch(unit_kernels.expert_unit(c, unit), unit_ops.expert_unit.reference(c, unit), truth)
+    given = [(z.clone(), c.clone()), (z.clone(), c.clone()), (exact(z), exact(c))]
+    mine = unit_kernels.expert_unit_backward_(*given[0], unit, weights, order)
+    torchs = unit_ops.expert_unit_backward_.reference(*given[1], unit, weights, order)
+    true = unit_ops.expert_unit_backward_.reference(*given[2], unit, exact(weights), order.cpu())
+    for one, other, exactly in zip(*given, strict=True):
+        assert_as_close_as_torch(one, other, exactly)
+    eps = torch.finfo(dtype).eps  # h is rounded before ⟨z, h⟩ is taken
+    torch.testing.assert_close(mine, torchs, rtol=20 * eps, atol=20 * eps)
+    torch.testing.assert_close(exact(mine), true, rtol=20 * eps, atol=20 * eps)

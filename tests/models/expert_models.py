@@ -1,0 +1,67 @@
+"""Tiny mixtures, and their twins on dequantized weights."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import transformers
+from torch import nn
+
+from halfbyte.tensor import QuantizedTensor
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16}
+MIXTURES = {
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "Mixtral": {"num_local_experts": 3},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                 "shared_expert_intermediate_size": 64},
+    "DeepseekV3": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+                            "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None},
+    "GptOss": {"num_local_experts": 4, "intermediate_size": 32},
+}  # fmt: skip
+TOKENS = torch.arange(1, 27).view(2, 13)
+
+
+def mixture(name: str, **keys) -> nn.Module:
+    """A random float32 model whose every parameter matters."""
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**(SHAPE | MIXTURES[name] | keys))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def dequantized(model: nn.Module, stored: nn.Module) -> nn.Module:
+    """`model` with the values that `stored` holds, its experts run by transformers' own loop."""
+    twin = copy.deepcopy(model)
+    own = dict(twin.named_parameters())
+    with torch.no_grad():
+        for name, parameter in stored.named_parameters():
+            value = parameter.dequantize(torch.float32) if isinstance(parameter, QuantizedTensor) else parameter
+            transposed = value.dim() == 3 and type(model).__name__.startswith("GptOss")
+            own[name].copy_(value.transpose(1, 2) if transposed else value)
+    twin.set_experts_implementation("eager")
+    return twin
+
+
+def stacks(model: nn.Module) -> dict[str, QuantizedTensor]:
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and isinstance(parameter, QuantizedTensor)
+    }
