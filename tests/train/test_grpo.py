@@ -135,6 +135,25 @@ def test_accumulated_equals_the_large_batch(prompts, tmp_path):
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
+def test_prompts_are_computed_once_and_the_steps_are_the_same(prompts, tmp_path):
+    """Beside a run whose answers have a prompt each; generations of two steps, with log-probabilities from before."""
+    more = {"max_steps": 4, "steps_per_generation": 4, "beta": 0.1}
+    run(prompts, tmp_path / "once", **more)
+    run(prompts, tmp_path / "apart", use_kernels=False, **more)
+    once, apart = (
+        [record for record in lines(tmp_path / name / "metrics.jsonl") if record["kind"] == "train"]
+        for name in ("once", "apart")
+    )
+    for mine, other in zip(once, apart, strict=True):
+        assert mine["reward"] == other["reward"]
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-5)
+        assert mine["tokens"] < other["tokens"]
+        assert mine["trained_tokens"] == other["trained_tokens"]
+    assert json.loads((tmp_path / "once/checks.json").read_text())["shared_prompts"]["largest_difference"] < 1e-4
+    report = json.loads((tmp_path / "once/data_report.json").read_text())["train"]
+    assert report["computed_tokens"] < report["tokens_apart"]
+
+
 def test_a_function_given_in_python(prompts, tmp_path):
     def long_answers(completion_ids, **columns):
         return [len(ids) for ids in completion_ids]
