@@ -51,7 +51,7 @@ from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
 from . import checks, samples, staged
-from .checkpoint import remove_leftovers
+from .checkpoint import best, remove_leftovers
 from .loop import TrainingLoop
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
@@ -344,6 +344,8 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
         evaluated = [record["step"] for record in _recorded(job) if record["kind"] == "eval"]
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
+    if (path := best(job.output)) is not None:
+        console.print(one_line(f"best checkpoint: {path}, by its rewards on held-out prompts"), soft_wrap=True)
 
 
 def _recorded(job: OpenRun) -> list[dict[str, Any]]:
