@@ -13,6 +13,7 @@ from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.evaluate import evaluate
+from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train.generations import Generations
 from halfbyte.train.rewarded import passes
 from halfbyte.train.sft import finetune, train
@@ -347,3 +348,14 @@ def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
     again = {"reward_funcs": [f"{file}:silent", {"regex": "never this"}], **more}
     run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **again)
     assert "reward-constant:regex" in notices.said()
+
+
+def test_the_best_checkpoint_is_kept(prompts, tmp_path, monkeypatch):
+    """By the rewards of held-out prompts, beside the newest; without evaluations none is."""
+    rewards = iter([0.1, 0.5, 0.9, 0.4, 0.3])
+    own = Generations.evaluate
+    monkeypatch.setattr(Generations, "evaluate", lambda *a: own(*a) | {"reward": next(rewards)})
+    more = {"max_steps": 4, "save_steps": 1, "save_total_limit": 1, "eval_steps": 1, "eval_split_size": 2}
+    run(prompts, tmp_path / "out", max_completion_length=3, **more)
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert checkpoints.best(tmp_path / "out").name == "checkpoint-2"
