@@ -353,3 +353,12 @@ def test_on_a_gpu_an_8_bit_cache_stays_close():
     for number, each in enumerate(found):
         truth = log_probs_of_cuda(model, prompts[number // 4], each.ids)
         assert (each.log_probs.double() - truth).abs().mean() < 0.25
+
+
+def test_somebodys_hook_is_not_passed_by():
+    model = model_of()
+    halfbyte.patch(model)
+    notices.forget()
+    model.get_base_model().model.norm.register_forward_hook(lambda *_: None)
+    Rollouts(model).generate(prompts_of(9), 2, max_new_tokens=6, sampling=Sampling(1.0, seed=3), stops=[])
+    assert "rollouts: it has hooks" in notices.said()

@@ -9,6 +9,7 @@ from halfbyte.data.batches import batches_of, longest_row
 from halfbyte.data.branches import GIVEN, as_trees, trees_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.methods import METHODS
+from halfbyte.models.head import _taken
 
 ASKED = [
     {"method": "grpo", "beta": 0.1},
@@ -74,6 +75,19 @@ def test_another_answer_changes_no_bit_of_its_siblings():
     its = before["answer"] == 1
     assert torch.equal(found[~its], changed[~its])
     assert not torch.equal(found[its], changed[its])
+
+
+def test_gradients_of_a_prompts_last_token_are_added_in_one_order():
+    """Of eight answers, on two threads."""
+    hidden, at = torch.randn(1, 800, 512, requires_grad=True), torch.cat([torch.arange(800), torch.full((8,), 5)])
+    at, given = at[torch.randperm(len(at))], torch.randn(len(at), 512)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = (torch.autograd.grad(_taken(hidden, at), hidden, given)[0] for _ in range(50))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_only_adjacent_answers_share_and_all_are_counted():

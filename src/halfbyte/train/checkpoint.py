@@ -18,7 +18,7 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import clear_leftovers, remove, write_json
 from halfbyte.notices import notice
-from halfbyte.reading import read_json
+from halfbyte.reading import read_json, why
 from halfbyte.reading.boundary import answered
 from halfbyte.reading.tensors import ADAPTER, read_header, read_tensors, safetensors_files
 
@@ -96,7 +96,9 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
         return _damage_without_manifest(checkpoint, contents)
     except CheckpointError as error:
         return error.message
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        return why(error)
+    except (ValueError, zipfile.BadZipFile) as error:
         return str(error)
 
 

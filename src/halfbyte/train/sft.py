@@ -279,7 +279,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     adapter, storage = run.sections.adapter, run.sections.storage
     if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
-        slices = run.mesh.wide(SLICES) if run.mesh.ways("shard") > 1 else ()
+        slices = run.mesh.wide(SLICES) if run.mesh.layout.slices > 1 else ()
         products = run.mesh.wide(("tensor",))
         how["along"] = () if slices and products else slices or products  # what is cut twice is loaded whole
         how["elsewhere"] = run.cut.elsewhere if run.cut else None
