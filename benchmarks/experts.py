@@ -26,7 +26,7 @@ from benchmarks.common import event_us, write_result
 from halfbyte.autograd.experts import ExpertWeights, experts, stack_of
 from halfbyte.autograd.lora import LoRA
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.experts import grouped_product, route
+from halfbyte.ops.experts import StackedWeight, grouped_product, route
 from halfbyte.ops.experts_unit import Unit
 from halfbyte.tensor import QuantizedTensor
 
@@ -121,18 +121,22 @@ def layer_times(layer: Layer) -> dict[str, float]:
 def product_times(layer: Layer) -> dict[str, float]:
     """Of each product from packed weights, and of `F.grouped_mm`."""
     routing = route(layer.index, layer.shape.experts)
-    first, second = (stack_of(weight) for weight in layer.packed)
+
+    def packed(at: int) -> StackedWeight:
+        """As a layer takes it: decoding first, where it does, is part of what is timed."""
+        return stack_of(layer.packed[at], layer.dtype, layer.index.numel())
+
     plain_first, plain_second = layer.plain
     x = layer.x.detach()
     rows, offsets = x[routing.tokens], routing.offsets[1:].contiguous()
     hidden = torch.randn(rows.shape[0], layer.shape.inner, device=layer.device, dtype=layer.dtype)
     dc = torch.randn(rows.shape[0], 2 * layer.shape.inner, device=layer.device, dtype=layer.dtype)
     calls = {
-        "gate/up": lambda: grouped_product(x, first, routing, True),
+        "gate/up": lambda: grouped_product(x, packed(0), routing, True),
         "gate/up, grouped_mm": lambda: F.grouped_mm(rows, plain_first.mT, offs=offsets),
-        "down": lambda: grouped_product(hidden, second, routing),
+        "down": lambda: grouped_product(hidden, packed(1), routing),
         "down, grouped_mm": lambda: F.grouped_mm(hidden, plain_second.mT, offs=offsets),
-        "dX": lambda: grouped_product(dc, first, routing, turned=True),
+        "dX": lambda: grouped_product(dc, packed(0), routing, turned=True),
         "dX, grouped_mm": lambda: F.grouped_mm(dc, plain_first, offs=offsets),
     }
     return {name: layer.time(call) for name, call in calls.items()}

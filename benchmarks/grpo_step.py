@@ -86,7 +86,7 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     method, dtype = method_of(config), torch.bfloat16
     rows = prompts_of(model_config(given.model).vocab_size)
     report = {"train": {}, "template": None}
-    data = method.documents(config, PreparedData(rows, None, report))
+    data = method.documents(config, PreparedData(rows, None, report, shared=True))
     plan = planned(config, device, data)
     print(f"plan: {plan.total / GIB:.2f} GiB: {plan.reason}; rollouts {plan.answering}", flush=True)
     began = time.perf_counter()
@@ -104,7 +104,7 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     generations = Generations(
         config, method, model, tokenizer, data.train, Rewards(specs, [], 60.0, given.new), device=device,
         computing=partial(compute, model, dtype), stops=[], file=MetricsFile(Path(folder, "completions.jsonl")),
-        plan=plan.answering,
+        plan=plan.answering, shared=data.shared,
     )  # fmt: skip
     loop.use_generations(generations)
     return loop, generations, plan

@@ -28,6 +28,7 @@ from halfbyte.ops.experts_unit import Unit
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
+from halfbyte.ops.paged_attention import Shared
 
 
 def on_gpu(name: str) -> SimpleNamespace:
@@ -207,7 +208,7 @@ def rollout_cases() -> Iterator[Case]:
             q, keys = empty(rows, 32, size, dtype=dtype), empty(1024, 8, 64, size, dtype=cache)
             tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
             bundles = empty(rows // 2, 3, dtype=torch.int32)
-            for shared in (None, paged_attention.Shared(bundles, lengths)):
+            for shared in (None, Shared(bundles, lengths)):
                 paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap, shared)
 
     for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):

@@ -317,6 +317,8 @@ class TestForeignNames:
             ("pref_loss: kto_pair\nstage: dpo", "pref_loss: 'kto_pair' is not built yet", "loss_type"),
             ("pref_ftx: 1\nstage: dpo\npref_loss: simpo", "pref_ftx: 1 is not built yet", "loss_weights"),
             ("rl: ppo", "rl: 'ppo' is not built yet", "dpo"),
+            ("rollout: vllm", "rollout is not built yet", "own engine"),
+            ("vllm_server_base_url: http://x", "vllm_server_base_url is not built yet", "own engine"),
             ("chat_template: llama3", "a chat template by name", "chat_template_path"),
             ("max_samples: 1000", "max_samples has no equivalent", "train[:1000]"),
             ("datasets: [{path: a, type: alpaca, shards: 4}]", "shards has no equivalent", "dataset"),

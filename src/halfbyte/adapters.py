@@ -15,7 +15,6 @@ Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import os
 import re
@@ -27,15 +26,15 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from .architectures import ALL_LINEAR, all_linear, expert_stacks, expert_targets, is_linear
+from .architectures import ALL_LINEAR, all_linear, is_linear
 from .config import Adapter, RunConfig, resolve
 from .config.methods import SCORES
 from .errors import CheckpointError, ConfigError, ModelError
 from .layers.expert_adapters import drop_inputs, expert_wrappers, run_beside
+from .layers.expert_targets import adapted_experts, leave_to_experts, named_by, parameter_targets, say_how_many
 from .notices import notice
 from .qat.model import round_merged
 from .reading.boundary import answered
@@ -93,18 +92,8 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    _say_how_many(peft_model)
+    say_how_many(peft_model)
     return peft_model
-
-
-def _say_how_many(model: PeftModel) -> None:
-    """Experts have many times the adapters that attention has, which decides what a run takes."""
-    on_experts = sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_A.parameters())
-    on_experts += sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_B.parameters())
-    if on_experts:
-        others = sum(p.numel() for p in model.parameters() if p.requires_grad) - on_experts
-        said = f"trained: {on_experts / 1e6:.3g}M weights on experts, {others / 1e6:.3g}M beside them"
-        notice("experts-adapted", f"{said} (target_parameters: [] leaves experts out)")
 
 
 def add_score_head(model: nn.Module, scores: str) -> None:
@@ -129,7 +118,7 @@ def quiet_peft() -> Iterator[None]:
 
 
 def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
-    experts = _adapted_experts(model, adapter)
+    experts = adapted_experts(model, adapter)
     adapted = _adapted(model, adapter.target_modules) | experts
     names = {name for name, _ in model.named_modules() if name} | experts
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
@@ -153,66 +142,14 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
-        target_parameters=_parameter_targets(model, adapter) if experts else None,
+        target_parameters=parameter_targets(model, adapter) if experts else None,
         modules_to_save=adapter.modules_to_save,
         rank_pattern=dict(adapter.rank_pattern),
         alpha_pattern={name: _plain(alpha) for name, alpha in adapter.alpha_pattern.items()},
         init_lora_weights=adapter.init_lora_weights,
     )
-    _leave_to_experts(lora, model, adapter)
+    leave_to_experts(lora, model, adapter)
     return lora
-
-
-def _parameter_targets(model: nn.Module, adapter: Adapter) -> list[str]:
-    return expert_targets(model) if adapter.target_parameters is None else adapter.target_parameters
-
-
-def _adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
-    """Names of the stacks of experts that get adapters.
-
-    Raises:
-        ModelError: `target_parameters` names something else.
-    """
-    if adapter.target_parameters is None and (adapter.target_modules != ALL_LINEAR or adapter.use_dora):
-        if adapter.use_dora and expert_targets(model):
-            notice("experts-dora", "experts get no adapter: PEFT has no DoRA of parameters")
-        return set()
-    stacks = expert_stacks(model, [])
-    targets = _parameter_targets(model, adapter)
-    for target in targets:
-        if not any(_names(stack, target) for stack in stacks):
-            known = ", ".join(expert_targets(model)) or "none that halfbyte runs"
-            raise ModelError(
-                f"target_parameters: no stack of experts is named {target!r}", f"this model's stacks: {known}"
-            )
-    if targets and adapter.use_dora:
-        raise ModelError("target_parameters: PEFT has no DoRA of parameters", "set use_dora: false")
-    return {stack for stack in stacks if any(_names(stack, target) for target in targets)}
-
-
-def _leave_to_experts(lora: LoraConfig, model: nn.Module, adapter: Adapter) -> None:
-    """PEFT takes gate_proj, up_proj and down_proj of some mixtures for their routed experts, whose linears they were in
-    transformers 4, when it makes an adapter and when it reads one. What it would take so is left out.
-
-    Raises:
-        ModelError: `target_modules` names it.
-    """
-    read: Any = copy.deepcopy(lora)
-    convert_peft_config_for_transformers(read, model=model, conversions=None)
-    named: Any = lora.target_modules
-    if isinstance(named, str):
-        taken = set()
-        if set(read.target_parameters or ()) == set(lora.target_parameters or ()):
-            return
-    elif not (taken := set(named) - set(read.target_modules)):
-        return
-    what = ", ".join(sorted({name.rpartition(".")[2] for name in taken})) or repr(named)
-    config: Any = model.config
-    said = f"PEFT takes {what} of a {config.model_type} for its routed experts"
-    if adapter.target_modules != ALL_LINEAR:
-        raise ModelError(f"target_modules: {said}", "leave it out, and name experts in target_parameters")
-    lora.target_modules = sorted(set(named) - taken)
-    notice("experts-names", f"{said}: dense layers and shared experts get no adapter")
 
 
 def _plain(alpha: float) -> Any:
@@ -257,10 +194,10 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if targets == ALL_LINEAR:
         listed = all_linear(model)
-        return {name for name in names if any(_names(name, each) for each in listed)}
+        return {name for name in names if any(named_by(name, each) for each in listed)}
     if isinstance(targets, list):
         _check_names("target_modules", targets, names, suggest=linears)
-        found = {name for name in names if any(_names(name, each) for each in targets)}
+        found = {name for name in names if any(named_by(name, each) for each in targets)}
     else:
         found = _matching("target_modules", targets, names)
         if not found:
@@ -275,14 +212,9 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
     return found
 
 
-def _names(module: str, target: str) -> bool:
-    """PEFT's rule: the whole name, or its end after a dot."""
-    return module == target or module.endswith(f".{target}")
-
-
 def _check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest: Collection[str] = ()) -> None:
     for name in wanted:
-        if not any(_names(known, name) for known in names):
+        if not any(named_by(known, name) for known in names):
             raise ModelError(*_unknown(key, name, suggest or names))
 
 
@@ -369,8 +301,8 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
     """
     said = read_adapter_config(folder)
     if (kind := said.get("peft_type")) != "LORA":
-        wrong = f"{folder / ADAPTER_CONFIG} is of a {brief(kind)} adapter"
-        raise CheckpointError(wrong, "give a LoRA or DoRA adapter (peft_type LORA)")
+        wrong = f"{folder / ADAPTER_CONFIG} has the peft_type {brief(kind)}"
+        raise CheckpointError(wrong, "give a LoRA or DoRA adapter, whose peft_type is LORA")
     rank = max([said.get("r") or 0, *(said.get("rank_pattern") or {}).values()])
     header = read_header(folder / ADAPTER, ADAPTER_AGAIN)
     shapes = (entry["shape"] for name, entry in header.items() if "lora" in name)

@@ -147,8 +147,11 @@ def test_what_does_not_fit_is_named():
         experts(x, index[:2], routed, held)
     with pytest.raises(ModelError, match=r"the first adapter is A \[3, 24, 3\]"):
         experts(x, index, routed, held, LoRA(a1.mT, b1, 1.0))
+    trained = ExpertWeights(weights["first"], weights["second"].requires_grad_(), SILU)
     with pytest.raises(ModelError, match="second requires a gradient"):
-        experts(x, index, routed, ExpertWeights(weights["first"], weights["second"].requires_grad_(), SILU))
+        experts(x, index, routed, trained)
+    with torch.no_grad():
+        assert torch.equal(experts(x, index, routed, trained), experts(x, index, routed, held))
 
 
 def test_dropout():

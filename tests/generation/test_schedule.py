@@ -7,8 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.generation.batch import bundles_of
+from halfbyte.generation.batch import FEWEST, bundles_of
 from halfbyte.generation.schedule import PAGE, Group, Pages, Row, Schedule, pages_of
+from halfbyte.ops.paged_attention import BUNDLE
 
 LONGEST, MOST = 3 * PAGE, 2 * PAGE
 
@@ -96,10 +97,10 @@ class Cache:
         for line, row in zip(table, rows, strict=False):
             line[: len(row.pages)] = row.pages
         bundles, common = bundles_of(table)
-        assert 2 * len(bundles) <= len(table)
+        assert FEWEST * len(bundles) <= len(table)
         found = np.zeros_like(common)
         for begin, count, pages in bundles:
-            assert count > 1
+            assert FEWEST <= count <= BUNDLE
             assert pages > 0
             assert not found[begin : begin + count].any()
             found[begin : begin + count] = pages
@@ -109,7 +110,7 @@ class Cache:
 
 
 groups_of = st.lists(
-    st.tuples(st.integers(1, LONGEST), st.lists(st.integers(1, MOST), min_size=1, max_size=5)), min_size=1, max_size=5
+    st.tuples(st.integers(1, LONGEST), st.lists(st.integers(1, MOST), min_size=1, max_size=6)), min_size=1, max_size=5
 )
 
 
@@ -148,17 +149,18 @@ def test_rows_join_several_at_a_time():
 
 
 def test_rows_with_a_common_beginning_make_bundles():
-    """Of 16 rows at most; one row more is alone. A row's own pages, and rows that are not there, are in none."""
-    table = np.zeros((27, 5), dtype=np.int32)
-    table[:17] = 3, 9, 0, 0, 0
+    """Of 4 to 16 rows: one row more is alone. A row's own pages, and rows that are not there, are in none."""
+    table = np.zeros((35, 5), dtype=np.int32)
+    table[:17, :3] = 3, 9, 0
     table[:17, 2] = 20 + np.arange(17)
-    table[17:19] = (4, 5, 6, 50, 0), (4, 5, 7, 51, 52)
-    table[19] = 70, 71, 0, 0, 0  # sent back between two of its group, and read again
-    table[20:22] = (4, 5, 53, 0, 0), (4, 5, 54, 0, 0)
-    table[22:24] = (60, 0, 0, 0, 0), (61, 0, 0, 0, 0)
+    table[17:21] = (4, 5, 6, 50, 0), (4, 5, 6, 51, 52), (4, 5, 7, 53, 0), (4, 5, 7, 54, 55)
+    table[21, :2] = 70, 71  # sent back between others of its group, and read again
+    table[22:26] = [(4, 5, 60 + row, 0, 0) for row in range(4)]
+    table[26:29] = [(8, 80 + row, 0, 0, 0) for row in range(3)]
+    table[29:31, 0] = 90, 91
     bundles, common = bundles_of(table)
-    assert bundles.tolist() == [[0, 16, 2], [17, 2, 2], [20, 2, 2]]
-    assert common.tolist() == [2] * 16 + [0, 2, 2, 0, 2, 2] + [0] * 5
+    assert bundles.tolist() == [[0, 16, 2], [17, 4, 2], [22, 4, 2]]
+    assert common.tolist() == [2] * 16 + [0] + [2] * 4 + [0] + [2] * 4 + [0] * 9
     assert (bundles.dtype, common.dtype) == (np.int32, np.int32)
     assert [each.tolist() for each in bundles_of(table[:1])] == [[], [0]]
 

@@ -28,6 +28,7 @@ ROWS = [
     Case("57 train -h", "train -h", code=0, says="--resume"),
     Case("+ a misspelt key", both("learning_rat=1"), says="learning_rat", fix="learning_rate"),
     Case("+ a key without a value", both("learning_rate"), code=(1, 2), says="learning_rate"),
+    Case("+ a key without a name", "check run.yaml =3", code=2, says="=3", fix="KEY=VALUE"),
     Case("+ a misspelt file", ("check runn.yaml", "train runn.yaml"), says="runn.yaml", fix="run.yaml"),
     *some(
         Case(f"74 stdout in {name}", SHOWN, code=0, environment={"PYTHONIOENCODING": name}) for name in OLD_TERMINALS

@@ -1,6 +1,6 @@
 """merge and export."""
 
-from hostile import Case, mode
+from hostile import Case, Link, mode
 from rows_models import NORM, QUERY, WEIGHTS, nan
 
 ROWS = [
@@ -35,6 +35,9 @@ ROWS = [
         for wishes in [{"signal": name, "when": aside}]
     ],
     Case("60 merge into /proc", "merge run /proc/m", says="/proc/m", given=("run",), never=("no space",)),
+    Case(
+        "+ merge onto a link to nowhere", "merge run m", says="m exists", given=("run",), files={"m": Link("nowhere")}
+    ),
     Case("+ merge over something", "merge run model", says="model", given=("run",)),
     Case("+ an unknown type", "export model --gguf q9_9", says="q9_9", fix="q8_0"),
     Case("+ an unknown format", "merge run m --quantize nf5", says="nf5", given=("run",)),

@@ -32,6 +32,42 @@ ROWS = [
         says="no room for an answer",
         fix="max_completion_length",
     ),
+    policy("+ one answer to a prompt", "reward_funcs=repetition num_generations=1", says="num_generations"),
+    policy("+ a prompt as long as a row", "reward_funcs=repetition max_length=6", says=("prompt", "no room")),
+    policy("+ a loss of pairs", "reward_funcs=repetition loss_type=sigmoid", says="sigmoid", fix="method: dpo"),
+    policy(
+        "+ a reference that cannot be taken off",
+        "reward_funcs=repetition beta=0.1 use_peft=false load_in_4bit=false",
+        says="beta",
+        fix="beta: 0",
+    ),
+    policy("+ a reward of a column that is not there", "reward_funcs=exact", says=("exact", "further columns")),
+    policy(
+        "+ a reward from a hub", "reward_funcs=someone/rewards", says="someone/rewards", fix="hub ids are not taken"
+    ),
+    policy("+ a file without function", "reward_funcs=r.py", says="names no function", fix="r.py:FUNCTION"),
+    policy(
+        "+ pages for less than an answer",
+        "reward_funcs=repetition rollout_memory_gib=1e-9",
+        says="rollout_memory_gib",
+        fix="kv_cache",
+    ),
+    policy(
+        "+ bounds the wrong way around",
+        "reward_funcs=repetition importance_sampling_clip_min=5",
+        says="importance_sampling_clip_min",
+    ),
+    policy(
+        "+ sequences' ratios for a loss that multiplies tokens'",
+        "reward_funcs=repetition loss_type=vespo importance_sampling_mode=sequence_mask",
+        says="importance_sampling_mode",
+        fix="token_truncate",
+    ),
+    Case("+ dynamic sampling of pairs", both("method=dpo dynamic_sampling=true"), says="dynamic_sampling", fix="grpo"),
+    policy("+ an engine of its own", "reward_funcs=repetition use_vllm=true", says="use_vllm", fix="packed weights"),
+    policy("+ a server", "reward_funcs=repetition vllm_server_base_url=http://a", says="vllm_server_base_url"),
+    reward("+ a file without that function", "def g(**_):\n    return []\n", ("r.py", "f")),
+    reward("+ a reward without end in size", "def f(completions, **_):\n    return [float('inf')] * 2\n", "inf"),
     reward("+ a reward that is no Python", "def f(:\n", ("r.py", "SyntaxError")),
     reward("+ a reward of words", "def f(completions, **_):\n    return ['good'] * len(completions)\n", "gave a str"),
     *later(

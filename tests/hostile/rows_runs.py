@@ -130,6 +130,7 @@ ROWS = [
         after=RAN,
         gone=RAN,
     ),
+    stopped("+ the newest may not be read", {ALL[1]: mode(0)}, code=0, says="checkpoint-4", after=RAN, gone=RAN),
     Case(
         "+ the run's folder for a checkpoint",
         f"train run.yaml {STOPPED} resume_from_checkpoint=stopped",

@@ -1,4 +1,4 @@
-"""The parity tests again without a GPU: in Triton's interpreter, in processes of their own.
+"""The parity tests again without a GPU: in Triton's interpreter, in a process of their own.
 
 Triton reads TRITON_INTERPRET when a kernel is decorated, and an interpreted kernel is no use to the rest of the suite.
 """
@@ -18,16 +18,14 @@ PATTERN = r"parity\.mark|\bmark, |\"interpret\"|interpret="
 PARITY = sorted(
     path.name for path in HERE.glob("test_*.py") if path != Path(__file__) and re.search(PATTERN, path.read_text())
 )
-PROCESSES = 2  # importing takes as long as many of the tests
 
 
 @pytest.mark.interpret
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process of its own")
-@pytest.mark.parametrize("part", range(PROCESSES))
-def test_in_the_interpreter(part):
+def test_in_the_interpreter():
     options = ["-q", "-p", "no:cacheprovider", "-x", "-m", "interpret"]
-    command = [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in PARITY[part::PROCESSES])]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in PARITY)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -5,14 +5,17 @@ import weakref
 
 import pytest
 import torch
-from expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks
+import transformers
+from expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks, upcycled
 from safetensors.torch import load_file, save_file
 
 from halfbyte import notices
+from halfbyte.config import Origin
 from halfbyte.errors import CheckpointError, ModelError
-from halfbyte.formats import Blockwise4, Stack
+from halfbyte.formats import Blockwise4, Mxfp4, Stack
 from halfbyte.models import stacks as loading
 from halfbyte.models.load import load_model
+from halfbyte.models.whole import check_whole
 from halfbyte.tensor import QuantizedTensor
 
 
@@ -159,3 +162,56 @@ def test_what_is_wrong_with_an_expert_is_named(saved, tmp_path):
         load(damaged(folder, tmp_path, lambda entries: entries.pop(name)))
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight has shape \(31, 64\)"):
         load(damaged(folder, tmp_path, lambda entries: entries.update({name: entries[name][:31].clone()})))
+
+
+@pytest.mark.parametrize("slices", [False, True], ids=["copies", "slices"])
+def test_real_weights_upcycled_compute_what_the_dense_model_does(slices, shared, tmp_path):
+    """Eight copies of each MLP, two weights that sum to one; or eight slices of it, all chosen."""
+    dense = load_model(str(shared / "models/llama-40m"), load_in_4bit=False, dtype="float32", device="cpu")
+    upcycled(dense, slices=slices).save_pretrained(tmp_path)
+    ids = torch.arange(100, 164).view(2, 32)
+    keys = {"dtype": "float32", "device": "cpu"}
+    whole = load_model(str(tmp_path), load_in_4bit=False, **keys)
+    whole.set_experts_implementation("halfbyte")
+    for parameter in whole.parameters():
+        parameter.requires_grad_(False)
+    cases = [(whole, dense)]
+    if not slices:  # a slice of a column's block is no block: other bytes
+        plain = {"bnb_4bit_use_double_quant": False} | keys  # whose scales are those of each expert alone
+        quantized = load_model(str(shared / "models/llama-40m"), **plain)
+        cases.append((load_model(str(tmp_path), **plain), quantized))
+    for mixed, alone in cases:
+        with torch.no_grad():
+            mine, expected = mixed(ids).logits, alone(ids).logits
+        assert (mine - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_gpt_oss_as_it_is_published(tmp_path):
+    """MXFP4 experts beside 16-bit linears: the file's codes, never quantized again."""
+    model = mixture("GptOss").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    entries, expected = load_file(tmp_path / "model.safetensors"), {}
+    for key in [key for key in entries if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stack = QuantizedTensor.join(entries.pop(key).mT.contiguous(), Mxfp4(), model.get_parameter(key).mT.shape)
+        count, rows, half = stack.packed.shape
+        entries[f"{key}_blocks"], entries[f"{key}_scales"] = stack.packed.view(count, rows, half // 16, 16), stack.scale
+        expected[key] = stack
+    save_file(entries, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    skip = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skip}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    check_whole(Origin(str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path))
+    stored = load(tmp_path)
+    assert stacks(stored).keys() == expected.keys()
+    for key, stack in stacks(stored).items():
+        assert torch.equal(stack.packed, expected[key].packed)
+        assert torch.equal(stack.scale, expected[key].scale)
+    assert type(stored.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    torch.testing.assert_close(logits(stored), logits(dequantized(mixture("GptOss"), stored)), rtol=0, atol=1e-6)
+
+    gone = {key: value for key, value in entries.items() if not key.endswith("1.mlp.experts.down_proj_scales")}
+    save_file(gone, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj_scales is missing"):
+        load(tmp_path)

@@ -2,17 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import transformers
 from patch_models import loop_over_documents, tiny
-from whole import run, write_place
+from whole import Left, run, trains, write_place
 
 from halfbyte import models
 from halfbyte.autograd import attention as causal
-from halfbyte.config import Parallel
+from halfbyte.config import Parallel, Sliced
 from halfbyte.data.collate import PackedCollator
 from halfbyte.errors import ConfigError
 from halfbyte.models import attention
@@ -21,6 +22,7 @@ from halfbyte.models.layer import causal_lm_of
 from halfbyte.models.patch import patch
 from halfbyte.models.slices import check_divided_like, divided
 from halfbyte.parallel import ROWS, Mesh, slice_of, sum_gradients
+from halfbyte.train import prepare
 from halfbyte.train.callbacks import noisy_embeddings
 
 pytestmark = pytest.mark.dist
@@ -309,6 +311,28 @@ def test_a_run_is_that_of_one_process(place, two, tmp_path, packing):
         for name in ("adapter", "checkpoint-3"):
             (found.folder / name).rename(found.folder / f"{name}.away")
         run(None, place, found.folder, resume=str(found.folder / "checkpoint-2"), **keys).same_as(alone)
+
+
+def divides_all(mesh, place, output, keys):
+    """A case: a whole run whose plan finds no room for whole frozen weights."""
+    planned = prepare.estimate
+
+    def estimated(*given, **more):
+        plan = planned(*given, **more)
+        return replace(plan, layout=Sliced(**vars(plan.layout)))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prepare, "estimate", estimated)
+        trains(mesh, place, output, keys, None)
+
+
+def test_frozen_weights_in_slices(place, two, tmp_path):
+    """Along the same processes that have slices of each row."""
+    keys = {"packing": True, "max_length": 40, "gradient_accumulation_steps": 2}
+    two.run(divides_all, place, tmp_path / "out", keys | {"parallel": {"context": 2}})
+    found = Left(tmp_path / "out")
+    found.same_as(run(None, place, tmp_path / "alone", **keys))
+    assert 0 < found.trained[0]["gather_share"] < 1
 
 
 def noise(mesh, alpha):

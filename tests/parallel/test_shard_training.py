@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from whole import run, write_place
+from whole import Left, run, trains, write_place
 
 from halfbyte.parallel import trained
+from halfbyte.train import prepare, sft
 
 pytestmark = pytest.mark.dist
 
@@ -52,6 +54,25 @@ def copied_to(folder, run):
     """A run that stopped after its fourth step."""
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns("adapter", "model", "checkpoint-5", ".lock"))
     return folder
+
+
+def trains_from_the_host(mesh, place, output, keys):
+    """A case: a whole run whose plan has the slices of two layers wait in the host's memory."""
+    planned, seen = prepare.estimate, []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prepare, "estimate", lambda *given, **more: replace(planned(*given, **more), hosted=(1, 2)))
+        real = sft.shard_model
+        patched.setattr(sft, "shard_model", lambda *given, **more: seen.append(more["on_host"]) or real(*given, **more))
+        trains(mesh, place, output, keys, None)
+    return seen
+
+
+def test_slices_that_wait_on_the_host(place, alone, two, tmp_path):
+    keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
+    assert two.run(trains_from_the_host, place, tmp_path / "out", keys) == [[(1, 2)]] * 2
+    found = Left(tmp_path / "out")
+    found.same_as(alone)
+    assert found.memory["hosted"] == [1, 2]
 
 
 def test_slices_of_two_replicas(place, alone, four, tmp_path):

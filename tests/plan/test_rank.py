@@ -9,7 +9,7 @@ import transformers
 from test_policy import SHORT
 
 from halfbyte.cli.meshes import BESIDE
-from halfbyte.config import Parallel, RunConfig
+from halfbyte.config import Parallel, RunConfig, Sliced
 from halfbyte.config.combinations import layouts, obstacle
 from halfbyte.memory.batches import Batches
 from halfbyte.models.products import divide_products
@@ -114,6 +114,21 @@ def test_as_many_slices_leave_as_the_host_has_room_for(shapes_70b, monkeypatch):
     assert len(plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys).hosted) > 15
     assert plan_of(shapes_70b, Parallel(shard=2), 20.9, **keys).hosted == ()  # head and embedding are loaded whole
     assert plan_of(shapes_70b, Parallel(), 21.5, **keys).hosted == ()
+
+
+def test_context_alone_divides_frozen_bytes_where_they_do_not_fit(shapes_70b):
+    """35 GiB of blocks; embedding, head and adapters stay whole."""
+    keys = {"activation_checkpointing": "offload", "max_length": 32768, "per_device_train_batch_size": 1}
+    whole, sliced = (plan_of(shapes_70b, Parallel(context=4), gib, **keys) for gib in (139.0, 40.0))
+    assert type(whole.layout) is Parallel
+    assert type(sliced.layout) is Sliced
+    assert str(sliced.layout) == "{context: 4}"
+    assert (whole.weights - sliced.weights) / GIB == pytest.approx(0.75 * 2 * 16.44, rel=0.01)
+    assert whole.gathers == 0 < sliced.gathers
+    assert whole.fits
+    assert sliced.fits
+    assert "in slices" in sliced.reason
+    assert type(plan_of(shapes_70b, Parallel(tensor=2, context=2), 30.0, **keys).layout) is Parallel
 
 
 def test_70b_step_on_one_gpu_takes_what_arithmetic_says(shapes_70b):
@@ -297,8 +312,8 @@ def test_auto_divides_what_does_not_fit(shapes_70b):
     assert "as {pipeline: 2}" in reason
 
 
-def test_what_fits_nowhere_is_said(shapes_70b):
-    option, reason = meshes_of(shapes_70b, 12, RTX_4090, gradient_accumulation_steps=2).choose(2)
+def test_what_fits_nowhere_is_said(shapes_8b):
+    option, reason = meshes_of(shapes_8b, 1, RTX_4090, gradient_accumulation_steps=2).choose(2)
     assert not option.fits
     assert reason.startswith("nothing fits; it needs least")
 

@@ -13,6 +13,7 @@ from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.evaluate import evaluate
+from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train.generations import Generations
 from halfbyte.train.rewarded import passes
 from halfbyte.train.sft import finetune, train
@@ -133,6 +134,25 @@ def test_accumulated_equals_the_large_batch(prompts, tmp_path):
         for mine, theirs in zip(first, second, strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+def test_prompts_are_computed_once_and_the_steps_are_the_same(prompts, tmp_path):
+    """Beside a run whose answers have a prompt each; generations of two steps, with log-probabilities from before."""
+    more = {"max_steps": 4, "steps_per_generation": 4, "beta": 0.1}
+    run(prompts, tmp_path / "once", **more)
+    run(prompts, tmp_path / "apart", use_kernels=False, **more)
+    once, apart = (
+        [record for record in lines(tmp_path / name / "metrics.jsonl") if record["kind"] == "train"]
+        for name in ("once", "apart")
+    )
+    for mine, other in zip(once, apart, strict=True):
+        assert mine["reward"] == other["reward"]
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-5)
+        assert mine["tokens"] < other["tokens"]
+        assert mine["trained_tokens"] == other["trained_tokens"]
+    assert json.loads((tmp_path / "once/checks.json").read_text())["shared_prompts"]["largest_difference"] < 1e-4
+    report = json.loads((tmp_path / "once/data_report.json").read_text())["train"]
+    assert report["computed_tokens"] < report["tokens_apart"]
 
 
 def test_a_function_given_in_python(prompts, tmp_path):
@@ -328,3 +348,14 @@ def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
     again = {"reward_funcs": [f"{file}:silent", {"regex": "never this"}], **more}
     run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **again)
     assert "reward-constant:regex" in notices.said()
+
+
+def test_the_best_checkpoint_is_kept(prompts, tmp_path, monkeypatch):
+    """By the rewards of held-out prompts, beside the newest; without evaluations none is."""
+    rewards = iter([0.1, 0.5, 0.9, 0.4, 0.3])
+    own = Generations.evaluate
+    monkeypatch.setattr(Generations, "evaluate", lambda *a: own(*a) | {"reward": next(rewards)})
+    more = {"max_steps": 4, "save_steps": 1, "save_total_limit": 1, "eval_steps": 1, "eval_split_size": 2}
+    run(prompts, tmp_path / "out", max_completion_length=3, **more)
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert checkpoints.best(tmp_path / "out").name == "checkpoint-2"

@@ -117,6 +117,7 @@ def test_prompts_are_computed_once_and_the_steps_are_the_same(data, tmp_path, me
     assert losses(tmp_path / "once") == pytest.approx(losses(tmp_path / "apart"), rel=1e-4)
     once, apart = (json.loads((tmp_path / name / "data_report.json").read_text()) for name in ("once", "apart"))
     assert once["train"]["computed_tokens"] < once["train"]["tokens_apart"]
+    assert "fewer computed" in (tmp_path / "once" / "report.html").read_text()
     assert once["eval"]["computed_tokens"] < once["eval"]["tokens_apart"]
     assert "computed_tokens" not in apart["train"]
     tokens = [sum(record["tokens"] for record in records(tmp_path / name)) for name in ("once", "apart")]

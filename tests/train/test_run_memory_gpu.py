@@ -9,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.config import load_config
+from halfbyte.notices import forget
+from halfbyte.notices import said as said_by_now
 from halfbyte.train import sft
 
 pytestmark = pytest.mark.gpu
@@ -110,6 +112,7 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     keys |= {"max_length": LONGEST, "sample_prompts": 1, "sample_max_new_tokens": 8, "save_steps": STEPS}
     keys |= {"model_name_or_path": str(place / "model"), "dataset": str(place / "rows.jsonl"), "device": "cuda"}
     torch.cuda.empty_cache()
+    forget()
     beside = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # what other tests of this process hold
     sft.train(load_config(None, keys | {"output_dir": str(tmp_path / "out")} | CASES[name]))
     memory = json.loads((tmp_path / "out" / "memory.json").read_text())
@@ -124,6 +127,7 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
         f" {SETTLED}: {said}; graphs {measured.get('graph_pool_bytes', 0) // MIB}; levels {memory['levels']}"
     )
     assert len(found) == STEPS
+    assert not [notice for notice in said_by_now() if notice.startswith("generation")]  # the engine answered
     assert peak <= ABOVE_PLAN * planned
     if memory["cuda_graphs"]:  # whose pool is reserved, and not allocated
         assert reserved <= ABOVE_PLAN * planned

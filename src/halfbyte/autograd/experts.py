@@ -29,10 +29,14 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from ..formats import Blockwise4
 from ..ops.experts import LowRank, Routing, StackedWeight, check_index, combine, grouped_outer, grouped_product, route
 from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from .function import OnceFunction
-from .lora import LoRA, gradient_dtype, is_quantized, to_compute_dtype
+from .lora import LoRA, dense, gradient_dtype, is_quantized, to_compute_dtype
+
+# Rows an expert, on average, above which a stack is decoded once for its product, not in each tile.
+DECODED_ROWS = 128
 
 Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a unit that no formula of ours says, differentiable by torch
 
@@ -103,7 +107,7 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
         raise ModelError(f"experts: {shapes}", "give each token k indices and k weights")
     frozen = {name: getattr(weights, name) for name in ("first", "second", "first_bias", "second_bias")}
     for name, tensor in frozen.items():
-        if tensor is not None and tensor.requires_grad:
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise ModelError(f"experts: {name} requires a gradient", "freeze it, or use another experts_implementation")
     pairs = {"first": (weights.first, loras[0]), "second": (weights.second, loras[1])}
     for name, (weight, lora) in pairs.items():
@@ -115,12 +119,14 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
             raise ModelError(f"experts: the {name} adapter is {found}", "give A [E, r, K] and B [E, N, r]")
 
 
-def stack_of(weight: Tensor) -> StackedWeight:
-    """A frozen parameter [E, N, K], quantized or plain, as ops take it."""
+def stack_of(weight: Tensor, dtype: torch.dtype, slots: int) -> StackedWeight:
+    """A frozen parameter [E, N, K] as ops take it for so many slots: packed, or its values, where those are faster."""
     experts_, rows, columns = weight.shape
-    if is_quantized(weight):
-        return StackedWeight(weight.parts, (experts_, rows, columns), weight.format)  # type: ignore[attr-defined]
-    return StackedWeight.plain(weight.detach())
+    if not is_quantized(weight):
+        return StackedWeight.plain(weight.detach().to(dtype))
+    if slots > DECODED_ROWS * experts_ or not (weight.is_cpu or isinstance(weight.format, Blockwise4)):  # type: ignore[attr-defined]
+        return StackedWeight.plain(dense(weight, dtype))
+    return StackedWeight(weight.parts, (experts_, rows, columns), weight.format)  # type: ignore[attr-defined]
 
 
 class _Adapter(NamedTuple):
@@ -159,7 +165,13 @@ def _project(
         u = grouped_product(read, StackedWeight.plain(adapter.a), routing, gather)
         low_rank = LowRank(u, adapter.b, adapter.scale)
     bias = None if bias is None else bias.to(x.dtype)
-    return grouped_product(x, stack_of(weight), routing, gather, low_rank=low_rank, bias=bias), u, mask
+    return (
+        grouped_product(
+            x, stack_of(weight, x.dtype, routing.order.numel()), routing, gather, low_rank=low_rank, bias=bias
+        ),
+        u,
+        mask,
+    )
 
 
 def _low_rank_gradient(grad: Tensor, adapter: _Adapter | None, routing: Routing, gather: bool) -> Tensor | None:
@@ -179,11 +191,12 @@ def _input_gradient(
     gather: bool,
 ) -> Tensor:
     """grad·W + v·A of each row, the latter where `mask` [S, ·] of the adapter's dropout has ones."""
+    stack = stack_of(weight, grad.dtype, routing.order.numel())
     low_rank = None if adapter is None or v is None else LowRank(v, adapter.a, 1.0)
     if mask is None or adapter is None or v is None:
-        return grouped_product(grad, stack_of(weight), routing, gather, turned=True, low_rank=low_rank)
+        return grouped_product(grad, stack, routing, gather, turned=True, low_rank=low_rank)
     term = grouped_product(v, StackedWeight.plain(adapter.a), routing, turned=True)
-    return grouped_product(grad, stack_of(weight), routing, gather, turned=True) + adapter.dropped(term, mask)
+    return grouped_product(grad, stack, routing, gather, turned=True) + adapter.dropped(term, mask)
 
 
 def _unit(c: Tensor, unit: Unit | Gate) -> Tensor:

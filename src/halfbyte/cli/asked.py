@@ -37,7 +37,8 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     if len(names) == 1 and not _is_model(names[0]):
         return load_config(names[0], overrides), Path(names[0])
     if len(names) > 1 and Path(names[0]).suffix.lower() in _YAML:
-        raise UsageError(f"{names[1]} is no KEY=VALUE, and {names[0]} names its own data", f"write dataset={names[1]}")
+        fix = "write KEY=VALUE" if "=" in names[1] else f"write dataset={names[1]}"
+        raise UsageError(f"{names[1]} is no KEY=VALUE, and {names[0]} names its own data", fix)
     if len(names) > 2:
         raise UsageError(f"{names[2]} is one name too many", f"write halfbyte {command} MODEL DATA [KEY=VALUE]...")
     keys = {word.partition("=")[0].removeprefix("--") for word in overrides}

@@ -110,7 +110,7 @@ def _line(option: Option) -> str:
     parts = ", ".join(f"{MEMORY_PARTS[part].name} {size(n)}" for part, n in plan.predicted().items() if part in
                       MEMORY_PARTS and n)  # fmt: skip
     words = [f"{name}: {'fits' if plan.fits else 'does NOT fit'}: {size(plan.total)} a GPU ({parts})"]
-    if option.layout.shard > 1:
+    if plan.layout.slices > 1:
         stay = f", {len(plan.stays)} of its blocks stay" if plan.stays else ""
         host = f", slices of {len(plan.hosted)} blocks on the host" if plan.hosted else ""
         words.append(f"{size(plan.gathers)} gathered a step{stay}{host}")

@@ -1,7 +1,7 @@
 """What a run wants: one flat YAML file, the same names on the command line and in Python."""
 
 from .reading import TEXT_KEYS, allowed, explain, load_config
-from .resolve import Adapter, Origin, Parallel, Precision, Resolved, Storage, resolve, storage_of
+from .resolve import Adapter, Origin, Parallel, Precision, Resolved, Sliced, Storage, resolve, storage_of
 from .schema import (
     KEEP,
     SCHEDULES,
@@ -26,6 +26,7 @@ __all__ = [
     "Precision",
     "Resolved",
     "RunConfig",
+    "Sliced",
     "Storage",
     "allowed",
     "dump_config",

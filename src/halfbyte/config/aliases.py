@@ -8,6 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 RENAMED = {
+    # TRL, of rollouts
+    "vllm_importance_sampling_correction": "importance_sampling_correction",
+    "vllm_importance_sampling_mode": "importance_sampling_mode",
+    "vllm_importance_sampling_clip_max": "importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min": "importance_sampling_clip_min",
+    "vllm_importance_sampling_cap": "importance_sampling_clip_max",
     # Axolotl
     "base_model": "model_name_or_path",
     "revision_of_model": "model_revision",
@@ -130,7 +136,14 @@ HARMLESS = {
     "unsloth_lora_mlp": _OWN_KERNELS,
 }
 
+_OWN_ENGINE = "remove it; answers are drawn from the weights that train, by halfbyte's own engine"
 NOT_BUILT = {
+    "rollout": _OWN_ENGINE,
+    "use_vllm": _OWN_ENGINE,
+    "vllm_mode": _OWN_ENGINE,
+    "vllm_server_base_url": _OWN_ENGINE,
+    "vllm_server_host": _OWN_ENGINE,
+    "use_transformers_continuous_batching": _OWN_ENGINE,
     "use_ray": "remove it, and start the run with `halfbyte train`, or torchrun on each host",
     "sync_ref_model": "remove it; the reference stays what the run began with",
     "dpo_norm_loss": "set loss_type: sigmoid_norm, which takes the mean log-prob of an answer's tokens",
@@ -158,6 +171,14 @@ NOT_BUILT = {
 }
 
 NO_EQUIVALENT = {
+    "use_vllm": "remove it; rollouts are sampled here, from the packed weights",
+    "vllm_mode": "remove it; rollouts are sampled here, from the packed weights",
+    "vllm_server_base_url": "remove it; rollouts are sampled here, from the packed weights",
+    "vllm_server_host": "remove it; rollouts are sampled here, from the packed weights",
+    "vllm_gpu_memory_utilization": "set rollout_memory_gib, or nothing: it is planned",
+    "use_transformers_paged": "remove it; rollouts are sampled over pages",
+    "tools": "remove it; answers are of one turn, without tools",
+    "environment_factory": "remove it; answers are of one turn, without an environment",
     "max_prompt_length": "remove it; max_length is of a prompt with its answer",
     "rpo_alpha": "set loss_type: [sigmoid, sft] and loss_weights: [1, rpo_alpha]",
     "ref_model": "remove it; the reference is the model without its adapter, or with that of adapter_path",

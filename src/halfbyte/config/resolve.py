@@ -117,6 +117,16 @@ class Parallel:
         return f"{{{', '.join(f'{name}: {n}' for name, n in ways.items() if n > 1) or 'data: 1'}}}"
 
 
+@dataclass(frozen=True)
+class Sliced(Parallel):
+    """The same ways, where frozen bytes are divided along `context` without any `shard`: what the memory plan makes of
+    a run that fits no device whole."""
+
+    @property
+    def slices(self) -> int:
+        return self.context
+
+
 class Adapter(AdapterSection):
     """The low-rank adapter of a run, and the model under it."""
 

@@ -24,6 +24,9 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
     or packed ones, which are taken to be full."""
     train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
+    if data.counted > 1:
+        rows = -(-config.per_device_train_batch_size // data.counted)
+        config = config.model_copy(update={"per_device_train_batch_size": rows})
     if data.together > 1:
         config = _of_documents(config, data.together, data.shared)
     found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))

@@ -19,6 +19,7 @@ from ..models.branches import BOUNDS, BRANCHES, KEY_PLACES, LONGEST
 from .collate import DOCUMENTS, Batch, Collator, PackedCollator, width_of
 
 ANSWERS = "answers"  # a row's column: how many answers follow each of its prompts
+GIVEN = "given"  # of a row that is one document: tokens of its prompt
 
 Row = dict[str, Any]
 
@@ -49,6 +50,22 @@ def trees_of(row: Row) -> list[Tree]:
     """The trees of a row with the columns `ANSWERS` and seq_lengths (each prompt's tokens, then its answers')."""
     lengths = iter(row["seq_lengths"])
     return [Tree(next(lengths), tuple(next(lengths) for _ in range(count))) for count in row[ANSWERS]]
+
+
+def as_trees(rows: Sequence[Row]) -> list[Row]:
+    """Rows of trees from rows of a prompt, of `GIVEN` tokens, with an answer each; adjacent ones share theirs."""
+    found: list[Row] = []
+    last: list[int] | None = None
+    for row in rows:
+        ids, given = list(row["input_ids"]), row[GIVEN]
+        if ids[:given] != last:
+            last = ids[:given]
+            found.append({"input_ids": list(last), "seq_lengths": [given], ANSWERS: [0]})
+        tree = found[-1]
+        tree["input_ids"] += ids[given:]
+        tree["seq_lengths"].append(len(ids) - given)
+        tree[ANSWERS][0] += 1
+    return found
 
 
 def document_places(tree: Tree, begin: int) -> Iterator[np.ndarray]:

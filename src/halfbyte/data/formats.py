@@ -147,7 +147,7 @@ def check_mapping(source: Source, mapped: Mapping[str, str], parts: Sequence[str
     present = columns_of(source)
     for part, column in mapped.items():
         if other := next((each for each in given if each != part and given[each] == given.get(part)), None):
-            wrong = f"column_mapping: the column {brief(column)} is to be both {other} and {part}"
+            wrong = f"column_mapping: the column {brief(column)} is to be both {part} and {other}"
             raise DataError(wrong, "give each part a column of its own")
         if part not in parts:
             raise DataError(

@@ -251,10 +251,10 @@ def answer_collator(
     numbers: tuple[str, ...] = (),
     answers: int = PAIR,
 ) -> AnswerCollator:
-    """The collator that `config` asks for, of rows with so many answers; a flat row holds `PAIR` of up to max_length
+    """The collator that `config` asks for, of rows with so many answers; a flat row holds as many of up to max_length
     tokens."""
     if config.packing or config.padding_free:
-        config = config.model_copy(update={"max_length": PAIR * config.max_length})
+        config = config.model_copy(update={"max_length": answers * config.max_length})
     rounded = device is not None and rounds_widths(device)
     return AnswerCollator(make_collator(config, tokenizer, device), rounded, prompts, numbers, answers)
 

@@ -56,6 +56,7 @@ class PreparedData:
         report: the contents of data_report.json.
         answers: documents that each row of the data stands for; rows of several have seq_lengths, packed or not.
         together: how many of these one forward takes.
+        counted: what each row is of per_device_train_batch_size.
         shared: whether the documents of a row share their prompt, which stands once before them (`branches`).
     """
 
@@ -65,6 +66,7 @@ class PreparedData:
     answers: int = 1
     together: int = 1
     shared: bool = False
+    counted: int = 1
 
 
 @dataclass

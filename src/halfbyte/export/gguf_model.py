@@ -6,6 +6,7 @@ and checked.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -148,7 +149,7 @@ def output_path(source: Path | str, out: Path | str | None, name: str) -> Path:
         ConfigError: something is there.
     """
     path = Path(out) if out else (Path(source) if Path(source).is_dir() else Path()) / name
-    if path.exists():
+    if os.path.lexists(path):
         raise ConfigError(f"{path} exists already; export does not overwrite", "name another file, or remove this one")
     return path
 

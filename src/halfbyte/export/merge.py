@@ -13,6 +13,7 @@ What is stored quantized is judged, too (judge.py): a target in which the update
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -233,7 +234,7 @@ def slug(quantize: str) -> str:
 def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
     if base not in BASES:
         raise ConfigError(f"base: {base!r} is not one of {', '.join(BASES)}", "use auto")
-    if not out.exists():
+    if not os.path.lexists(out):
         return
     if not out.is_dir() or not overwrite:
         raise ConfigError(f"{out} exists already; merge does not overwrite", "name another folder, or remove this one")

@@ -313,6 +313,8 @@ def entry_name(name: str, suffix: str) -> str:
     """Key in a checkpoint of the entry with this suffix of parameter `name`."""
     if suffix.startswith("../"):
         return name.rpartition(".")[0] + name.rpartition(".")[1] + suffix[3:]
+    if suffix.startswith("_"):
+        return name + suffix
     return f"{name}.{suffix}" if suffix else name
 
 
@@ -321,6 +323,8 @@ def parameter_of_entry(entry: str, suffix: str) -> str | None:
     if suffix.startswith("../"):
         module, dot, last = entry.rpartition(".")
         return f"{module}{dot}weight" if last == suffix[3:] else None
+    if suffix.startswith("_"):
+        return entry.removesuffix(suffix) if entry.endswith(suffix) else None
     return entry.removesuffix(f".{suffix}") if entry.endswith(f".{suffix}") else None
 
 

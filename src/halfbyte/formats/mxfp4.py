@@ -92,6 +92,8 @@ class Mxfp4(Format):
         if {BLOCKS, SCALES} & state.keys():
             labels = {"packed": f"{name}{BLOCKS}", "scale": f"{name}{SCALES}"}
             parts, shape = _stacked(state, labels)
+            _check_values(parts["scale"], labels["scale"])
+            return (cls().stacked() if len(shape) == 3 else cls()), parts, shape, torch.bfloat16
         elif SCALE in state:
             labels = {"packed": name, "scale": entry_name(name, SCALE)}
             parts = {part: state[key] for part, key in (("packed", ""), ("scale", SCALE)) if key in state}
@@ -129,7 +131,8 @@ def _stacked(state: Parts, labels: Mapping[str, str]) -> tuple[dict[str, Tensor]
         expected = tuple(blocks.shape[:-1])
         raise CheckpointError(f"{labels['scale']} is {tuple(scales.shape)}, expected {expected}", DAMAGED)
     count = blocks.shape[-2]
-    parts = {"packed": blocks.reshape(-1, count * BLOCK // 2), "scale": scales.reshape(-1, count)}
+    rows = blocks.shape[:-2] if blocks.dim() == 4 else (-1,)  # of a stack, [E, N]
+    parts = {"packed": blocks.reshape(*rows, count * BLOCK // 2), "scale": scales.reshape(*rows, count)}
     return parts, (*blocks.shape[:-2], count * BLOCK)
 
 

@@ -21,6 +21,7 @@ GRAPHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a capt
 # line, a bundle's three numbers; last a row's table.
 LENGTH, LIVE, PROMPT, GENERATION, SOURCE, COMMON, BEGIN = range(7)
 TABLE = BEGIN + 3
+FEWEST = 4  # rows of a bundle: a launch has programs for as many bundles as there may be, and with fewer gains less
 SAVED = 1 / 8  # of all reads of pages: from which on those that rows have in common are read once for all of them
 
 Drawn = tuple[Tensor, Tensor]  # tokens int64 [R] and their log-probabilities fp32 [R]
@@ -109,8 +110,8 @@ class Batch:
     def _step(self, size: int, sampling: Sampling, columns: int | None) -> Drawn:
         """columns: of the tables that hold pages; None: all that there are."""
         tokens, book = self.tokens[:size], self.book[:size]
-        common = Shared(book[: size // 2, BEGIN:TABLE].contiguous(), book[:, COMMON].contiguous())
-        shared = common if self.shares else None
+        bundles, common = book[: size // FEWEST, BEGIN:TABLE], book[:, COMMON]
+        shared = Shared(bundles.contiguous(), common.contiguous()) if self.shares else None
         logits = self.decoder.step(tokens, book[:, LENGTH], book[:, TABLE:][:, :columns], shared)
         book[:, LENGTH] += book[:, LIVE]
         places = torch.stack([book[:, PROMPT], book[:, GENERATION], book[:, LENGTH]], dim=1)
@@ -126,7 +127,7 @@ def bundles_of(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tables: int32 [R, M]: pages of each row; 0 where there is none.
 
     Returns:
-        int32 [S, 3] and [R], as `Shared` has them, S ≤ R / 2.
+        int32 [S, 3] and [R], as `Shared` has them, S ≤ R / FEWEST.
     """
     alike = (tables[1:] == tables[:-1]) & (tables[1:] > 0)
     alike = np.logical_and.accumulate(alike, axis=1).sum(axis=1)  # pages that a row and the one before it begin with
@@ -136,8 +137,8 @@ def bundles_of(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     least = np.full(len(tables), tables.shape[1])
     least[:-1] = alike
     least[begins[1:] - 1] = tables.shape[1]  # a bundle's last row has nothing in common with what follows
-    pages = np.where(counts > 1, np.minimum.reduceat(least, begins), 0)
-    bundles = np.stack([begins, counts, pages], axis=1)[counts > 1]
+    pages = np.where(counts >= FEWEST, np.minimum.reduceat(least, begins), 0)
+    bundles = np.stack([begins, counts, pages], axis=1)[counts >= FEWEST]
     return bundles.astype(np.int32), np.repeat(pages, counts).astype(np.int32)
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..adapters import compute_dtype_of
 from ..families import scale_of
-from ..layers.plain import hooked
+from ..layers.plain import hooked, watched
 from ..models.head import configured_head
 from ..models.layer import Half, LayerView, epsilon, layer_view
+from ..models.patched import is_bound
 from ..models.sharding import sharded
 from ..ops.decode_layers import DecoderLayer
 from ..ops.glu import glu
@@ -203,6 +204,7 @@ def _views(causal: Any) -> list[LayerView]:
             raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
     if any(is_divided(view.attention_half.inner) for view in views):
         raise Unknown("its products are divided over processes")
-    if any(hooked(module) for module in (causal.lm_head, backbone.embed_tokens, backbone.norm)):
+    around = causal.lm_head, backbone.embed_tokens, backbone.norm
+    if any(watched(module) if is_bound(module) else hooked(module) for module in around):
         raise Unknown("it has hooks")
     return views

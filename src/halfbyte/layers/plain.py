@@ -87,13 +87,13 @@ def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapt
 
 def hooked(module: nn.Module) -> bool:
     """True where something watches or replaces the module's forward, which a fused function would pass by."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    return watched(module) or "forward" in module.__dict__
+
+
+def watched(module: nn.Module) -> bool:
+    """True where hooks are on the module."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
 def _own_forward(module: nn.Module) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ..config import RunConfig
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -43,6 +45,12 @@ class Batches:
         """All of one shape."""
         shape = Shape(rows, length)
         return cls(shape, shape)
+
+    @classmethod
+    def of_full_rows(cls, config: RunConfig) -> Batches:
+        """Where the rows of a run are not known."""
+        rows, length = config.per_device_train_batch_size, config.max_length
+        return cls.alike(1, rows * length) if config.padding_free else cls.alike(rows, length)
 
     def longer(self, share: float) -> Batches:
         """All with `share` times the tokens."""

@@ -6,12 +6,13 @@ What is sampled is the loop's business (`train.generations`); here is what a row
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from ..config.policy import answers_a_generation, micro_batches_a_generation
 from ..errors import DataError
 from ..ops import IGNORE_INDEX
-from .base import Batch, Collate, Method, Metric, Numbers
+from .base import Batch, Collate, Method, Metric, Numbers, Rows
 from .policy import Policy
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class PolicyOptimization(Method):
     """
 
     rows = "prompts"
+    shares = True
 
     def __init__(self, config: RunConfig | None = None):
         if config is None:
@@ -87,8 +89,9 @@ class PolicyOptimization(Method):
         """Each prompt beside a text as long as it may become with an answer: what memory is planned for."""
         from dataclasses import replace
 
-        train = _with_room(data.train, config)
-        held_out = None if data.eval is None else _with_room(data.eval, config)
+        together = min(config.per_device_train_batch_size, config.num_generations or 2) if data.shared else 1
+        train = _with_room(data.train, config, together)
+        held_out = None if data.eval is None else _with_room(data.eval, config, together)
         needed = answers_a_generation(config) // (config.num_generations or 1)
         if len(train) < needed:
             raise DataError(
@@ -96,9 +99,13 @@ class PolicyOptimization(Method):
                 "give more data, or lower per_device_train_batch_size or gradient_accumulation_steps",
             )
         longest = config.max_completion_length * len(train)
-        sizes = {"rows": len(train), "tokens": sum(map(len, train["input_ids"])), "trained_tokens": longest}
+        given = sum(map(len, train["prompt_ids"]))
+        sizes = {"rows": len(train), "tokens": given + longest, "trained_tokens": longest}
+        if together > 1:
+            sizes |= {"computed_tokens": given + together * longest, "tokens_apart": together * (given + longest)}
         report = {**data.report, "train": {**data.report["train"], **sizes}}
-        return replace(data, train=train, eval=held_out, report=report)
+        data = replace(data, train=train, eval=held_out, report=report, shared=together > 1)
+        return replace(data, answers=together, together=together, counted=together)
 
     def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
         """Of an epoch: each generation's, as often as it is trained on; prompts that fill none are left out."""
@@ -131,15 +138,27 @@ class PolicyOptimization(Method):
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them."""
+        from dataclasses import replace
+
         import torch
 
-        base = super().collator(config, tokenizer, device)
+        from ..data.branches import GIVEN, BranchCollator, as_trees
+
+        base: Any = super().collator(config, tokenizer, device)
+        trees = replace(BranchCollator.like(base, 1), max_length=None)
 
         def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-            batch = base(rows)
-            labels = batch.pop("labels")
-            asked = torch.nn.functional.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1))
-            at = asked.flatten().nonzero().flatten()
+            if GIVEN in rows[0]:
+                batch, places = trees(as_trees(rows))
+                labels = [torch.tensor(row["labels"][1:]) for row in rows]
+                each = zip(labels, map(torch.from_numpy, places), strict=True)
+                at = torch.cat([where[:-1][behind != IGNORE_INDEX] for behind, where in each])
+                wanted = torch.cat([behind[behind != IGNORE_INDEX] for behind in labels])
+            else:
+                batch = base(rows)
+                behind = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+                at = (behind != IGNORE_INDEX).nonzero().flatten()
+                wanted = behind[at]
             lengths = torch.tensor([len(row["sampled"]) for row in rows])
             flat = {"sampled": [x for row in rows for x in row["sampled"]]}
             for name in ("old", "reference"):
@@ -148,7 +167,7 @@ class PolicyOptimization(Method):
             return {
                 **batch,
                 "at": at,
-                "wanted": labels.flatten()[at + 1],
+                "wanted": wanted,
                 "answer": torch.arange(len(rows)).repeat_interleave(lengths),
                 "advantages": torch.tensor([row["advantage"] for row in rows]),
                 "items": torch.tensor([row["items"] for row in rows], dtype=torch.float64),
@@ -158,6 +177,11 @@ class PolicyOptimization(Method):
             }
 
         return collate
+
+    def tokens(self, rows: Rows) -> int:
+        from ..data.branches import GIVEN, as_trees
+
+        return super().tokens(as_trees(rows) if GIVEN in rows[0] else rows)
 
     def counts(self, batch: Batch) -> dict[str, float]:
         items = float(batch["items"].sum())
@@ -216,9 +240,18 @@ def _mismatch(apart: Tensor) -> dict[str, Tensor]:
     return {f"{name}/mean": size.sum(), f"{name}/max": largest, "sampling/outside": outside.to(size).sum()}
 
 
-def _with_room(rows: Dataset, config: RunConfig) -> Dataset:
-    """`rows`, each with `input_ids` and `labels` as long as its prompt with the longest answer."""
-    new = config.max_completion_length
-    ids = [[*prompt, *prompt[-1:] * new] for prompt in rows["prompt_ids"]]
+def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
+    """`rows`, each with `input_ids` and `labels` as long as its prompt with its longest answers, several of which share
+    it."""
+    from ..data.branches import ANSWERS
+
+    new, prompts = answers * config.max_completion_length, rows["prompt_ids"]
+    ids = [[*prompt, *prompt[-1:] * new] for prompt in prompts]
     labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
-    return rows.add_column("input_ids", ids).add_column("labels", labels)
+    columns: dict[str, list[list[int]]] = {"input_ids": ids, "labels": labels}
+    if answers > 1:
+        lengths = [[len(prompt), *[config.max_completion_length] * answers] for prompt in prompts]
+        columns |= {"seq_lengths": lengths, ANSWERS: [[answers]] * len(rows)}
+    for name, values in columns.items():  # without a name for the result all values would be hashed, by pickling them
+        rows = rows.add_column(name, values, new_fingerprint=uuid.uuid4().hex)
+    return rows

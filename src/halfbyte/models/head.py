@@ -256,7 +256,7 @@ def hidden_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> Tensor
     """Last hidden states [N, H], after the final norm, at positions `at` [N] of the flattened batch."""
     causal_lm = causal_lm_of(model)
     output = causal_lm.base_model(**share(model, backbone_inputs(model, inputs)), use_cache=False)
-    return output.last_hidden_state.flatten(0, -2)[at]
+    return _taken(output.last_hidden_state, at)
 
 
 def _rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
@@ -266,8 +266,15 @@ def _rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[T
     head, inputs = _head_of(model, inputs), share(model, inputs)
     if isinstance(head, str):
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
-        return model(**inputs, use_cache=False).logits.flatten(0, -2)[at], None
-    return causal_lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, -2)[at], head
+        return _taken(model(**inputs, use_cache=False).logits, at), None
+    return _taken(causal_lm.base_model(**inputs, use_cache=False).last_hidden_state, at), head
+
+
+def _taken(x: Tensor, at: Tensor) -> Tensor:
+    """Rows `at` of x [B, T, H], flattened. Gradients of a row that is taken often, as of a shared prompt's last token,
+    are added in one order: on CPUs `x[at]` would add by atomics, elsewhere `index_select`."""
+    x = x.flatten(0, -2)
+    return x.index_select(0, at) if x.device.type == "cpu" else x[at]
 
 
 def _entropies(logits: Tensor, differentiable: bool) -> Tensor:

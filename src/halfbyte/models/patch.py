@@ -44,7 +44,7 @@ FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 VIEWS: dict[str, type[Attention | GatedMLP]] = {"Attention": Attention, "MLP": GatedMLP}
 UNFUSED = {
-    "Experts": "no fused function routes tokens; transformers' experts run, their stacked weights in 16 bits",
+    "Experts": "their function is no part of the fused layer",
 }
 
 

@@ -19,7 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..architectures import beside_text, expert_stacks, kept_whole, quantizable, stays_whole
+from ..architectures import beside_text, expert_stacks, kept_whole, quantizable, runs_experts, stays_whole
 from ..config import Storage, storage_of
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
@@ -306,8 +306,8 @@ class HalfbyteQuantizer(HfQuantizer):
                 raise CheckpointError(f"{name} is missing from the checkpoint", "re-download the checkpoint")
         for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
             _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
-        for module in self.stacks.values():
-            module.requires_grad_(False)  # biases, too: their gradients would pass by the stacks
+        for module in filter(runs_experts, model.modules()) if self.stacks else ():
+            module.requires_grad_(False)  # biases, and experts left in 16 bits, too: ours makes no gradients of them
         self.quantization_config.stacks = frozenset(self.stacks)
         if stacked := stays_whole(model, self.stacks):
             notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
@@ -329,7 +329,8 @@ class HalfbyteQuantizer(HfQuantizer):
         patterns = {f"{entry_name('weight', suffix)}$": suffix for suffix in sorted(suffixes)} | {"weight": ""}
         found = [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
         for leaf in {".".join(name.split(".")[-2:]) for name in self.stacks}:
-            suffixes = {each for name in self.stacks for each in type(self.stored_format(name)).state_suffixes()} - {""}
+            classes = {type(each(name)) for name in self.stacks for each in (self.format_of, self.stored_format)}
+            suffixes = {each for cls in classes for each in cls.state_suffixes() if each and not each.startswith("../")}
             patterns = {f"{entry_name(leaf, suffix)}$": suffix for suffix in sorted(suffixes)} | {f"{leaf}$": ""}
             found.append(WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
         return found

@@ -44,7 +44,7 @@ def shard_model(
     Raises:
         ModelError: it has no list of decoder layers, or `stays` is not of as many.
     """
-    if mesh.ways("shard") == 1:
+    if mesh.layout.slices == 1:
         return
     from ..parallel.shard import shard_blocks  # half a second of torch
 
@@ -57,10 +57,7 @@ def shard_model(
     hosted = {place for place, at in enumerate(numbers) if at in on_host}
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         return  # of what is trained, `parallel.trained` slices what can be
-    if why := undivided(model):
-        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
-    else:  # first: the slices of layers need room beside whole ones
-        divide_vocabulary(model, mesh, mesh.wide(("shard", "tensor")))
+    _divide_vocabulary(model, mesh)  # first: the slices of layers need room beside whole ones
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
     share = _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=hosted)
@@ -69,6 +66,14 @@ def shard_model(
             "gathers",
             f"layers are gathered by a collective, which is slower than reading the others' memory: {share.why}",
         )
+
+
+def _divide_vocabulary(model: nn.Module, mesh: Mesh) -> None:
+    axes = mesh.wide(("shard", "tensor"))
+    if axes and (why := undivided(model)):
+        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
+    elif axes:
+        divide_vocabulary(model, mesh, axes)
 
 
 def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:

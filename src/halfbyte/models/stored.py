@@ -127,7 +127,7 @@ class BaseCheckpoint:
             for suffix in suffixes:
                 name = parameter_of_entry(entry, suffix)
                 # "scales" lies below the weight in one format, beside it in another
-                stack = name in self._file_of  # [E, N, K], a parameter of its module
+                stack = name in self._file_of or suffix.startswith("_")  # [E, N, K], a parameter of its module
                 if name and (stack or (name.endswith(".weight") and not name.endswith(".weight.weight"))):
                     found.setdefault(name, {"": name} if name in self._file_of else {})[suffix] = entry
         return found

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..errors import ModelError
-from .glu import ACTIVATIONS, Activation, activation_and_derivative
+from .glu import ACTIVATIONS, Activation, activation_and_derivative, glu
 
 
 class Unit(NamedTuple):
@@ -40,6 +40,11 @@ class Unit(NamedTuple):
     limit: float = math.inf
     alpha: float = 1.0
     offset: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a unit of `ops.glu`."""
+        return (self.limit, self.alpha, self.offset) == (math.inf, 1.0, 0.0)
 
     def halves(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up [S, I], views of c."""
@@ -60,6 +65,8 @@ def check_unit(c: Tensor, unit: Unit) -> None:
 def _activated(c: Tensor, unit: Unit) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """gate, up, a(g), a′(g) and u + offset, in fp32 (fp64 for fp64)."""
     gate, up = (half.to(torch.promote_types(c.dtype, torch.float32)) for half in unit.halves(c))
+    if unit.plain:
+        return gate, up, *activation_and_derivative(gate, unit.activation), up
     activated, derivative = activation_and_derivative(gate.clamp(max=unit.limit) * unit.alpha, unit.activation)
     return gate, up, activated / unit.alpha, derivative, up.clamp(-unit.limit, unit.limit) + unit.offset
 
@@ -68,6 +75,8 @@ def _activated(c: Tensor, unit: Unit) -> tuple[Tensor, Tensor, Tensor, Tensor, T
 def expert_unit(c: Tensor, unit: Unit) -> Tensor:
     """h [S, I] of c [S, 2I], in its dtype."""
     check_unit(c, unit)
+    if unit.plain:
+        return glu(*unit.halves(c), unit.activation)
     _, _, activated, _, up = _activated(c, unit)
     return (activated * up).to(c.dtype)
 
@@ -89,9 +98,11 @@ def expert_unit_backward_(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, ord
     gate, up, activated, derivative, shifted = _activated(c, unit)
     exact, hidden = z.to(gate.dtype), activated * shifted
     dh = exact * weights[order].to(gate.dtype)[:, None]
-    d_gate, d_up = unit.halves(c)
-    d_gate.copy_(dh * shifted * derivative * (gate <= unit.limit))
-    d_up.copy_(dh * activated * (up.abs() <= unit.limit))
+    d_gate, d_up = dh * shifted * derivative, dh * activated
+    if not unit.plain:
+        d_gate, d_up = d_gate * (gate <= unit.limit), d_up * (up.abs() <= unit.limit)
+    for half, found in zip(unit.halves(c), (d_gate, d_up), strict=True):
+        half.copy_(found)
     rounded = hidden.to(z.dtype)
     products = (exact * rounded).sum(1).to(weights.dtype)
     z.copy_(rounded)

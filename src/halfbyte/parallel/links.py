@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +21,10 @@ def gather_rate(mesh: Mesh, device: torch.device) -> float | None:
     if mesh.size == 1 or device.type != "cuda":
         return None
     group, own = mesh.group(*AXES), torch.zeros(SHARE, dtype=torch.uint8, device=device)
-    every = torch.empty(mesh.size * SHARE, dtype=torch.uint8, device=device)
-    seconds = []
-    for _ in range(TIMES):
-        torch.cuda.synchronize(device)
-        mesh.wait()
-        began = time.perf_counter()
-        dist.all_gather_into_tensor(every, own, group=group)
-        torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return (mesh.size - 1) * SHARE / mesh.max(min(seconds))
+    every = own.new_empty(mesh.size * SHARE)
+    return (
+        (mesh.size - 1) * SHARE / _seconds(mesh, device, lambda: dist.all_gather_into_tensor(every, own, group=group))
+    )
 
 
 def host_rate(mesh: Mesh, device: torch.device) -> float | None:
@@ -36,12 +32,18 @@ def host_rate(mesh: Mesh, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     here, there = torch.zeros(SHARE, dtype=torch.uint8, device=device), torch.empty(SHARE, dtype=torch.uint8)
-    there, seconds = there.pin_memory(), []
+    there = there.pin_memory()
+    return SHARE / _seconds(mesh, device, lambda: there.copy_(here, non_blocking=True))
+
+
+def _seconds(mesh: Mesh, device: torch.device, call: Callable[[], Any]) -> float:
+    """Of the fastest of a few calls that all processes begin together, the slowest process's."""
+    seconds = []
     for _ in range(TIMES):
         torch.cuda.synchronize(device)
         mesh.wait()
         began = time.perf_counter()
-        there.copy_(here, non_blocking=True)
+        call()
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return SHARE / mesh.max(min(seconds))
+    return mesh.max(min(seconds))

@@ -97,7 +97,7 @@ class Vocabulary:
     def slice_of(self, weight: Tensor) -> Tensor:
         """This process's rows of `weight` [V, ...], in the host's memory."""
         begin, end = self.bounds()
-        return weight[begin:end].to("cpu", copy=True)
+        return weight[begin:end].to("meta" if weight.is_meta else "cpu", copy=True)
 
     def embedded(self, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         """[*ids.shape, H] of token ids, which each process has its own or the same of.

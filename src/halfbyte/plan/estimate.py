@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..config import Level, Parallel, RunConfig
+from ..config import Level, Parallel, RunConfig, Sliced
+from ..config.combinations import wide
 from ..config.policy import POLICY
 from ..hardware import best_device, free_bytes, segments_grow
 from ..memory import host
@@ -23,7 +24,6 @@ from ..models.stages import cut_model
 from ..models.unpacking import LIKE
 from ..notices import notice
 from ..optim import OPTIMIZERS, trained_parameters
-from ..parallel import AXES
 from ..parallel.reduce import BUCKET
 from ..parallel.schedules import Seconds
 from ..parallel.trained import AT_ONCE, TOGETHER, slices
@@ -153,23 +153,19 @@ def estimate(
     free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
     capacity = free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target, layout.tensor)
-    batches = batches or _full_rows(config)
+    batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
-    if layout.context > 1:
-        batches = batches.longer(1 / layout.context)
-    options: dict[str, Any] = {"config": config, "layout": layout, "card": card, "on_host": on_host}
+    options: dict[str, Any] = {"config": config, "card": card, "on_host": on_host}
     options["graphs"] = shapes.packed_way == "positions"
-    plan = _Planner(shapes, batches, capacity, **options).plan()
+    plan = _Planner(shapes, batches, capacity, layout=layout, **options).plan()
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
-        plan = _Planner(shapes, batches, capacity, **options, recomputed=False).plan()
+        plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()
+    if not plan.fits and {*wide(layout)} in ({"context"}, {"data", "context"}):
+        sliced = _Planner(shapes, batches, capacity, layout=Sliced(**vars(layout)), **options).plan()
+        plan = min(plan, sliced, key=lambda each: each.total)
     plan = replace(plan, rough=shapes.rough)
     return with_rollouts(plan, shapes, config, batches, answered) if config.method in POLICY else plan
-
-
-def _full_rows(config: RunConfig) -> Batches:
-    rows, length = config.per_device_train_batch_size, config.max_length
-    return Batches.alike(1, rows * length) if config.padding_free else Batches.alike(rows, length)
 
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -211,8 +207,9 @@ class _Planner:
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused ones work on lists of all parameters
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
-        divided = {axis for axis in AXES if getattr(layout, axis) > 1}
-        captures = graphs and divided <= CAPTURED and not self._at_once  # these gradients are reduced in backward
+        captures = (
+            graphs and {*wide(layout)} <= CAPTURED and not self._at_once
+        )  # these gradients are reduced in backward
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)
@@ -221,7 +218,8 @@ class _Planner:
     def plan(self) -> MemoryPlan:
         """Levels as the config says, or the fastest that fit."""
         plan = self._chosen()
-        where = f"; slices of {len(plan.hosted)} layers wait in the host's memory" if plan.hosted else ""
+        where = "; frozen weights are in slices" if isinstance(self.layout, Sliced) else ""
+        where += f"; slices of {len(plan.hosted)} layers wait in the host's memory" if plan.hosted else ""
         return replace(plan, seconds=self._seconds(plan), reason=plan.reason + where)
 
     def _chosen(self) -> MemoryPlan:
@@ -306,14 +304,14 @@ class _Planner:
     def _gathered(self) -> Gathers | None:
         """The gathers that blocks which stay would save; None where there are none, and on a CPU, where what a process
         keeps is what the others lack."""
-        if self.layout.shard == 1 or self.shapes.device.type == "cpu":
+        if self.layout.slices == 1 or self.shapes.device.type == "cpu":
             return None
         return self.frozen.gathers(self.layout, max(self.stages, key=self._block), self.card.link)
 
     @functools.cache  # noqa: B019 (as long as the plan is made)
     def _block(self, stage: Stage) -> int:
         """Bytes that a decoder layer needs more where it is gathered; 0 where layers are not divided."""
-        return self.frozen.largest(stage) if self.layout.shard > 1 else 0
+        return self.frozen.largest(stage) if self.layout.slices > 1 else 0
 
     def _need(self, plan: MemoryPlan) -> str:
         return f"{plan.total / GIB:.2f} of {self.capacity / GIB:.2f} GiB"

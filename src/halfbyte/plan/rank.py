@@ -3,7 +3,8 @@
 In these, `shard`, `tensor`, `pipeline` and `context` are the ways of that axis; a mesh of one has 1 everywhere.
 
     frozen blocks       bytes of the process's decoder layers ÷ tensor (a model of a rank's heads, `rank_config`)
-                        ÷ slices (shard · context where shard > 1), parameter by parameter, rounded up to 16 bytes
+                        ÷ slices (shard · context where shard > 1, context where the layout is `Sliced`), parameter by
+                        parameter, rounded up to 16 bytes
     embedding, head     rows of the vocabulary ÷ (shard · tensor); tied ones once, or on the first and the last stage
     gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share
     trained             of the process's layers; ÷ `trained.slices`: the optimizer's state, the digits of what products
@@ -152,7 +153,7 @@ class Frozen:
 
     def gathers(self, layout: Parallel, stage: Stage, link: float) -> Gathers | None:
         """Of the stage's layers; None where each process holds them whole."""
-        return Gathers(layout.slices, self.largest(stage), link) if layout.shard > 1 and any(self.blocks) else None
+        return Gathers(layout.slices, self.largest(stage), link) if layout.slices > 1 and any(self.blocks) else None
 
 
 def _divided(size: int, ways: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..config import RunConfig
 from ..config.policy import answers_a_generation
+from ..errors import ConfigError
 from ..generation.engine_cache import CACHES
 from ..generation.rollouts import CODES_ROWS, READ, pages_for
 from ..generation.schedule import Group, Row, pages_of
@@ -92,10 +93,21 @@ class _Answering:
         return [Row(group, number, self.config.max_completion_length) for group in groups for number in range(each)]
 
     def plan(self, room: int, answered: tuple[str, int] | None) -> RolloutPlan:
-        """What fits into `room` bytes, or the least there is."""
+        """What fits into `room` bytes, or the least there is.
+
+        Raises:
+            ConfigError: `rollout_memory_gib` is less than that.
+        """
         wanted, least = self._pages()
         if self.config.rollout_memory_gib is not None:
-            wanted = max(min(wanted, int(self.config.rollout_memory_gib * 2**30)), least)
+            allowed, given = int(self.config.rollout_memory_gib * 2**30), self.config.rollout_memory_gib
+            if allowed < least:
+                raise ConfigError(
+                    f"rollout_memory_gib: {given:g} has no room for one answer with its prompt,"
+                    f" which takes {size(least)}",
+                    "raise it, lower max_completion_length, or set kv_cache: fp8",
+                )
+            wanted = min(wanted, allowed)
         if answered is not None:
             weights, wanted = answered
         else:

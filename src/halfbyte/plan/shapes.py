@@ -40,7 +40,7 @@ from ..tensor import QuantizedTensor
 from .rank import Frozen
 from .replay import Step, Where, replay
 
-SKIPPED = "llm_int8_skip_modules"  # what a quantized checkpoint says it leaves whole
+SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")  # what a quantized checkpoint says it leaves whole
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
 CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
@@ -107,7 +107,8 @@ class ModelShapes:
         for name in beside_text(model):
             model.get_submodule(name).requires_grad_(False)
         if storage.quantized:
-            skip = (getattr(model_config, "quantization_config", None) or {}).get(SKIPPED)
+            stored: Any = getattr(model_config, "quantization_config", None) or {}
+            skip = next(filter(None, map(stored.get, SKIPPED)), None)
             linears = quantizable(model, skip)
             names = [*linears, *expert_stacks(model, skip)]
             formats = stored_formats(storage, model_config, model, names)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..methods import Metric
     from .run import Record
 
+SIZE, LETTER = (4.6, 2.5), 0.068  # inches: of a drawing, and of a digit's width in labels of 8 points
 INK, GRID, FIRST, SECOND = "#000001", "#000002", "#000003", "#000004"
 VARIABLES = {INK: "var(--muted)", GRID: "var(--line)", FIRST: "var(--series-1)", SECOND: "var(--series-2)"}
 
@@ -191,7 +192,7 @@ def _svg(name: str, title: str, draw: Any, x_label: str) -> str:
     from matplotlib.ticker import MaxNLocator
 
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"halfbyte-{name}"}):
-        figure: Figure = Figure(figsize=(4.6, 2.5), layout="constrained")
+        figure: Figure = Figure(figsize=SIZE)
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         axes.set_xlabel(x_label)
@@ -200,10 +201,21 @@ def _svg(name: str, title: str, draw: Any, x_label: str) -> str:
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
         draw(axes)
+        _place(axes)
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     return _for_page(buffer.getvalue(), title)
+
+
+def _place(axes: Axes) -> None:
+    """Leave room for the labels, by their letters: matplotlib's layout engines draw twice to measure its font, which
+    is not the page's."""
+    width, height = SIZE
+    longest = max(len(label.get_text()) for label in axes.get_yticklabels())
+    above = 0.26 if axes.get_legend() else 0.08
+    left = (0.13 + LETTER * longest) / width
+    axes.set_position((left, 0.42 / height, 1 - left - 0.16 / width, 1 - (0.42 + above) / height))
 
 
 def _for_page(svg: str, title: str) -> str:

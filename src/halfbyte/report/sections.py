@@ -253,7 +253,15 @@ def _answer_facts(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable
         facts["chosen is longer"] = lambda split: f"{split.get('chosen_longer', 0):.1%}"
     if any("desirable" in split for split in splits.values()):
         facts["desirable"] = lambda split: text(split.get("desirable", 0))
+    if any("computed_tokens" in split for split in splits.values()):
+        facts["tokens, each prompt once"] = _computed
     return {**facts, "contradicting": lambda split: text(split.get("contradicting", 0))}
+
+
+def _computed(split: Mapping[str, Any]) -> str:
+    """What a forward of a split takes, and how much less than with a prompt an answer."""
+    computed, apart = split.get("computed_tokens"), split.get("tokens_apart")
+    return f"{computed:,} ({1 - computed / apart:.0%} fewer computed)" if computed and apart else "–"
 
 
 def _share(split: Mapping[str, Any]) -> str:

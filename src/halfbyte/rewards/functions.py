@@ -126,6 +126,7 @@ OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "soft_overlong": {"max": (int,), "cache": (int,)},
     "repetition": {"ngram_size": (int,), "max_penalty": (int, float)},
 }
+KINDS = {int: "a whole number", float: "a number", str: "text"}
 SHORT = {"regex": "pattern", "format": "name", "exact": "column", "math": "column", "code": "column", "length": "max"}
 
 
@@ -142,7 +143,7 @@ def options_of(name: str, given: Any) -> dict[str, Any]:
             known = ", ".join(OPTIONS[name])
             raise ConfigError(f"reward_funcs: {name} has no option {brief(key)}", f"it has: {known}")
         if not isinstance(value, types) or isinstance(value, bool):
-            raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give a {types[-1].__name__}")
+            raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give {KINDS[types[-1]]}")
     return options
 
 

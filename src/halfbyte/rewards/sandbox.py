@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from ..errors import ConfigError
+from ..reading import why
 from ..reading.files import MEBIBYTE
 from . import jail
 
@@ -86,7 +87,7 @@ def obstacle() -> str | None:
     try:
         outcome = _run("print(6 * 7)", b"", Limits(seconds=10))
     except OSError as error:
-        return f"none can be started: {error}"
+        return f"none can be started: {why(error)}"
     if outcome.code == jail.REFUSED:
         return "user namespaces are not permitted here"
     return None if outcome.output == b"42\n" else f"it does not run a program: it ends with {outcome.code}"

@@ -117,6 +117,11 @@ def _in_file(path: Path, function: str, entry: str) -> RewardSpec:
 
 
 def _built_in(name: str, given: Any, columns: Sequence[str]) -> RewardSpec:
+    if name == "model":
+        raise ConfigError(
+            "reward_funcs: model: asking a reward model is not built yet",
+            "ask it in a function of yours, FILE.py:FUNCTION, which runs in a process of its own",
+        )
     if name not in OPTIONS:
         raise ConfigError(f"reward_funcs: there is no {brief(name)}", _KNOWN)
     options = options_of(name, given)

@@ -18,7 +18,7 @@ from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import clear_leftovers, remove, write_json
 from halfbyte.notices import notice
-from halfbyte.reading import read_json
+from halfbyte.reading import read_json, why
 from halfbyte.reading.boundary import answered
 from halfbyte.reading.tensors import ADAPTER, read_header, read_tensors, safetensors_files
 
@@ -96,7 +96,9 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
         return _damage_without_manifest(checkpoint, contents)
     except CheckpointError as error:
         return error.message
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        return why(error)
+    except (ValueError, zipfile.BadZipFile) as error:
         return str(error)
 
 
@@ -191,9 +193,22 @@ def load_scaling(
 
 
 def keep_newest(output_dir: Path, limit: int | None) -> None:
-    """Remove all but the newest `limit` checkpoints; each is renamed first, so that none is ever half there."""
+    """Remove all but the newest `limit` checkpoints, and the best; each is renamed first, so that none is ever half
+    there."""
+    kept = best(output_dir) if limit else None
     for path in checkpoints(output_dir)[: -limit if limit else 0]:
-        remove(path)
+        if path != kept:
+            remove(path)
+
+
+def best(output_dir: Path) -> Path | None:
+    """The checkpoint whose answers to held-out prompts had the highest mean reward, the earliest of several; None where
+    there are no such evaluations of checkpoints."""
+    records = MetricsFile(output_dir / "metrics.jsonl").records()
+    evaluated = (record for record in records if record["kind"] == "eval" and isinstance(record.get("reward"), float))
+    rewards = {record["step"]: record["reward"] for record in evaluated}
+    found = [path for path in checkpoints(output_dir) if step_of(path) in rewards]
+    return max(found, key=lambda path: rewards[step_of(path)], default=None)
 
 
 def remove_leftovers(output_dir: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from halfbyte.config import RunConfig
 from halfbyte.config.policy import answers_a_generation, micro_batches_a_generation
+from halfbyte.data.branches import GIVEN
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
 from halfbyte.generation import Rollouts, Sampling
@@ -85,6 +86,7 @@ class Generations:
         computing: what a forward of training runs in.
         stops: tokens that end an answer.
         file: completions.jsonl.
+        shared: adjacent answers share their prompt in training.
         plan: of rollouts; None: as `Rollouts` finds best.
         files: SHA-256 of further files that a resumed run must find as they are.
     """
@@ -102,12 +104,13 @@ class Generations:
         computing: Callable[[], AbstractContextManager[Any]],
         stops: list[int],
         file: MetricsFile,
+        shared: bool = False,
         plan: RolloutPlan | None = None,
         files: Mapping[str, str] | None = None,
     ):
         self.config, self.method, self.model, self.tokenizer = config, method, model, tokenizer
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
-        self.stops, self.file = stops, file
+        self.stops, self.file, self.shared = stops, file, shared
         self.plan, self.files = plan, rewards.files | dict(files or {})
         how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}
         if plan is not None:
@@ -159,11 +162,16 @@ class Generations:
             rows = self._compared(answered, collate)
             answered.numbers["compare_seconds"] = time.perf_counter() - began
             self._write(answered, rows, callbacks)
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.config.seed + number))
-            self._current = Generation(number, self._weighed([rows[at] for at in order.tolist()]))
+            self._current = Generation(number, self._weighed(self._shuffled(rows, number)))
             self._last = answered.numbers
             self._since.append(self._last)
         return self._current
+
+    def _shuffled(self, rows: list[Row], number: int) -> list[Row]:
+        """`rows` in the order of training: by groups, whose answers stay together and may share their prompt."""
+        drawn = torch.Generator().manual_seed(self.config.seed + number)
+        groups = torch.randperm(len(rows) // self.group, generator=drawn).tolist()
+        return [rows[group * self.group + at] for group in groups for at in range(self.group)]
 
     def saw(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> None:
         """A step's numbers have been read."""
@@ -258,6 +266,7 @@ class Generations:
             labels = ids if trained else [IGNORE_INDEX] * len(ids)
             sampled = completion.log_probs.tolist() if trained else []
             row: Row = {"input_ids": given + ids, "labels": [IGNORE_INDEX] * len(given) + labels, "sampled": sampled}
+            row |= {GIVEN: len(given)} if self.shared else {}
             rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self._corrects})
         divergence = self._add_log_probs(rows, collate)
         advantages = self.method.advantages(answered.rewards, divergence)

@@ -7,7 +7,7 @@ what `check` calls ready starts, and what it refuses is refused with the same wo
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,8 @@ def prepare_run(
         print_processes(console, layout, layout.size, config, ways)
     answered = answered_with(checkpoint) if checkpoint is not None and method.rows == "prompts" else None
     plan = _planned(config, files, machine, data, shapes, mesh, layout, console, answered)
+    if mesh.size > 1:
+        mesh = replace(mesh, layout=plan.layout)  # which says whether frozen bytes are divided
     cut = _cut(config, layout, shapes, plan)
     run = PreparedRun(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut

@@ -133,6 +133,7 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
         computing=partial(compute, loop.model, run.machine.compute_dtype),
         stops=answer_ends(run.tokenizer, loop.model, run.data),
         file=file,
+        shared=run.data.shared,
         plan=run.plan.answering,
         files=reference_files(run.config),
     )

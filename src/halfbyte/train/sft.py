@@ -51,7 +51,7 @@ from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
 from . import checks, samples, staged
-from .checkpoint import remove_leftovers
+from .checkpoint import best, remove_leftovers
 from .loop import TrainingLoop
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
@@ -279,7 +279,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     adapter, storage = run.sections.adapter, run.sections.storage
     if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
-        slices = run.mesh.wide(SLICES) if run.mesh.ways("shard") > 1 else ()
+        slices = run.mesh.wide(SLICES) if run.mesh.layout.slices > 1 else ()
         products = run.mesh.wide(("tensor",))
         how["along"] = () if slices and products else slices or products  # what is cut twice is loaded whole
         how["elsewhere"] = run.cut.elsewhere if run.cut else None
@@ -344,6 +344,8 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
         evaluated = [record["step"] for record in _recorded(job) if record["kind"] == "eval"]
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
+    if (path := best(job.output)) is not None:
+        console.print(one_line(f"best checkpoint: {path}, by its rewards on held-out prompts"), soft_wrap=True)
 
 
 def _recorded(job: OpenRun) -> list[dict[str, Any]]:

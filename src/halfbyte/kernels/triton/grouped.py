@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...dispatch import Unavailable
 from ...formats.blockwise4 import Blockwise4
 from ...ops import experts as reference
 from ...ops.blockwise4 import NESTED_BLOCK
@@ -29,6 +30,8 @@ from .gemv4 import _decode, _lanes, _scales, shuffles
 from .launch import Launcher
 
 BLACKWELL = (10, 0)
+KIB = 1024
+NARROW = 64  # columns of a product with an adapter's factor
 STEP = 64  # of the sum, a block of the usual 4-bit formats
 # Up to so many rows of a tile, nested scales are decoded where they are needed: a pass over all of a stack's would read
 # those of experts without rows, too. Beyond, each would be decoded once for each tile.
@@ -44,6 +47,24 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     left: bool  # W is the left operand: for tiles of fewer rows than a tensor core's instruction has
+
+
+# By rows of a tile: KiB of shared memory that a block must be allowed, of 16-bit values, and the tile where it is. The
+# first of each row is what a sweep on an H200 found best. Packed weights are the left operand: decoded tiles then go to
+# registers, and what multiplies the last one is still at it while the next is decoded.
+PACKED: dict[int, tuple[tuple[int, Tile], ...]] = {
+    16: ((26, Tile(128, STEP, 4, 3, True)),),
+    32: ((32, Tile(128, STEP, 4, 3, True)),),
+    64: ((50, Tile(128, STEP, 8, 3, True)),),
+    128: ((76, Tile(128, STEP, 8, 3, True)), (60, Tile(128, STEP, 8, 2, True))),
+}
+PLAIN: dict[int, tuple[tuple[int, Tile], ...]] = {
+    16: ((62, Tile(128, STEP, 4, 3, True)),),
+    32: ((68, Tile(128, STEP, 4, 3, True)), (50, Tile(128, STEP, 4, 2, True))),
+    64: ((82, Tile(128, STEP, 4, 3, False)), (60, Tile(128, STEP, 4, 2, False))),
+    128: ((206, Tile(256, STEP, 8, 4, False)), (158, Tile(256, STEP, 8, 3, False)), (106, Tile(128, STEP, 8, 3, False)),
+          (62, Tile(128, 32, 8, 3, False))),
+}  # fmt: skip
 
 
 @triton.jit
@@ -176,13 +197,21 @@ def _unnest(
 _launcher, _unnest_launcher = Launcher(_grouped), Launcher(_unnest, enable_fp_fusion=False)
 
 
-def tile_of(stack: StackedWeight, routing: Routing, width: int, turned: bool) -> Tile:
-    """From shapes alone."""
-    if width <= 64:  # an adapter's rank
-        return Tile(max(power_of_2(width), 16), STEP, 4, 3, False)
-    if routing.tile_rows < 64:
-        return Tile(128, STEP, 4, 3, True)
-    return Tile(128, STEP, 8 if routing.tile_rows > 64 else 4, 3, False)
+def tile_of(x: Tensor, packed: bool, routing: Routing, width: int) -> Tile:
+    """The first of its row that the device has shared memory for.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    if width <= NARROW:  # an adapter's rank
+        stages = 3 if x.element_size() == 2 else 2
+        return Tile(max(power_of_2(width), 16), STEP if routing.tile_rows < 256 else 32, 4, stages, False)
+    shared, row = device_of(x).shared_bytes, (PACKED if packed else PLAIN)[routing.tile_rows]
+    scale = x.element_size() // 2
+    found = next((tile for needed, tile in row if needed * scale * KIB <= shared), None)
+    if found is None:
+        raise Unavailable(f"there is no tile of {routing.tile_rows} rows for {x.dtype}")
+    return found
 
 
 def packed_obstacle(stack: StackedWeight) -> str | None:
@@ -246,8 +275,8 @@ def grouped_product(
     x, out = x.contiguous(), torch.empty(slots, width, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    tile = tile or tile_of(stack, routing, width, turned)
     weight, how = _weight(stack, x.dtype, routing.tile_rows <= NESTED_ROWS)
+    tile = tile or tile_of(x, how[0] > 0, routing, width)
     u, factor, scale = low_rank if low_rank is not None else (x, x, 1.0)
     rank = u.shape[1] if low_rank is not None else 0
     _launcher(

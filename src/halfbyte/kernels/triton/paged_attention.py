@@ -23,10 +23,12 @@ from .cached_attention import attend_tile, conversion_obstacle, readable, rescal
 from .float8 import to_float8
 from .launch import Launcher
 
+AMPERE = (8, 0)
 MOST_SPLITS = 32
 WAVES = 2  # programs for each multiprocessor, at least, where rows are long enough
-WIDEST = 128  # queries of a bundle's tile, for which there are registers; with more, each row reads by itself
+WIDEST = 128  # queries of a bundle's tile, for which there are registers
 USUAL = 8  # rows of a bundle, which the number of programs is chosen for
+MOST_PARTS = 8  # of a bundle's pages, each of which a row's programs add up
 
 
 @triton.jit
@@ -108,14 +110,16 @@ def _share(
     inside = there[:, None] & (d[None, :] < size)
     q = tl.load(q_ptr + row[:, None] * q_stride + query[:, None] * size + d[None, :], mask=inside, other=0.0)
     first = tl.zeros((ROWS,), tl.int32)
+    tiles_from, tiles_to = 0, pages * (PAGE // SLOTS)
     if WINDOW > 0:
         first = tl.maximum(tl.load(lengths_ptr + row, mask=there, other=0) - WINDOW, 0)
+        tiles_from = tl.min(tl.where(there, first, pages * PAGE), axis=0) // SLOTS
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, SIZE), tl.float32)
-    tiles = pages * (PAGE // SLOTS)
-    each = tl.cdiv(tiles, PARTS)
-    for tile in tl.range(p.to(tl.int32) * each, tl.minimum((p.to(tl.int32) + 1) * each, tiles), num_stages=STAGES):
+    each = tl.cdiv(tiles_to - tiles_from, PARTS)
+    start_tile = tiles_from + p.to(tl.int32) * each
+    for tile in tl.range(start_tile, tl.minimum(start_tile + each, tiles_to), num_stages=STAGES):
         start = tile * SLOTS
         page = tl.load(tables_ptr + begin * stride + start // PAGE).to(tl.int64)
         where = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
@@ -171,6 +175,13 @@ def splits_of(device: Device, programs: int, pages: int, waves: int = WAVES) -> 
     return max(1, min(wanted, pages, MOST_SPLITS))
 
 
+def _takes_bundles(q: Tensor, group: int) -> bool:
+    """Whether there are tensor cores for a tile of so many queries, and room for it; else each row reads by itself."""
+    device = device_of(q)
+    cores = q.element_size() == 2 and (device.kind == "cpu" or device.at_least(AMPERE))  # a CPU's are the interpreter's
+    return cores and power_of_2(BUNDLE * group) <= WIDEST
+
+
 def _partial(queries: int, parts: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sums [queries, parts, D], maxima and sums of weights [queries, parts] in fp32, for a launch to write."""
     sums = q.new_empty(queries, parts, q.shape[2], dtype=torch.float32)
@@ -195,12 +206,12 @@ def attend(
     group, padded = heads // key_heads, max(power_of_2(size), 16)
     q = q if q.stride()[1:] == (size, 1) else q.contiguous()
     numbers = q.stride(0), tables.stride(0), size, scale, softcap or 1.0
-    options, wide = (window or 0, softcap is not None), power_of_2(BUNDLE * group)
+    options = window or 0, softcap is not None
     parts, begun = 0, (lengths, q, lengths, lengths)  # not read where nothing is shared
-    if shared is not None and wide <= WIDEST:
-        parts = splits_of(device, rows // USUAL * key_heads, tables.shape[1], 1)
+    if shared is not None and _takes_bundles(q, group):
+        parts = min(splits_of(device, rows // USUAL * key_heads, tables.shape[1], 1), MOST_PARTS)
         sums = _partial(rows * heads, parts, q)
-        tile = max(wide, 16)
+        tile = max(power_of_2(BUNDLE * group), 16)
         _sharer(
             len(shared.bundles) * key_heads * parts,
             (q, keys, values, tables, lengths, shared.bundles, *sums),

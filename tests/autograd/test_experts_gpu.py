@@ -1,0 +1,97 @@
+"""Experts on a GPU: the layer against a loop in fp64, without a wait for the device, and in a CUDA graph."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfbyte.autograd import experts as module
+from halfbyte.autograd.experts import ExpertWeights, experts
+from halfbyte.autograd.lora import LoRA
+from halfbyte.formats import from_spec
+from halfbyte.ops.experts_unit import Unit
+from halfbyte.tensor import QuantizedTensor
+
+pytestmark = pytest.mark.gpu
+
+COUNT, HIDDEN, INNER, TOP_K, RANK = 16, 256, 192, 4, 8
+
+
+@pytest.fixture(scope="module")
+def layer():
+    torch.manual_seed(0)
+    format_ = from_spec("blockwise4:nf4:64:nested")
+    sizes = ((COUNT, 2 * INNER, HIDDEN), (COUNT, HIDDEN, INNER))
+    stacks = [QuantizedTensor.quantize(torch.randn(size, device="cuda") / size[2] ** 0.5, format_) for size in sizes]
+    shapes = ((COUNT, RANK, HIDDEN), (COUNT, 2 * INNER, RANK), (COUNT, RANK, INNER), (COUNT, HIDDEN, RANK))
+    return stacks, [torch.randn(shape, device="cuda") / shape[2] ** 0.5 for shape in shapes]
+
+
+def drawn(tokens):
+    index = torch.rand(tokens, COUNT, device="cuda").topk(TOP_K).indices
+    x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    return index, x, torch.rand(tokens, TOP_K, device="cuda"), torch.randn_like(x)
+
+
+def step(stacks, factors, index, x, routed, grad):
+    leaves = [leaf.detach().requires_grad_() for leaf in (x, routed, *factors)]
+    x, routed, a1, b1, a2, b2 = leaves
+    weights = ExpertWeights(*stacks, Unit("silu"))
+    out = experts(x, index, routed, weights, LoRA(a1, b1, 2.0), LoRA(a2, b2, 2.0))
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def loop(stacks, factors, index, x, routed, grad, dtype):
+    """A loop over experts of torch's operations."""
+    first, second = (stack.dequantize(torch.bfloat16).to(dtype) for stack in stacks)
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in (x, routed, *factors)]
+    x, routed, a1, b1, a2, b2 = leaves
+    out = torch.zeros_like(x)
+    for e in range(COUNT):
+        token, j = torch.where(index == e)
+        rows = x[token]
+        gate, up = (rows @ first[e].t() + 2 * (rows @ a1[e].t()) @ b1[e].t()).chunk(2, -1)
+        h = F.silu(gate) * up
+        y = h @ second[e].t() + 2 * (h @ a2[e].t()) @ b2[e].t()
+        out = out.index_add(0, token, y * routed[token, j, None])
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300, 1500])
+@pytest.mark.parametrize("decoded_rows", [0, 10**6], ids=["decoded first", "packed"])
+def test_against_a_loop(layer, monkeypatch, tokens, decoded_rows):
+    monkeypatch.setattr(module, "DECODED_ROWS", decoded_rows)
+    given = drawn(tokens)
+    mine, torchs = step(*layer, *given), loop(*layer, *given, torch.bfloat16)
+    for found, other, true in zip(mine, torchs, loop(*layer, *given, torch.float64), strict=True):
+        error, allowed = ((tensor.double() - true).norm() / true.norm() for tensor in (found, other))
+        assert error < 1.5 * allowed
+
+
+def test_equal_bits_again_and_no_wait_for_the_device(layer):
+    given = drawn(300)
+    before = step(*layer, *given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [step(*layer, *given) for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for results in again:
+        assert all(map(torch.equal, results, before))
+
+
+def test_a_graph_follows_tokens_that_are_routed_anew(layer):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        given = drawn(300)
+        before = step(*layer, *given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            held = step(*layer, *given)
+        graph.replay()
+        assert all(map(torch.equal, held, before))
+        given[0].copy_(drawn(300)[0])
+        graph.replay()
+        assert all(map(torch.equal, held, step(*layer, *given)))
+        assert not torch.equal(held[0], before[0])
+    torch.cuda.current_stream().wait_stream(side)

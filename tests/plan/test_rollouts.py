@@ -1,0 +1,97 @@
+"""The rollouts' phase of a plan, against what an engine takes; and what is chosen for want of memory."""
+
+import pytest
+import torch
+import transformers
+
+from halfbyte.config import RunConfig
+from halfbyte.errors import ConfigError
+from halfbyte.formats import Blockwise4
+from halfbyte.generation import Rollouts, Sampling
+from halfbyte.layers import Linear4bit
+from halfbyte.memory.batches import Batches, Shape
+from halfbyte.plan.estimate import GIB, estimate
+
+LLAMA_8B = transformers.LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def config_of(**keys):
+    given = {"model_name_or_path": "m", "dataset": "d", "method": "grpo", "reward_funcs": ["exact"], "r": 16}
+    given |= {"num_generations": 8, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 16}
+    return RunConfig(**given | {"max_completion_length": 256, "max_length": 384} | keys)
+
+
+def plan_8b(capacity, prompts=(128,) * 32, **keys):
+    batches = Batches(Shape(16, 384), Shape(16, 384), prompts=prompts)
+    answered = keys.pop("answered", None)
+    how = {"device": "cuda", "batches": batches, "capacity_bytes": int(capacity * GIB), "answered": answered}
+    return estimate(config_of(**keys), LLAMA_8B, **how)
+
+
+def test_what_an_engine_of_this_shape_takes():
+    """Pages and decoded weights of an engine on the CPU, byte for byte of its tensors."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
+    model_config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048
+    )
+    prompts, new = [90, 40, 33, 20], 30
+    keys = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "dtype": "float32",
+    }
+    batches = Batches(Shape(8, 120), Shape(8, 120), prompts=tuple(prompts))
+    config = config_of(**keys, max_completion_length=new, max_length=120, r=4)
+    plan = estimate(config, model_config, device="cpu", batches=batches, capacity_bytes=GIB).answering
+    model = transformers.LlamaForCausalLM(model_config)
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            model.set_submodule(name, Linear4bit.from_linear(module, Blockwise4("nf4", 64, True)))
+    engine = Rollouts(model, rows=16, weights=plan.weights, memory_gib=plan.pages / GIB)
+    ids = [torch.randint(3, 128, (length,)).tolist() for length in prompts]
+    engine.generate(ids, 4, max_new_tokens=new, sampling=Sampling(1.0, seed=1), stops=[])
+    decoder = engine._decoder
+    assert decoder.unpacked == (plan.weights == "unpacked") is True
+    assert plan.pages == sum(cache.nbytes for pair in decoder.caches for cache in pair)
+    weights = [linears.stacked.weight.nbytes for layer in decoder.layers for linears in layer.linears]
+    assert sum(weights) <= plan.decoded == pytest.approx(sum(weights), rel=0.25)  # this one has no adapter
+
+
+def test_the_8b_within_40_gib():
+    plan = plan_8b(40)
+    assert plan.answering.weights == "unpacked"
+    assert plan.answering.decoded == pytest.approx(6.98e9 * 2, rel=0.03)
+    assert plan.answering.pages == pytest.approx(131072 * (64 * 32 * 2 + 256 * 64 * 4 + 64 * 33), rel=0.06)
+    assert plan.rollouts > 0  # the higher phase
+    assert plan.fits
+    stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
+    assert plan.total == stays + max(plan.answering.total, plan.activations + plan.logits)
+    assert not plan.use_graphs
+
+
+def test_what_is_chosen_for_want_of_memory():
+    roomy, tight = plan_8b(40), plan_8b(22)
+    assert tight.answering.weights == "packed"
+    assert tight.answering.pages == roomy.answering.pages
+    assert tight.fits
+    tighter = plan_8b(13)
+    assert tighter.answering.pages < tight.answering.pages
+    assert tighter.answering.pages >= 131072 * 64 * 7
+    assert plan_8b(40, rollout_weights="packed").answering.weights == "packed"
+    assert plan_8b(40, kv_cache="fp8").answering.pages * 2 == roomy.answering.pages
+    assert plan_8b(40, rollout_memory_gib=2.0).answering.pages == 2 * GIB
+    few = plan_8b(40, per_device_train_batch_size=4, prompts=(128,) * 8)  # read from codes
+    assert few.answering.weights == "packed"
+    with pytest.raises(ConfigError, match=r"rollout_memory_gib: 0\.01 has no room"):
+        plan_8b(40, rollout_memory_gib=0.01)
+
+
+def test_a_resumed_run_samples_as_it_did():
+    """Though there is more memory, or less, now: other products would round otherwise."""
+    began = plan_8b(22).answering
+    assert plan_8b(80, answered=(began.weights, began.pages)).answering == began
+    assert not plan_8b(22, answered=("unpacked", 9 * GIB)).fits

@@ -1,0 +1,79 @@
+"""A mixture from the command line: its experts packed and adapted, cut short and resumed, merged, and answering."""
+
+import json
+import shutil
+
+import pytest
+import transformers
+from expert_models import MIXTURES, SHAPE
+from safetensors.torch import load_file
+from whole_runs import VOCABULARY, write_model, write_rows
+
+from halfbyte.cli import main
+from halfbyte.models.load import load_model
+
+KEYS = {"vocab_size": VOCABULARY, "pad_token_id": 1, "eos_token_id": 0, "bos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of four steps, with a checkpoint after two."""
+    folder = tmp_path_factory.mktemp("mixture")
+    config = transformers.Qwen3MoeConfig(**(SHAPE | MIXTURES["Qwen3Moe"] | KEYS))
+    write_model(folder / "model", transformers.AutoModelForCausalLM.from_config(config))
+    write_rows(folder / "rows.jsonl", [20, 33, 17, 40] * 8)
+    run = {
+        "model_name_or_path": folder / "model", "dataset": folder / "rows.jsonl", "output_dir": folder / "out",
+        "max_length": 64, "packing": "true", "r": 4, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
+        "warmup_steps": 0, "device": "cpu",
+    }  # fmt: skip
+    (folder / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in run.items()))
+    assert ran("train", folder / "run.yaml") == 0
+    return folder
+
+
+def ran(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(each) for each in arguments])
+    return stop.value.code or 0
+
+
+def test_experts_are_trained_and_their_adapter_loads(trained):
+    out = trained / "out"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] - 0.1
+    reload = json.loads((out / "checks.json").read_text())["adapter_reload"]
+    assert reload["equal"]
+    assert reload["experts_changed"] == reload["experts"] == 16  # two stacks of four in each of two layers
+    model = load_model(str(trained / "model"), device="cpu", dtype="bfloat16")
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert json.loads((out / "memory.json").read_text())["predicted"]["weights"] == held
+
+
+def test_resumed_is_as_if_never_stopped(trained, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(trained, again)
+    shutil.rmtree(again / "out/checkpoint-4")
+    shutil.rmtree(again / "out/adapter")
+    config = (again / "run.yaml").read_text().replace(str(trained / "out"), str(again / "out"))
+    (again / "run.yaml").write_text(config)
+    for resolved in again.glob("out/**/config.resolved.yaml"):
+        resolved.write_text(resolved.read_text().replace(str(trained / "out"), str(again / "out")))
+    assert ran("train", again / "run.yaml", "--resume") == 0
+    one, other = (load_file(each / "out/adapter/adapter_model.safetensors") for each in (trained, again))
+    assert one.keys() == other.keys()
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_merged_and_asked(trained, tmp_path, capsys):
+    assert ran("merge", trained / "out", tmp_path / "merged") == 0
+    report = json.loads((trained / "out/merge.json").read_text())
+    assert report["targets"]["dequantized"]["explained_by_rounding"]
+    (tmp_path / "prompts.txt").write_text("what is one\n")
+    capsys.readouterr()
+    for name in (trained / "out", tmp_path / "merged"):
+        assert ran("generate", name, tmp_path / "prompts.txt", "--max-new-tokens", 8, "--temperature", 0) == 0
+    answers = [json.loads(line)["answer"] for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert len(answers) == 2
+    assert all(answers)
