@@ -1,5 +1,6 @@
 """Rows of preference and RL training: what they are read as, the ids and masks made of them, and what is refused."""
 
+import copy
 import json
 import re
 
@@ -267,7 +268,7 @@ def test_each_step_has_its_label_at_its_last_token(separator, config, write, mak
 
 
 def test_a_step_without_a_token_is_refused(config, write, make_tokenizer):
-    tokenizer, rows = make_tokenizer("plain"), [STEPS, {**STEPS, "completions": ["1", "xx"]}]
+    tokenizer, rows = copy.deepcopy(make_tokenizer("plain")), [STEPS, {**STEPS, "completions": ["1", "xx"]}]
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
     with pytest.raises(DataError, match=r"data.jsonl:2: the tokenizer makes no token of the step 'xx'"):
         prepare_answers(config(write(rows), method="prm", step_separator=""), tokenizer, "stepwise")
