@@ -7,7 +7,7 @@ import pytest
 
 from halfbyte import notices
 from halfbyte.config import RunConfig, dump_config, load_config
-from halfbyte.config.methods import DEFAULTS, LOSS_TYPES, RATE, methods_of
+from halfbyte.config.methods import COMPARING, DEFAULTS, LOSS_TYPES, RATE, methods_of
 from halfbyte.data.formats import METHODS_FOR
 from halfbyte.errors import ConfigError
 from halfbyte.methods import METHODS
@@ -156,7 +156,7 @@ def test_axolotls_fields_of_pairs_are_columns():
 def test_the_page_names_every_key_of_its_methods():
     page = (Path(__file__).parents[1] / "docs/preference.md").read_text()
     named = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page, re.MULTILINE))
-    assert set(named) == {name for name, method in METHODS.items() if method.rows in ("pairs", "unpaired")}
+    assert set(named) == set(COMPARING)
     for method, keys in named.items():
         assert set(re.findall(r"`(\w+)`", keys)) == set(keys_of(method))
 

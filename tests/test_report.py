@@ -385,6 +385,26 @@ def test_card_loads_with_plain_peft(run_dir):
         assert fact in card
 
 
+@pytest.mark.parametrize(
+    ("method", "loader", "labels", "pipeline"),
+    [
+        ("reward", "AutoModelForSequenceClassification", "num_labels=1", "text-classification"),
+        ("prm", "AutoModelForTokenClassification", "num_labels=2", "token-classification"),
+        ("dpo", "AutoModelForCausalLM", "Qwen3-8B', dtype", "text-generation"),
+    ],
+)
+def test_card_of_another_method(tmp_path, method, loader, labels, pipeline):
+    (tmp_path / "config.resolved.yaml").write_text(f"model_name_or_path: Qwen/Qwen3-8B\ndataset: d\nmethod: {method}\n")
+    text = write_card(tmp_path).read_text()
+    header = yaml.safe_load(text.split("---")[1])
+    assert header["pipeline_tag"] == pipeline
+    assert header["tags"][:3] == ["halfbyte", "lora", method]
+    code = re.search(r"```python\n(.*?)\n```", text, re.DOTALL)[1]
+    compile(code, "card", "exec")
+    assert f"import {loader}, AutoTokenizer" in code
+    assert labels in code
+
+
 def test_card_of_full_fine_tuning_and_local_base(tmp_path):
     (tmp_path / "config.resolved.yaml").write_text(
         "model_name_or_path: /data/base\nuse_peft: false\ndataset: d.jsonl\n"

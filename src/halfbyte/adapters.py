@@ -31,6 +31,7 @@ from torch import nn
 
 from .architectures import ALL_LINEAR, all_linear, is_linear
 from .config import Adapter, RunConfig, resolve
+from .config.methods import SCORES
 from .errors import CheckpointError, ConfigError, ModelError
 from .layers.expert_adapters import drop_inputs, expert_wrappers, run_beside
 from .layers.expert_targets import adapted_experts, leave_to_experts, named_by, parameter_targets, say_how_many
@@ -43,8 +44,6 @@ from .words import brief
 
 COMMON_RANK = 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that adapters are saved in
-# PEFT's types of an adapter with a head that scores texts, or each token: labels of the head, and what loads it.
-SCORES = {"SEQ_CLS": (1, "AutoModelForSequenceClassification"), "TOKEN_CLS": (2, "AutoModelForTokenClassification")}
 MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 

@@ -246,6 +246,20 @@ ROWS = [
         says="use_peft",
         files=lines(stepwise()),
     ),
+    Case(
+        "+ init with steps",
+        "init model data.jsonl --method prm",
+        code=0,
+        says="method: prm",
+        files=lines(*[stepwise(prompt=str(n)) for n in range(40)]),
+    ),
+    Case(
+        "+ init without a method on steps",
+        "init model data.jsonl",
+        says="steps with labels",
+        fix="method: prm",
+        files=lines(stepwise()),
+    ),
     Case("+ a separator of pairs", dpo("'step_separator=x'"), says="step_separator", fix="method: prm"),
     Case("+ beta of a reward model", both("method=reward beta=0.1"), says="beta: 0.1", fix="remove it"),
 ]

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from measure_on_cpu import batch_of
+from replayed import moving
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -17,6 +19,7 @@ from halfbyte.autograd.capped_attention import Scores, capped_attention
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
 from halfbyte.memory.batches import Shape
+from halfbyte.methods import method_of
 from halfbyte.models.attention import Implementation
 from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.glu import glu, glu_backward_
@@ -152,3 +155,30 @@ def test_a_layer_keeps_what_a_real_one_does(keys):
     plan._attention = FLASH
     found = [live_after_forward(config, layers, tokens) for layers in (1, 2)]
     assert found[1] - found[0] == pytest.approx(plan.step(Shape(2, 67), ("keep",)).layers[-1].saved, rel=0.05)
+
+
+def test_a_step_of_pairs_takes_what_is_planned_for_its_tokens():
+    """The reference's forward keeps nothing, and needs no more than the policy's backward."""
+    sizes = SIZES | {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 24}
+    asked = {"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "precompute_ref_log_probs": False, "device": "cpu"}
+    config, shape = run_config(**asked, activation_checkpointing=False), Shape(4, 96)
+    causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=4))
+    model = add_adapter(causal, config).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    batch, found = batch_of("dpo", shape.rows, shape.length), {}
+    batch |= {name: batch[name] % SIZES["vocab_size"] for name in ("input_ids", "wanted")}
+    for kind in ("each step", "kept"):
+        ledger = Ledger()
+        ledger.ignore(iter((*model.parameters(), *model.buffers(), *batch.values())))
+        ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        with ledger:
+            loss = method_of(config).sums(model, batch)["loss"]
+            kept = ledger.live
+            loss.backward()
+        found[kind] = kept, ledger.peak
+        batch["reference"] = torch.zeros(len(batch["at"]))
+    planned, logits = moving(config, causal.config, shape, "keep")
+    assert found["kept"] == pytest.approx((found["each step"][0], planned - logits), rel=0.1)
+    assert found["each step"][1] <= 1.1 * planned
+    assert abs(found["each step"][0] - found["kept"][0]) < 0.01 * found["kept"][0]

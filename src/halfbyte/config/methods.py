@@ -30,6 +30,8 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
 LOSS_METHODS = {"simpo": "method: simpo", "orpo": "method: orpo", "alphapo": "method: simpo with alpha"}
 # Losses of the difference of two rewards, which alone other divergences than the reverse KL are defined for.
 OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+# PEFT's types of an adapter with a head that scores texts, or each token: labels of the head, and what loads it.
+SCORES = {"SEQ_CLS": (1, "AutoModelForSequenceClassification"), "TOKEN_CLS": (2, "AutoModelForTokenClassification")}
 DEFAULTS: dict[str, dict[str, Any]] = {  # TRL's
     "dpo": {"beta": 0.1, "loss_type": "sigmoid"},
     "orpo": {"beta": 0.1},

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from halfbyte.adapters import SCORES, load_adapter_weights, place_adapter, saved_adapter_config
+from halfbyte.adapters import load_adapter_weights, place_adapter, saved_adapter_config
 from halfbyte.architectures import expert_stacks
 from halfbyte.config import Origin, Resolved, Storage
+from halfbyte.config.methods import SCORES
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
 from halfbyte.layers.expert_adapters import expert_wrappers

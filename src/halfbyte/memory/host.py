@@ -1,11 +1,14 @@
 """Host memory: how much there is, and how to have it go back when it is freed.
 
-glibc serves a freed size from its heap from then on (the mmap threshold grows up to 32 MiB), and a heap whose blocks
-die in another order than they came leaves holes. Measured on the 40M model at 4×512 tokens in fp32, activations kept:
-the process grew by 2,255 MB, with one arena by 2,515, with a fixed threshold by 1,127, which is what its live tensors
-add up to. The price is page faults: on two cores of an AMX machine the same run made 982 tokens a second with the fixed
-threshold and 1,589 without it. So a run uses it where memory is tight: where the plan times `HEAP_WASTE` would not fit.
-`estimate` predicts live tensors, which is what is measured when it is in force.
+glibc serves a freed size from its heap from then on (the mmap threshold grows up to 32 MiB), and its `posix_memalign`,
+by which torch allocates, asks the heap for room to align in: a hole of just that size is too small, so of 100 blocks of
+1 MiB, each kept while another beside it came and went, 100 MiB of holes were left (`malloc`: 1; glibc 2.36).
+
+Measured on the 40M model at 4×512 tokens in fp32, activations kept: the process grew by 2,255 MB, with one arena by
+2,515, with a fixed threshold by 1,127, which is what its live tensors add up to. The price is page faults: on two cores
+of an AMX machine the same run made 982 tokens a second with the fixed threshold and 1,589 without it. So a run uses it
+where memory is tight: where the plan times `HEAP_WASTE` would not fit. `estimate` predicts live tensors, which is what
+is measured when it is in force.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Method(ABC):
             unpaired, prompts or stepwise (see `data.prepare_answers`).
         numbers: what its records hold.
         scores: of a method that trains a head that scores texts or tokens, so that the model answers nothing, which of
-            `adapters.SCORES`.
+            `config.methods.SCORES`.
         looks_ahead: whether its losses need something of the whole step before any is taken, see `ahead`.
         reference: whether its losses compare the model with what it was before training.
         shares: whether the answers of a row can share its prompt, see `data.branches`.

@@ -8,7 +8,9 @@ from typing import Any
 
 import yaml
 
+from ..config.methods import SCORES
 from ..files import write_text
+from ..methods import METHODS
 from ..terminal import duration, method, size, storage
 from ..words import visible
 from .run import Run, read_run
@@ -18,6 +20,11 @@ HYPERPARAMETERS = (
     "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps", "per_device_train_batch_size",
     "gradient_accumulation_steps", "optim", "weight_decay", "max_grad_norm", "max_length", "packing", "seed",
 )  # fmt: skip
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
 ADAPTER_KEYS = HYPERPARAMETERS[:7]
 
 
@@ -56,16 +63,17 @@ def _hub_header(run: Run, whole: bool) -> dict[str, Any]:
     # The hub checks that base_model exists there, so a local folder is not named.
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", run.model) and not Path(run.model).exists():
         header["base_model"] = run.model
-    header["tags"] = ["halfbyte", *([] if whole else ["lora"]), "sft"]
+    header["tags"] = ["halfbyte", *([] if whole else ["lora"]), run.config.get("method", "sft")]
     if not whole and storage(run.config) != "16-bit":
         header["tags"].append("qlora")
-    header["pipeline_tag"] = "text-generation"
+    header["pipeline_tag"] = PIPELINES[_loader(run)[0]]
     return header
 
 
 def _usage(run: Run, whole: bool) -> str:
     """Five lines with nothing but transformers and PEFT."""
-    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    loader, labels = _loader(run)
+    lines = [f"from transformers import {loader}, AutoTokenizer"]
     if scheme := run.config.get("qat_scheme"):
         lines.insert(
             0, f"# trained to be rounded to {scheme}; this loads it unrounded, `halfbyte merge` writes it rounded"
@@ -79,10 +87,18 @@ def _usage(run: Run, whole: bool) -> str:
     revision = run.config.get("model_revision", "main")
     pinned = "" if revision == "main" else f", revision={revision!r}"
     lines.insert(-1, "from peft import PeftModel")
-    lines.append(f'base = AutoModelForCausalLM.from_pretrained({run.model!r}, dtype="auto"{pinned})')
+    head = f", num_labels={labels}" if labels else ""
+    lines.append(f'base = {loader}.from_pretrained({run.model!r}{head}, dtype="auto"{pinned})')
     lines.append('model = PeftModel.from_pretrained(base, "adapter")')
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})")
     return "\n".join(lines)
+
+
+def _loader(run: Run) -> tuple[str, int]:
+    """What of transformers loads the base, and labels of the head that an adapter has for it; 0: none."""
+    scores = getattr(METHODS.get(run.config.get("method", "sft")), "scores", None)
+    labels, loader = SCORES.get(scores or "", (0, "AutoModelForCausalLM"))
+    return loader, labels
 
 
 def _results(run: Run) -> dict[str, str]:

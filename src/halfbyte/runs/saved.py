@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, load_config, resolve
+from ..config.methods import SCORES
 from ..errors import CheckpointError
 from ..files import clear_leftovers
 from ..models.find import find_model, look_over, trusted_only
@@ -173,7 +174,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
     """
     place, config = look_up(name, overrides, dataset)
-    from ..adapters import SCORES, check_adapter_files, load_adapter
+    from ..adapters import check_adapter_files, load_adapter
     from ..models.load import load_model, load_tokenizer, resolve_dtype
     from ..qat.model import quantize_trained, round_merged
 
