@@ -324,7 +324,7 @@ def attend(
         query: [B, Hq, T, D].
         key, value: [B, Hk, T, D], Hk dividing Hq.
         attention_mask: of shape `NO_MASK`, or one that transformers made; of whole rows, as all that follows.
-        sliding_window: tokens that a token sees, itself among them; softcap: scores become softcap · tanh(score/softcap).
+        sliding_window: tokens that a token sees, with itself; softcap: scores become softcap · tanh(score / softcap).
         cu_seq_lens_q, max_length_q: as `documents` gives them; document_spans: `ops.attention.spans` of them.
         context: the processes that hold slices of these rows; None: the rows are whole.
         sharing: how answers share prompts, where they do.
