@@ -1,10 +1,12 @@
 """Rows of preference and RL training: what they are read as, the ids and masks made of them, and what is refused."""
 
+import copy
 import json
 import re
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from halfbyte import notices
 from halfbyte.data.prepare import prepare
@@ -263,6 +265,15 @@ def test_each_step_has_its_label_at_its_last_token(separator, config, write, mak
     names = {"prompt": "question", "completions": "parts", "labels": "good"}
     [row] = prepare_answers(config(write([mapped]), column_mapping=names), tokenizer, "stepwise").train
     assert row["right"] == STEPS["labels"]
+
+
+def test_a_step_without_a_token_is_refused(config, write, make_tokenizer):
+    tokenizer, rows = copy.deepcopy(make_tokenizer("plain")), [STEPS, {**STEPS, "completions": ["1", "xx"]}]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
+    with pytest.raises(DataError, match=r"data.jsonl:2: the tokenizer makes no token of the step 'xx'"):
+        prepare_answers(config(write(rows), method="prm", step_separator=""), tokenizer, "stepwise")
+    prepared = prepare_answers(config(write(rows), method="prm"), tokenizer, "stepwise")
+    assert [sum(row["steps_mask"]) for row in prepared.train] == [2, 2]
 
 
 def test_steps_are_cut_with_their_labels(config, write, make_tokenizer):

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import DataError
+from ..words import brief
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder, check_rendered, says_anything
 from .formats import Document
 from .preference import Kind
@@ -167,16 +169,23 @@ class AnswerEncoder(Encoder):
 
     def _steps(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
         """A prompt as for generation; behind it each step and the separator, tokenized apart as in TRL, so that a step
-        has a last token of its own, which is the one with the label."""
+        has a last token of its own, which is the one with the label.
+
+        Raises:
+            DataError: a step with its separator is no token.
+        """
         prompts = self._asked([row["prompt"] for row in rows], places)
         texts = [step for row in rows for step in row["steps"]]
         encoded = self.tokenizer([self.separator, *texts], add_special_tokens=False, verbose=False)["input_ids"]
         separator, steps = encoded[0], iter(encoded[1:])
         found = []
-        for row, prompt in zip(rows, prompts, strict=True):
+        for row, prompt, place in zip(rows, prompts, places, strict=True):
             ids: list[int] = []
             mask: list[int] = []
-            for step in (next(steps) for _ in row["steps"]):
+            for text, step in zip(row["steps"], steps, strict=False):
+                if not (step or separator):
+                    wrong = f"{place}: the tokenizer makes no token of the step {brief(text)}"
+                    raise DataError(wrong, "write what the step says, or set a step_separator")
                 ids += [*step, *separator]
                 mask += [0] * (len(ids) - len(mask) - 1) + [1]
             length, room = len(prompt) + len(ids), max(self.max_length - len(prompt), 0)
